@@ -1,0 +1,1 @@
+"""DeepSpeed JSON files that a user can take as they are; README.md says when to take which."""

@@ -1,0 +1,70 @@
+"""Errors that a person can act on: what was got, what is allowed, which knob to turn."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, in the form that `--json` prints."""
+
+    kind: str  # stable slug: "unknown-key", "batch-size", "bad-image", ...
+    message: str  # what was got and what is allowed
+    hint: str = ""  # the knob to turn
+    where: str = ""  # "run.yaml:3:1", "--micro-batch", "ds.json: zero_optimization.stage"
+
+    def as_dict(self) -> dict[str, str]:
+        """The four keys of the command line's error object."""
+        return asdict(self)
+
+
+class UserError(Exception):
+    """Bad input: exit code 2. Holds every problem found, so that one attempt shows them all."""
+
+    def __init__(self, *problems: Problem):
+        assert problems, "a UserError without a problem"
+        self.problems = problems
+        super().__init__("; ".join(p.message for p in problems))
+
+
+class RunFailed(Exception):
+    """A run that started and could not go on (out of memory, NaN, a rank died): exit code 3."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        super().__init__(problem.message)
+
+
+class Problems:
+    """Collects what is wrong and raises once."""
+
+    def __init__(self) -> None:
+        self._found: list[Problem] = []
+
+    def add(self, kind: str, message: str, hint: str = "", where: str = "") -> None:
+        """Note one problem and go on looking."""
+        self._found.append(Problem(kind=kind, message=message, hint=hint, where=where))
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Note what another check has found."""
+        self._found.extend(problems)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def raise_if_any(self) -> None:
+        """Raise a UserError with everything noted so far, if there is anything."""
+        if self._found:
+            raise UserError(*self._found)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that offers up to three close names, or lists all when there are few of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.55)
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    return "known: " + ", ".join(names) if len(names) <= 30 else ""

@@ -1,0 +1,78 @@
+"""The run: everything that a user can ask of `zerofit train`, one field an option and a key of run.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class RunSpec(BaseModel):
+    """One training run, as asked. `None` means: taken from the DeepSpeed JSON, the model or a default when resolved.
+
+    Immutable; unknown keys are an error (see `zerofit.spec.load`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    # what
+    model: str = Field("llama-tiny", description="model name, config.json, pretrained folder or package.module:callable")
+    model_args: dict[str, Any] = Field({}, description="JSON object: overrides of the model's config or arguments")
+    loss: Literal["cross-entropy", "mse"] | None = Field(None, description="loss for a model that has none of its own")
+    data: str | None = Field(
+        None,
+        description="digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, hf:NAME, "
+        "synthetic",
+    )
+    data_root: Path | None = Field(None, description="folder that holds (or gets) the torchvision data sets")
+    download: bool = Field(False, description="download a torchvision data set that data_root does not hold")
+    text_field: str = Field("text", description="the field that holds the text, for jsonl: and hf:")
+    tokenizer: str = Field("bytes", description="bytes, a local tokenizer folder, or a hub name")
+    image_size: PositiveInt | None = Field(None, description="pixels to which images are resized (height and width)")
+    skip_bad: bool = Field(False, description="count and skip unreadable images instead of refusing to start")
+    data_workers: NonNegativeInt | None = Field(None, description="loader processes a rank (default: by the data)")
+
+    # how long and how much
+    steps: PositiveInt | None = Field(None, description="optimizer steps")
+    epochs: PositiveFloat | None = Field(None, description="passes over the training data (rounded up to a whole step)")
+    micro_batch: PositiveInt | None = Field(None, description="samples a rank takes through one forward and backward")
+    gradient_accumulation_steps: PositiveInt | None = Field(None, description="micro batches in one optimizer step")
+    global_batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
+    seq_len: PositiveInt | None = Field(None, description="tokens in one sample of text")
+
+    # optimization
+    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(None, description="optimizer (default adamw)")
+    lr: PositiveFloat | None = Field(None, description="peak learning rate (default 1e-3 adamw, 0.1 sgd, 0.02 muon)")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="learning rate after the warm-up")
+    warmup_steps: NonNegativeInt | None = Field(None, description="steps of linear warm-up (default: 5 % of the steps)")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of cosine and linear")
+    weight_decay: NonNegativeFloat | None = Field(None, description="decoupled weight decay of matrices (default 0.01)")
+    momentum: NonNegativeFloat | None = Field(None, description="momentum of sgd and muon (default 0.9, 0.95)")
+    gradient_clipping: NonNegativeFloat | None = Field(None, description="largest gradient norm; 0 is off (default 1.0)")
+    seed: NonNegativeInt = Field(0, description="seed of initial weights, sample order, dropout and augmentation")
+
+    # numbers and memory
+    precision: Precision | None = Field(None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
+    activation_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
+    compile: bool = Field(False, description="torch.compile the model through the engine")
+
+    # layout
+    ds_config: str | dict[str, Any] | None = Field(
+        None, description="DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)"
+    )
+    ranks: PositiveInt | None = Field(None, description="ranks to start (default: all local devices)")
+    tensor_parallel: PositiveInt = Field(1, description="tensor parallel degree")
+    pipeline: PositiveInt = Field(1, description="pipeline parallel degree")
+    pipeline_balance: Literal["parameters", "time"] = Field("parameters", description="what stages are balanced by")
+    sequence_parallel: PositiveInt = Field(1, description="sequence parallel degree (Ulysses)")
+
+    # watching
+    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only at the end")
+    eval_samples: PositiveInt | None = Field(None, description="validation samples an evaluation looks at (default: all)")
+    log_every: PositiveInt = Field(10, description="steps between plain progress lines when there is no terminal")
+    tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
+    wandb: str | None = Field(None, description="Weights & Biases project to log to")
+    output: Path | None = Field(None, description="run folder (default runs/MODEL-DATA-TIME)")
