@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -19,7 +27,9 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     # what
-    model: str = Field("llama-tiny", description="model name, config.json, pretrained folder or package.module:callable")
+    model: str = Field(
+        "llama-tiny", description="model name, config.json, pretrained folder or package.module:callable"
+    )
     model_args: dict[str, Any] = Field({}, description="JSON object: overrides of the model's config or arguments")
     loss: Literal["cross-entropy", "mse"] | None = Field(None, description="loss for a model that has none of its own")
     data: str | None = Field(
@@ -51,17 +61,22 @@ class RunSpec(BaseModel):
     min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of cosine and linear")
     weight_decay: NonNegativeFloat | None = Field(None, description="decoupled weight decay of matrices (default 0.01)")
     momentum: NonNegativeFloat | None = Field(None, description="momentum of sgd and muon (default 0.9, 0.95)")
-    gradient_clipping: NonNegativeFloat | None = Field(None, description="largest gradient norm; 0 is off (default 1.0)")
+    gradient_clipping: NonNegativeFloat | None = Field(
+        None, description="largest gradient norm; 0 is off (default 1.0)"
+    )
     seed: NonNegativeInt = Field(0, description="seed of initial weights, sample order, dropout and augmentation")
 
     # numbers and memory
-    precision: Precision | None = Field(None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
+    precision: Precision | None = Field(
+        None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)"
+    )
     activation_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
     compile: bool = Field(False, description="torch.compile the model through the engine")
 
     # layout
     ds_config: str | dict[str, Any] | None = Field(
-        None, description="DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)"
+        None,
+        description="DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)",
     )
     ranks: PositiveInt | None = Field(None, description="ranks to start (default: all local devices)")
     tensor_parallel: PositiveInt = Field(1, description="tensor parallel degree")
@@ -71,7 +86,9 @@ class RunSpec(BaseModel):
 
     # watching
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only at the end")
-    eval_samples: PositiveInt | None = Field(None, description="validation samples an evaluation looks at (default: all)")
+    eval_samples: PositiveInt | None = Field(
+        None, description="validation samples an evaluation looks at (default: all)"
+    )
     log_every: PositiveInt = Field(10, description="steps between plain progress lines when there is no terminal")
     tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")

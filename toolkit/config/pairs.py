@@ -1,0 +1,81 @@
+"""Values that stand both in a run and in a DeepSpeed JSON: taken from either, and an error where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerofit.config.ds_json import get
+from zerofit.spec.errors import Problems
+from zerofit.spec.load import Asked
+
+# field of the run -> dotted path in the DeepSpeed JSON
+PAIRS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "global_batch": "train_batch_size",
+    "gradient_clipping": "gradient_clipping",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "momentum": "optimizer.params.momentum",
+    "tensor_parallel": "tensor_parallel.autotp_size",
+    "sequence_parallel": "sequence_parallel_size",
+}
+
+OPTIMIZER_TYPES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+
+
+def merge(asked: Asked, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
+    """What run and JSON say together, for the fields of PAIRS plus `optimizer` and `precision`.
+
+    Only definite values are in the answer; a value that both give and that differs is noted with both places.
+    """
+    merged: dict[str, Any] = {}
+    for field, path in PAIRS.items():
+        theirs = get(config, path, "auto")
+        _settle(asked, field, None if theirs == "auto" else theirs, f"{ds_place}: {path}", merged, problems)
+    _settle(asked, "optimizer", _optimizer_of(config), f"{ds_place}: optimizer.type", merged, problems)
+    theirs, path = _precision_of(config, ds_place, problems)
+    _settle(asked, "precision", theirs, f"{ds_place}: {path}", merged, problems)
+    return merged
+
+
+def _settle(
+    asked: Asked, field: str, theirs: Any, their_place: str, merged: dict[str, Any], problems: Problems
+) -> None:
+    ours = getattr(asked.run, field) if field in asked.places else None
+    if ours is not None and theirs is not None and ours != theirs:
+        problems.add(
+            "conflict",
+            f"{field} is {ours} in {asked.place(field)} but {theirs} in {their_place}",
+            f'make them equal, or write "auto" at {their_place} so that the run decides',
+            f"{asked.place(field)} and {their_place}",
+        )
+    value = theirs if ours is None else ours
+    if value is not None:
+        merged[field] = value
+
+
+def _optimizer_of(config: Mapping[str, Any]) -> str | None:
+    """The run's word for the JSON's optimizer; DeepSpeed compares its own names without regard to case."""
+    kind = get(config, "optimizer.type", "auto")
+    if kind == "auto":
+        return None
+    return {t.lower(): name for name, t in OPTIMIZER_TYPES.items()}.get(str(kind).lower(), str(kind))
+
+
+def _precision_of(config: Mapping[str, Any], ds_place: str, problems: Problems) -> tuple[str | None, str]:
+    bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
+    if bf16 is True and fp16 is True:
+        problems.add(
+            "conflict",
+            "bf16.enabled and fp16.enabled are both true; DeepSpeed refuses to run both",
+            "set one of them to false",
+            f"{ds_place}: bf16.enabled and {ds_place}: fp16.enabled",
+        )
+    if bf16 is True:
+        return "bf16", "bf16.enabled"
+    if fp16 is True:
+        return "fp16", "fp16.enabled"
+    definite = bf16 is False and fp16 is False
+    return ("fp32" if definite else None), "bf16.enabled and fp16.enabled"

@@ -1,0 +1,158 @@
+"""What DeepSpeed cannot combine, or would silently ignore: refused before any process starts, with the reason.
+
+Each rule was seen on DeepSpeed 0.19.8 (its source line where it raises one itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerofit.config.ds_json import get
+from zerofit.spec.errors import Problems
+from zerofit.spec.facts import Machine, ModelFacts
+from zerofit.spec.layout import Layout
+from zerofit.spec.run import RunSpec
+
+# model types whose attention takes position ids down to the kernel and names its kv heads, as Ulysses needs
+SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+
+
+def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """Degrees, stage and offload against each other; needs no model."""
+    stage, zero = layout.zero_stage, "zero_optimization"
+    degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
+    used = [name for name, degree in degrees.items() if degree > 1]
+    if len(used) > 1:
+        problems.add(
+            "layout",
+            f"{' and '.join(used)} cannot be combined: DeepSpeed builds the process groups of only one of them",
+            "keep one; data parallelism fills the remaining ranks",
+            " and ".join(used),
+        )
+    if layout.pp > 1 and stage >= 2:
+        problems.add(
+            "layout",
+            f"--pipeline {layout.pp} cannot run with ZeRO stage {stage}: the pipeline needs whole gradients, "
+            "DeepSpeed refuses it once every rank has built its engine",
+            "take stage 1 (--ds-config pipeline)",
+            f"{zero}.stage",
+        )
+    for part, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        device = get(config, f"{zero}.{part}.device", "none")
+        if device not in ("none", None) and stage < least:
+            problems.add(
+                "layout",
+                f"{zero}.{part} does nothing at ZeRO stage {stage}: DeepSpeed ignores it silently",
+                f"take stage {least} or higher, or remove the block",
+                f"{zero}.{part}",
+            )
+        if device == "nvme":
+            _check_nvme(get(config, f"{zero}.{part}.nvme_path"), part, problems)
+            if part == "offload_optimizer" and stage < 3:
+                problems.add(
+                    "layout",
+                    f"{zero}.offload_optimizer.device nvme at stage {stage} keeps the optimizer in host memory",
+                    "take stage 3, or device cpu",
+                    f"{zero}.{part}.device",
+                )
+
+
+def _check_nvme(path: Any, part: str, problems: Problems) -> None:
+    where = f"zero_optimization.{part}.nvme_path"
+    if not isinstance(path, str) or not Path(path).is_dir():
+        problems.add("nvme-path", f"{where} is {path!r}, which is no folder", "name a folder on the NVMe disk", where)
+
+
+def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+    """The layout against the model: what must divide, and what a kind of model cannot do."""
+    if layout.tp > 1:
+        _check_heads("--tensor-parallel", layout.tp, facts, problems)
+    if layout.sp > 1:
+        _check_sequence_parallel(layout.sp, run, facts, problems)
+    if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
+        problems.add(
+            "layout",
+            f"--pipeline {layout.pp} needs at least as many layers, and {run.model} has {facts.layers}",
+            f"take --pipeline {facts.layers} or less",
+            "--pipeline",
+        )
+    if facts.max_positions and run.seq_len and run.seq_len > facts.max_positions:
+        problems.add(
+            "seq-len",
+            f"--seq-len {run.seq_len} is longer than the {facts.max_positions} positions that {run.model} takes",
+            f"take --seq-len {facts.max_positions} or less",
+            "--seq-len",
+        )
+    if facts.task in ("gan", "custom"):
+        for name, degree in (("--tensor-parallel", layout.tp), ("--pipeline", layout.pp)):
+            if degree > 1 and name != "--tensor-parallel":
+                problems.add("layout", f"{name} {degree}: {run.model} is no list of layers", "leave it at 1", name)
+    if facts.task == "gan" and layout.zero_stage == 3:
+        problems.add(
+            "layout",
+            "a GAN trains two engines that pass gradients through each other's weights, which ZeRO-3 takes away",
+            "take stage 0, 1 or 2",
+            "zero_optimization.stage",
+        )
+
+
+def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) -> None:
+    if facts.attention_heads is None:
+        problems.add(
+            "layout",
+            f"{name} {degree} splits attention heads and MLP columns, and this model has none",
+            "data parallelism and ZeRO do what this model needs: leave it at 1",
+            name,
+        )
+        return
+    for count, what in ((facts.attention_heads, "attention heads"), (facts.kv_heads, "key-value heads")):
+        if count and count % degree:
+            fitting = [d for d in range(1, count + 1) if count % d == 0]
+            problems.add(
+                "layout",
+                f"{name} {degree} does not divide the {count} {what}",
+                f"degrees that do: {', '.join(map(str, fitting))}",
+                name,
+            )
+
+
+def _check_sequence_parallel(degree: int, run: RunSpec, facts: ModelFacts, problems: Problems) -> None:
+    name = "--sequence-parallel"
+    if facts.model_type not in SEQUENCE_PARALLEL_TYPES:
+        problems.add(
+            "layout",
+            f"{name} {degree}: DeepSpeed's Ulysses attention does not fit {facts.model_type or 'this model'}",
+            f"model types that it fits: {', '.join(SEQUENCE_PARALLEL_TYPES)}",
+            name,
+        )
+        return
+    _check_heads(name, degree, facts, problems)
+    if run.seq_len and run.seq_len % degree:
+        problems.add(
+            "layout",
+            f"{name} {degree} does not divide --seq-len {run.seq_len}",
+            f"take --seq-len {run.seq_len // degree * degree or degree}",
+            name,
+        )
+
+
+def check_machine(run: RunSpec, layout: Layout, machine: Machine, problems: Problems) -> None:
+    """The run against the local devices."""
+    if machine.accelerator == "cuda" and layout.world_size > machine.devices:
+        problems.add(
+            "ranks",
+            f"--ranks {layout.world_size} on {machine.devices} GPU(s): NCCL takes one rank a GPU",
+            f"take --ranks {machine.devices} or less",
+            "--ranks",
+        )
+    for precision, able in (("fp16", machine.fp16), ("bf16", machine.bf16)):
+        if run.precision == precision and not able:
+            other = "bf16" if precision == "fp16" and machine.bf16 else "fp32"
+            problems.add(
+                "precision",
+                f"{precision} is not supported on {machine.device_name}",
+                f"take --precision {other}",
+                "--precision",
+            )

@@ -1,0 +1,196 @@
+"""From a run and a DeepSpeed JSON with "auto" values to the plain DeepSpeed JSON that the engine gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.config.batch import solve
+from zerofit.config.ds_json import autos, drop, get, put
+from zerofit.config.pairs import OPTIMIZER_TYPES, merge
+from zerofit.config.refuse import check_combination
+from zerofit.spec.errors import Problems
+from zerofit.spec.facts import Machine, ModelFacts
+from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.load import Asked
+from zerofit.spec.run import RunSpec
+
+DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
+DEFAULT_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
+BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 MB in bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What run and JSON together decide before the model and the data are known in detail."""
+
+    run: RunSpec
+    layout: Layout
+    batch: Batch
+
+
+def decide(asked: Asked, config: Mapping[str, Any], ds_place: str, machine: Machine, problems: Problems) -> Decision:
+    """Settle degrees, batch sizes, precision and optimizer; notes what contradicts in `problems`."""
+    merged = merge(asked, config, ds_place, problems)
+    layout = _layout(asked, merged, config, machine, problems)
+    where = ", ".join(asked.place(f) for f in ("global_batch", "micro_batch", "gradient_accumulation_steps"))
+    batch = solve(merged, layout.dp, layout.pp, where, problems)
+    check_combination(layout, config, problems)
+    if "scheduler" in config:
+        for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
+            problems.add(
+                "conflict",
+                f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate's curve",
+                "remove the scheduler block, or leave the schedule to it",
+                f"{asked.place(field)} and {ds_place}: scheduler",
+            )
+    return Decision(run=_settled(asked.run, merged, layout, batch), layout=layout, batch=batch)
+
+
+def _layout(
+    asked: Asked, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
+) -> Layout:
+    run = asked.run
+    tp, pp, sp = merged.get("tensor_parallel", 1), run.pipeline, merged.get("sequence_parallel", 1)
+    inner = tp * pp * sp
+    ranks = run.ranks or max(machine.devices // inner * inner, inner)
+    if ranks % inner:
+        problems.add(
+            "ranks",
+            f"{ranks} ranks are no multiple of tensor x pipeline x sequence parallel degree {tp} x {pp} x {sp} = {inner}",
+            f"take --ranks {max(inner, ranks // inner * inner)}",
+            asked.place("ranks"),
+        )
+    stage = get(config, "zero_optimization.stage", 0)
+    if stage not in (0, 1, 2, 3):
+        problems.add(
+            "bad-value",
+            f"zero_optimization.stage is {stage!r}",
+            "allowed: 0, 1, 2, 3",
+            "zero_optimization.stage",
+        )
+        stage = 0
+    return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
+
+
+def _settled(run: RunSpec, merged: Mapping[str, Any], layout: Layout, batch: Batch) -> RunSpec:
+    """The run with everything filled in that does not depend on the data."""
+    optimizer = merged.get("optimizer", "adamw")
+    known = optimizer in DEFAULT_LR
+    lr = merged.get("lr", DEFAULT_LR.get(optimizer, 1e-3))
+    return run.model_copy(
+        update={
+            "ranks": layout.world_size,
+            "tensor_parallel": layout.tp,
+            "sequence_parallel": layout.sp,
+            "micro_batch": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "global_batch": batch.total,
+            "precision": merged.get("precision", "fp32"),
+            "optimizer": optimizer if known else None,
+            "lr": lr,
+            "momentum": merged.get("momentum", DEFAULT_MOMENTUM.get(optimizer)),
+            "weight_decay": merged.get("weight_decay", 0.01),
+            "gradient_clipping": merged.get("gradient_clipping", 1.0),
+        }
+    )
+
+
+def resolve(
+    config: Mapping[str, Any],
+    decision: Decision,
+    facts: ModelFacts,
+    machine: Machine,
+    steps: int,
+    problems: Problems,
+) -> dict[str, Any]:
+    """The plain DeepSpeed JSON of this run; every "auto" is filled, or noted as one that nothing fills."""
+    resolved = copy.deepcopy(dict(config))
+    run, layout = decision.run, decision.layout
+    _fill_batch(resolved, decision)
+    _fill_precision(resolved, run.precision)
+    _fill_optimizer(resolved, run, machine, layout)
+    _fill_sizes(resolved, facts)
+    _fill_scheduler(resolved, run, steps)
+    put(resolved, "gradient_clipping", run.gradient_clipping)
+    for path, degree in (("tensor_parallel.autotp_size", layout.tp), ("sequence_parallel_size", layout.sp)):
+        if degree > 1 or get(resolved, path) is not None:
+            put(resolved, path, degree)
+    for path in autos(resolved):
+        problems.add("auto", f'{path} is "auto", which nothing fills', "write a value, or remove the key", path)
+    return resolved
+
+
+def _fill_batch(config: dict[str, Any], decision: Decision) -> None:
+    put(config, "train_micro_batch_size_per_gpu", decision.batch.micro)
+    put(config, "gradient_accumulation_steps", decision.batch.accumulation)
+    if decision.layout.tp > 1:
+        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471)
+        drop(config, "train_batch_size")
+    else:
+        put(config, "train_batch_size", decision.batch.total)
+
+
+def _fill_precision(config: dict[str, Any], precision: str | None) -> None:
+    for name in ("bf16", "fp16"):
+        if precision == name or name in config:
+            put(config, f"{name}.enabled", precision == name)
+
+
+def _fill_optimizer(config: dict[str, Any], run: RunSpec, machine: Machine, layout: Layout) -> None:
+    if run.optimizer is not None:
+        put(config, "optimizer.type", OPTIMIZER_TYPES[run.optimizer])
+    params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
+    for key, value in params.items():
+        if value is not None:
+            put(config, f"optimizer.params.{key}", value)
+    for key, value in {"betas": [0.9, 0.999], "eps": 1e-8}.items():  # torch's defaults
+        if get(config, f"optimizer.params.{key}") == "auto":
+            put(config, f"optimizer.params.{key}", value)
+    kind = get(config, "optimizer.type", "").lower()
+    if machine.accelerator == "cpu" and kind in ("adam", "adamw", "muon"):
+        # torch's own Adam: DeepSpeed's fused one is a C++ op that takes minutes to compile
+        config["optimizer"]["params"].setdefault("torch_adam", True)
+        if get(config, "zero_optimization.offload_optimizer.device", "none") != "none":
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if layout.zero_stage and kind not in ("adam", "adamw"):
+        config.setdefault("zero_allow_untested_optimizer", True)
+    if layout.zero_stage == 3 and kind == "muon":
+        # Muon needs whole matrices of gradients, DeepSpeed refuses the default (runtime/zero/stage3.py:361)
+        config["zero_optimization"].setdefault("reduce_scatter", False)
+
+
+def _fill_sizes(config: dict[str, Any], facts: ModelFacts) -> None:
+    """Buckets no larger than the model; prefetch and persistence by the width, as transformers chooses them."""
+    bucket = max(facts.largest_parameter, min(facts.parameters, BUCKET_LIMIT))
+    width = facts.hidden_size
+    sizes = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+        "offload_param.buffer_size": facts.largest_parameter,
+    }
+    for key, value in sizes.items():
+        if get(config, f"zero_optimization.{key}") == "auto":
+            put(config, f"zero_optimization.{key}", value)
+
+
+def _fill_scheduler(config: dict[str, Any], run: RunSpec, steps: int) -> None:
+    params = get(config, "scheduler.params", {})
+    values = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": run.lr,
+        "warmup_num_steps": warmup_steps(run, steps),
+        "total_num_steps": steps,
+    }
+    for key, value in values.items():
+        if params.get(key) == "auto":
+            params[key] = value
+
+
+def warmup_steps(run: RunSpec, steps: int) -> int:
+    """Steps of linear warm-up: as asked, else 5 % of the run, rounded up."""
+    return -(-steps // 20) if run.warmup_steps is None else run.warmup_steps
