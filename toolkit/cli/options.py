@@ -1,0 +1,64 @@
+"""Options made from the fields of the run: one field, one option, one key of run.yaml."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from zerofit.spec.run import RunSpec
+
+
+class JsonObject(click.ParamType):
+    """A JSON object on the command line."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        """Parse; anything but an object is a usage error (exit code 2)."""
+        if isinstance(value, dict):
+            return value
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            self.fail(f"{value!r} is no JSON: {error.msg} at column {error.colno}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"{value!r} is no JSON object", param, ctx)
+        return parsed
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an option for every field of RunSpec but `model`, which is the argument."""
+    for field, info in reversed(RunSpec.model_fields.items()):
+        if field != "model":
+            command = _option(field, info)(command)
+    return command
+
+
+def _option(field: str, info: Any) -> Callable[..., Any]:
+    name = "--" + field.replace("_", "-")
+    kind = _plain(info.annotation)
+    extra: dict[str, Any] = {"default": None, "help": info.description}
+    if info.default not in (None, False) and info.default != {}:
+        extra["help"] += f" [{info.default}]"
+    if kind is bool:
+        return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
+    if get_origin(kind) is Literal:
+        return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
+    types_of = {int: int, float: float, str: str, Path: click.Path(path_type=Path)}
+    return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
+
+
+def _plain(annotation: Any) -> Any:
+    """The type a value is given as on the command line: Optional and Annotated taken off, str where it may be one."""
+    if get_origin(annotation) is typing.Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [_plain(a) for a in get_args(annotation) if a is not type(None)]
+        return str if str in kinds else kinds[0]
+    return annotation

@@ -1,0 +1,46 @@
+"""The local devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import psutil
+
+from zerofit.spec.facts import Machine
+
+
+def this_machine() -> Machine:
+    """What ranks can run on here: all GPUs, else the CPU with two ranks (or one a NUMA node where there are more)."""
+    import torch
+
+    cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
+    if torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability(0)
+        return Machine(
+            accelerator="cuda",
+            devices=torch.cuda.device_count(),
+            cores=cores,
+            device_name=torch.cuda.get_device_name(0),
+            fp16=True,
+            bf16=major >= 8,
+        )
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    flags = _cpu_flags()
+    return Machine(
+        accelerator="cpu",
+        devices=max(1, min(cores, max(2, nodes))),
+        cores=cores,
+        device_name=f"CPU ({platform.machine()})",
+        fp16=bool({"avx512_fp16", "amx_fp16", "fphp"} & flags),  # what DeepSpeed's CPU accelerator asks for
+        bf16=True,  # torch computes it everywhere, slowly where the processor has no instructions for it
+    )
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}

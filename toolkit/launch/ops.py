@@ -1,0 +1,67 @@
+"""DeepSpeed's C++ ops, compiled before the ranks start and only where the run needs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.facts import Machine
+
+POLL_S = 0.5
+BUILD = """
+import sys, deepspeed
+from deepspeed.ops import op_builder
+from deepspeed.accelerator import get_accelerator
+builder = get_accelerator().get_op_builder(sys.argv[1])()
+assert builder.is_compatible(verbose=True), sys.argv[1] + " is not compatible with this machine"
+builder.load()
+"""
+
+
+def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
+    """Names of the op builders that the engine will ask for under this DeepSpeed JSON."""
+    zero = config.get("zero_optimization", {})
+    devices = [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")]
+    kind = config.get("optimizer", {}).get("type", "").lower()
+    params = config.get("optimizer", {}).get("params", {})
+    ops = []
+    if kind in ("adam", "adamw") and not params.get("torch_adam"):
+        on_host = devices[0] != "none" and config.get("zero_force_ds_cpu_optimizer", True)
+        ops.append("CPUAdamBuilder" if on_host else "FusedAdamBuilder")
+    if "nvme" in devices:
+        ops.append("AsyncIOBuilder")
+    return ops
+
+
+def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
+    """Compile (or find compiled) each op, saying every half second how long it has taken. Raises RunFailed."""
+    for op in ops:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-c", BUILD, op],
+            env={**env, "MAX_JOBS": env.get("MAX_JOBS", str(os.cpu_count() or 1))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        while True:
+            try:
+                output, _ = process.communicate(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                show(f"compiling DeepSpeed's {op.removesuffix('Builder')} op ({time.monotonic() - start:.0f} s)")
+        if process.returncode:
+            raise RunFailed(_failure(op, output))
+
+
+def _failure(op: str, output: str) -> Problem:
+    hint = "it needs a C++ compiler, ninja and the Python headers"
+    if op == "AsyncIOBuilder":
+        hint = "NVMe offload needs libaio: apt-get install libaio-dev"
+    tail = " | ".join(output.strip().splitlines()[-3:])
+    return Problem(kind="op-build", message=f"DeepSpeed's {op} does not build here: {tail}", hint=hint, where=op)

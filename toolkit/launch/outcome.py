@@ -1,0 +1,48 @@
+"""How a run ended: its result, or the first error of the first rank that failed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.folder import RunFolder
+
+
+def outcome(folder: RunFolder, code: int) -> dict[str, Any]:
+    """The result that rank 0 left. Raises RunFailed with what a user should see of the ranks' errors."""
+    words = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
+    if words:
+        # a rank that lost its peers is a consequence; the cause is the first of the others
+        words.sort(key=lambda w: (w["problems"][0]["kind"] == "peer-lost", w["time_s"]))
+        first = words[0]
+        problem = Problem(**first["problems"][0])
+        raise RunFailed(
+            Problem(
+                kind=problem.kind,
+                message=f"rank {first['rank']}: {problem.message}",
+                hint=problem.hint or f"its log: {folder.rank_log(first['rank'])}",
+                where=problem.where,
+            )
+        )
+    if folder.result.exists():
+        return json.loads(folder.result.read_text())
+    raise RunFailed(_silent_end(folder, code))
+
+
+def _silent_end(folder: RunFolder, code: int) -> Problem:
+    """Ranks that were killed leave no word; the launcher's log names their exit code."""
+    log = folder.logs / "launcher.log"
+    text = log.read_text(errors="replace") if log.exists() else ""
+    killed = -code == signal.SIGKILL or "return code = -9" in text or "exits with return code = -9" in text
+    if killed:
+        return Problem(
+            kind="killed",
+            message="a rank was killed from outside (SIGKILL), most often by the kernel for want of host memory",
+            hint="lower --micro-batch, take fewer ranks on this host, or look into the kernel's log (dmesg)",
+            where=str(log),
+        )
+    return Problem(
+        kind="launcher", message=f"the ranks ended without a result (exit code {code})", hint=f"see {log}", where=str(log)
+    )

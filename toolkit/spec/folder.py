@@ -1,0 +1,86 @@
+"""The run folder: where each hand-over lies."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.facts import ModelFacts
+from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside one run folder; nothing is read or written here."""
+
+    path: Path
+
+    run = property(lambda self: self.path / "run.json")
+    profile = property(lambda self: self.path / "profile.json")
+    plan = property(lambda self: self.path / "plan.json")
+    ds_config = property(lambda self: self.path / "ds_config.json")
+    env = property(lambda self: self.path / "env.json")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    logs = property(lambda self: self.path / "logs")
+    events = property(lambda self: self.path / "logs" / "events.jsonl")
+    result = property(lambda self: self.path / "result.json")
+    model = property(lambda self: self.path / "model")
+    tensorboard = property(lambda self: self.path / "tensorboard")
+
+    def rank_log(self, rank: int) -> Path:
+        """Everything that one rank and the libraries in it print."""
+        return self.logs / f"rank-{rank}.log"
+
+    def rank_error(self, rank: int) -> Path:
+        """Why one rank stopped, as JSON; written by the rank itself."""
+        return self.logs / f"rank-{rank}.error.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the ranks of one run need to know; kept in the run folder as files that a person can open."""
+
+    run: RunSpec
+    layout: Layout
+    batch: Batch
+    steps: int
+    facts: ModelFacts
+    ds_config: dict[str, Any]
+
+    def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
+        """Write run.json, profile.json, plan.json and ds_config.json.
+
+        run.json can be given to `zerofit train` again: it carries the DeepSpeed JSON as the user wrote it, and no
+        output folder, so that the same run gets a new one.
+        """
+        resolved = self.run.model_copy(
+            update={"ds_config": ds_source, "output": None, "steps": self.steps, "epochs": None}
+        )
+        write_json(folder.run, resolved.model_dump(mode="json"))
+        write_json(folder.profile, asdict(self.facts))
+        write_json(folder.plan, {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps})
+        write_json(folder.ds_config, self.ds_config)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Job:
+        """The job that `write` left in this folder."""
+        plan = json.loads(folder.plan.read_text())
+        return cls(
+            run=RunSpec(**json.loads(folder.run.read_text())),
+            layout=Layout(**plan["layout"]),
+            batch=Batch(**plan["batch"]),
+            steps=plan["steps"],
+            facts=ModelFacts(**json.loads(folder.profile.read_text())),
+            ds_config=json.loads(folder.ds_config.read_text()),
+        )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the whole new one, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(aside, path)

@@ -1,0 +1,99 @@
+"""Building the model the way its layout needs it: whole, under zero.Init, or only one pipeline stage's layers."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofit.models.build import build
+from zerofit.models.catalog import ModelSource, find
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.spec.folder import Job
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
+    """The whole model, on the CPU in fp32; a transformers model at ZeRO stage 3 is partitioned as it is built.
+
+    The weights are a function of the seed alone, whatever the layout.
+    """
+    run, source = job.run, find(job.run.model)
+    torch.manual_seed(run.seed)
+    with _partitioned_from_birth(source, job.ds_config):
+        model = build(source, inputs, dict(run.model_args), checkpointing=run.activation_checkpointing)
+    if run.precision != "fp32":
+        batch_norm_in_fp32(model)
+    return model
+
+
+def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]):
+    """transformers enters zero.Init by itself while an HfDeepSpeedConfig of stage 3 is alive."""
+    if source.family != "transformers" or ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
+        return nullcontext()
+    return _alive(ds_config)
+
+
+class _alive:
+    def __init__(self, ds_config: dict[str, Any]):
+        self._ds_config = ds_config
+
+    def __enter__(self) -> None:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        self._keep = HfDeepSpeedConfig(self._ds_config)
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        del self._keep
+
+
+def batch_norm_in_fp32(model: nn.Module) -> None:
+    """Compute every batch norm in float32 under bf16 and fp16, so that its running statistics stay float32.
+
+    In low precision the statistics would stop moving (a step of the running mean is below half an ulp), and the CPU
+    kernels refuse the mixture.
+    """
+
+    def forward(self: nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        training = self.training or self.running_mean is None
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        out = nn.functional.batch_norm(
+            x.float(),
+            self.running_mean,
+            self.running_var,
+            None if self.weight is None else self.weight.float(),
+            None if self.bias is None else self.bias.float(),
+            training,
+            self.momentum or 0.0,
+            self.eps,
+        )
+        return out.to(x.dtype)
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.forward = types.MethodType(forward, module)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups: matrices, which decay, and vectors (norms, biases), which do not."""
+    trained = [p for p in parameters if p.requires_grad]
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one
+
+
+def example(inputs: Inputs, count: int) -> torch.Tensor:
+    """A batch of zeros in the shape of the data: float32 (count, channels, size, size) or int64 (count, seq_len)."""
+    if isinstance(inputs, ImageInputs):
+        return torch.zeros(count, inputs.channels, inputs.size, inputs.size)
+    return torch.zeros(count, inputs.seq_len, dtype=torch.long)

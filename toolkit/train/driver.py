@@ -1,0 +1,134 @@
+"""One rank's way through the DeepSpeed engine for everything but the pipeline: forward, backward, step, evaluate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from zerofit.config.resolve import warmup_steps
+from zerofit.models.build import forward_logits
+from zerofit.models.inputs import Inputs
+from zerofit.spec.folder import Job
+from zerofit.train.build import DTYPES, build_whole, parameter_groups
+from zerofit.train.loss import counts, own_loss, weighted_cross_entropy
+from zerofit.train.place import Place
+from zerofit.train.schedule import make_scheduler
+
+Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
+
+
+def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
+    """deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
+    run = job.run
+    if "scheduler" not in job.ds_config:
+        curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
+        curve["floor"] = min(1.0, run.min_lr / run.lr)
+        more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model.parameters()), config=job.ds_config, **more
+    )
+    if run.compile:
+        engine.compile()
+    return engine
+
+
+class Driver:
+    """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
+
+    def __init__(self, job: Job, place: Place, inputs: Inputs | None):
+        self.job, self.place = job, place
+        self.device = torch.device(get_accelerator().current_device_name())
+        model = build_whole(job, inputs)
+        mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
+        self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
+        assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
+
+    @property
+    def module(self) -> nn.Module:
+        """The model inside the engine (its parameters may be partitioned)."""
+        return self.engine.module
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """One optimizer step over the accumulation's micro batches; float32 (micro batches,) of their losses."""
+        losses = []
+        for _ in range(self.job.batch.accumulation):
+            loss = self._loss(next(batches))
+            self.engine.backward(loss)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """float64 (3,): summed loss, targets and right answers over all ranks' batches."""
+        self.engine.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            sums += self._eval_counts(batch)
+        self.engine.train()
+        dist.all_reduce(sums)
+        return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
+
+    def _loss(self, batch: Batch) -> Tensor:
+        x, labels, extra = self._inputs(batch)
+        if self.job.facts.task == "custom" and takes_labels(self.module):
+            return own_loss(self._call_own(x, labels))
+        logits, aux = forward_logits(self.engine, x, **extra)
+        if self.job.run.loss == "mse":
+            return nn.functional.mse_loss(logits.float(), labels.float())
+        loss = weighted_cross_entropy(logits, labels, batch["weight"])
+        return loss if aux is None else loss + aux
+
+    def _eval_counts(self, batch: Batch) -> Tensor:
+        x, labels, extra = self._inputs(batch)
+        real = (labels.reshape(len(labels), -1) != -100).any(dim=1).sum().double()
+        if self.job.facts.task == "custom" and takes_labels(self.module):
+            return torch.stack([own_loss(self._call_own(x, labels)).double() * real, real, real * 0])
+        logits, _ = forward_logits(self.engine, x, **extra)
+        if self.job.run.loss == "mse":
+            error = nn.functional.mse_loss(logits.float(), labels.float()).double()
+            return torch.stack([error * real, real, real * 0])
+        return counts(logits, labels)
+
+    def _call_own(self, x: Tensor, labels: Tensor) -> Any:
+        if "input_ids" in inspect.signature(self.module.forward).parameters:
+            return self.engine(input_ids=x, labels=labels)
+        return self.engine(x, labels=labels)
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This rank's inputs and labels on its device; under sequence parallelism its slice, with positions."""
+        x = batch["inputs"].to(self.device, non_blocking=True)
+        labels = batch["labels"].to(self.device, non_blocking=True)
+        if x.is_floating_point():
+            x = x.to(DTYPES[self.job.run.precision])
+        sp = self.job.layout.sp
+        if sp == 1:
+            return x, labels, {}
+        length = x.shape[1] // sp
+        mine = slice(self.place.sp_rank * length, (self.place.sp_rank + 1) * length)
+        positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
+        return x[:, mine], labels[:, mine], {"position_ids": positions}
+
+    def _register_sequence_parallel(self, model: nn.Module):
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=self.job.layout.sp,
+            micro_batch_size=self.job.batch.micro,
+            seq_length=self.job.run.seq_len,
+            seq_length_is_variable=False,
+        )
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether forward has a parameter named labels, so that the model gives its own loss."""
+    return "labels" in inspect.signature(model.forward).parameters

@@ -1,0 +1,107 @@
+"""Training a DCGAN pair: two DeepSpeed engines that take turns on the same batch (Radford et al., 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs
+from zerofit.spec.folder import Job
+from zerofit.train.build import DTYPES, batch_norm_in_fp32
+from zerofit.train.driver import Batch, start_engine
+from zerofit.train.place import Place
+
+
+class GanDriver:
+    """The discriminator learns to tell images from drawings, the generator to be taken for real.
+
+    The loss that is recorded is the sum of both; `loss_d` and `loss_g` stand beside it.
+    """
+
+    def __init__(self, job: Job, place: Place, inputs: Inputs):
+        self.job, self.place = job, place
+        self.device = torch.device(get_accelerator().current_device_name())
+        torch.manual_seed(job.run.seed)
+        pair = build(find(job.run.model), inputs, dict(job.run.model_args))
+        if job.run.precision != "fp32":
+            batch_norm_in_fp32(pair)
+        self.latent_size = pair.generator.latent_size
+        self.generator = start_engine(job, pair.generator, job.steps)
+        self.engine = start_engine(job, pair.discriminator, job.steps)
+        self._noise = torch.Generator().manual_seed(job.run.seed * 1_000_003 + place.dp_rank)
+        self.last_losses = (0.0, 0.0)
+
+    @property
+    def module(self) -> nn.Module:
+        """Both networks."""
+        return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """One step of each network; float32 (micro batches,) of loss_d + loss_g."""
+        pairs = []
+        for _ in range(self.job.batch.accumulation):
+            real = next(batches)["inputs"].to(self.device, DTYPES[self.job.run.precision])
+            fake = self.generator(self._draw(len(real)))
+            pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
+        losses = torch.stack(pairs)  # (micro batches, 2)
+        self.last_losses = losses.mean(0)
+        return losses.sum(1)
+
+    def _discriminate(self, real: Tensor, fake: Tensor) -> Tensor:
+        loss = _judged(self.engine(real), 1.0) + _judged(self.engine(fake), 0.0)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach().float()
+
+    def _generate(self, fake: Tensor) -> Tensor:
+        # through the bare discriminator: its weights only pass the gradient on, and must not collect one
+        discriminator = self.engine.module.requires_grad_(False)
+        loss = _judged(discriminator(fake), 1.0)
+        self.generator.backward(loss)
+        discriminator.requires_grad_(True)
+        self.generator.step()
+        return loss.detach().float()
+
+    def extra(self) -> dict[str, float]:
+        """This rank's two losses of the last step."""
+        loss_d, loss_g = (float(x) for x in self.last_losses)
+        return {"loss_d": loss_d, "loss_g": loss_g}
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """float64 (3,): the discriminator's summed loss on unseen images and drawings, images, right verdicts on both / 2."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.engine.eval()
+        self.generator.eval()
+        for batch in batches:
+            keep = (batch["labels"] != -100).to(self.device)
+            real = batch["inputs"].to(self.device, DTYPES[self.job.run.precision])[keep]
+            if len(real):
+                sums += self._judge(real)
+        self.engine.train()
+        self.generator.train()
+        dist.all_reduce(sums)
+        return sums
+
+    def _judge(self, real: Tensor) -> Tensor:
+        of_real, of_fake = self.engine(real), self.engine(self.generator(self._draw(len(real))))
+        loss = (_judged(of_real, 1.0) + _judged(of_fake, 0.0)) * len(real)
+        right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
+        return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
+
+    def _draw(self, count: int) -> Tensor:
+        noise = torch.randn(count, self.latent_size, 1, 1, generator=self._noise)
+        return noise.to(self.device, DTYPES[self.job.run.precision])
+
+
+def _judged(logits: Tensor, target: float) -> Tensor:
+    logits = logits.float().reshape(-1)
+    return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))

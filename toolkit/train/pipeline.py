@@ -1,0 +1,151 @@
+"""One rank's way through DeepSpeed's pipeline engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.utils import partition_balanced
+from torch import Tensor, nn
+
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs
+from zerofit.models.layers import Layer, as_layers, materialise
+from zerofit.spec.folder import Job
+from zerofit.train.build import DTYPES, batch_norm_in_fp32, example
+from zerofit.train.driver import Batch, start_engine
+from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.place import Place
+
+
+class PipelineDriver:
+    """Pipeline parallel, with data parallelism around it; ZeRO stage 0 or 1."""
+
+    def __init__(self, job: Job, place: Place, inputs: Inputs):
+        self.job, self.place = job, place
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.layers, bounds = _build_stage(job, place, inputs)
+        self.bounds = bounds
+        self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
+        module = _Staged(self.layers, bounds, job, loss_fn=self._loss)
+        self.engine = start_engine(job, module, job.steps)
+        grid = self.engine.grid
+        assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (place.dp_rank, place.pp_rank)
+
+    @property
+    def module(self) -> nn.Module:
+        """This stage's layers."""
+        return self.engine.module
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """One optimizer step; float32 (1,), the loss over the whole pipeline and all its replicas."""
+        return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """float64 (3,): summed loss, targets and right answers over all ranks' batches."""
+        pairs = [self._pair(batch) for batch in batches]
+        self._counts.zero_()
+        if pairs:
+            self.engine.eval_batch(iter(pairs), num_micro_batches=len(pairs))
+        sums = self._counts.clone()  # only last stages have counted
+        dist.all_reduce(sums)
+        return sums
+
+    def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        labels, weight = target
+        if not torch.is_grad_enabled():
+            self._counts += counts(logits, labels)
+        return weighted_cross_entropy(logits, labels, weight)
+
+    def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x = batch["inputs"]
+        if x.is_floating_point():
+            x = x.to(DTYPES[self.job.run.precision])
+        return x, (batch["labels"], torch.tensor(batch.get("weight", 1.0)))
+
+
+class _Staged(PipelineModule):
+    """A PipelineModule whose stage bounds are given instead of found by building every layer on every rank."""
+
+    def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
+        self._bounds = bounds
+        topology = PipeDataParallelTopology(num_pp=job.layout.pp, num_dp=job.layout.dp)
+        super().__init__([_spec(layer) for layer in layers], topology=topology, loss_fn=loss_fn)
+
+    def _partition_layers(self, method: str = "parameters") -> None:
+        self.parts = self._bounds
+        self._set_bounds(start=self._bounds[self.stage_id], stop=self._bounds[self.stage_id + 1])
+
+
+def _spec(layer: Layer) -> LayerSpec:
+    """Specs hand out the module that exists already; DeepSpeed takes only those of its own stage."""
+
+    def module() -> nn.Module:
+        return layer.module
+
+    if layer.tied is None:
+        return LayerSpec(module)
+    return TiedLayerSpec(layer.tied, module, tied_weight_attr=layer.tied_attr)
+
+
+def _build_stage(job: Job, place: Place, inputs: Inputs) -> tuple[list[Layer], list[int]]:
+    """All layers, of which only this stage's have memory, and the bounds of the stages."""
+    run, source = job.run, find(job.run.model)
+    from_meta = source.family == "transformers" and source.origin != "pretrained folder"
+    torch.manual_seed(run.seed)
+    with torch.device("meta" if from_meta else "cpu"):
+        model = build(source, inputs, dict(run.model_args))
+    if run.precision != "fp32":
+        batch_norm_in_fp32(model)
+    layers = as_layers(model, checkpointing=run.activation_checkpointing)
+    weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
+    if run.pipeline_balance == "time":
+        weights = _measured(job, source, inputs)
+    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=job.layout.pp)]
+    if from_meta:
+        mine = layers[bounds[place.pp_rank] : bounds[place.pp_rank + 1]]
+        materialise(model, run.seed, keep={name for layer in mine for name in layer.names.values()})
+        layers = as_layers(model, checkpointing=run.activation_checkpointing)
+    return layers, bounds
+
+
+def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
+    """Seconds of forward and backward of each layer on rank 0's device, the second of two rounds, shared by all."""
+    seconds: list[float] = []
+    if dist.get_rank() == 0:
+        torch.manual_seed(job.run.seed)
+        model = build(source, inputs, dict(job.run.model_args))
+        seconds = [_time_layer(layer, x) for layer, x in _walk(as_layers(model), job, inputs)]
+    shared = [seconds]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _walk(layers: list[Layer], job: Job, inputs: Inputs) -> Iterator[tuple[Layer, Tensor]]:
+    """Each layer on the device with the input it gets in the pipeline."""
+    device, dtype = torch.device(get_accelerator().current_device_name()), DTYPES[job.run.precision]
+    x = example(inputs, job.batch.micro).to(device)
+    x = x.to(dtype) if x.is_floating_point() else x
+    for layer in layers:
+        layer.module.to(device=device, dtype=dtype)
+        yield layer, x
+        with torch.no_grad():
+            x = layer.module(x)
+
+
+def _time_layer(layer: Layer, x: Tensor) -> float:
+    for _ in range(2):
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        out = layer.module(x)
+        if out.requires_grad:
+            out.float().sum().backward()
+        get_accelerator().synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,129 @@
+"""One record a step: losses averaged over ranks in blocks, so that watching costs next to nothing.
+
+A block is about half a second of steps. Its losses cross the ranks in one all-reduce, which also tells every rank alike
+whether a loss was not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.folder import Job
+from zerofit.spec.hardware import peak_flops
+
+BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
+BLOCK_STEPS = 100
+
+
+@dataclass
+class _Step:
+    step: int
+    losses: Tensor  # float32 (micro batches,) of this rank
+    indices: Sequence[np.ndarray]  # sample indices of each micro batch of this rank
+    seconds: float
+    lr: float
+    grad_norm: float | None
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Recorder:
+    """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
+
+    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Callable[[dict[str, Any]], None]]):
+        self._job, self._device, self._sinks = job, device, sinks
+        self._block: list[_Step] = []
+        self._block_steps = 1
+        self._last_end = time.perf_counter()
+        self._peak = peak_flops(get_accelerator().device_name(), job.run.precision or "fp32")
+        if device.type == "cuda":
+            self._peak = peak_flops(torch.cuda.get_device_name(device), job.run.precision or "fp32")
+        self.last: dict[str, Any] = {}  # the newest record (rank 0), or its step and loss (all ranks)
+
+    def add(self, step: int, losses: Tensor, indices: Sequence[np.ndarray], lr: float, grad_norm: Any) -> None:
+        """Note a step that has been issued; every so often, exchange and write what is pending."""
+        now = time.perf_counter()
+        norm = None if grad_norm is None else float(grad_norm)
+        self._block.append(_Step(step, losses, indices, now - self._last_end, lr, norm))
+        self._last_end = now
+        if len(self._block) >= self._block_steps:
+            self.flush()
+
+    def skip_time(self) -> None:
+        """Leave out of the next step's time what was not training (an evaluation, say)."""
+        self._last_end = time.perf_counter()
+
+    def flush(self) -> None:
+        """Exchange and write everything pending. Raises RunFailed on all ranks when a loss is not finite."""
+        if not self._block:
+            return
+        block, self._block = self._block, []
+        rows = [torch.stack([s.losses.mean(), s.losses.new_tensor(s.seconds)]) for s in block]
+        shared = torch.stack(rows).to(self._device)  # (steps, 2)
+        dist.all_reduce(shared)
+        means = (shared / dist.get_world_size()).tolist()
+        seconds = sum(s for _, s in means) / len(means)
+        self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S / max(seconds, 1e-6))))
+        for step, (loss, step_s) in zip(block, means, strict=True):
+            if not math.isfinite(loss):
+                self._stop(step, loss)
+            self.last = self._record(step, loss, step_s)
+            for sink in self._sinks:
+                sink(self.last)
+        self._last_end = time.perf_counter()
+
+    def _record(self, step: _Step, loss: float, step_s: float) -> dict[str, Any]:
+        job = self._job
+        samples_per_s = job.batch.total / step_s
+        tokens = job.run.seq_len if job.facts.task in ("causal-lm", "masked-lm") else None
+        mfu = None
+        if self._peak and job.facts.forward_flops:  # backward costs twice the forward
+            mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
+        host_bytes = psutil.Process().memory_info().rss
+        on_cpu = self._device.type == "cpu"
+        return {
+            "step": step.step + 1,
+            "samples": (step.step + 1) * job.batch.total,
+            "loss": loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            "step_s": step_s,
+            "samples_per_s": samples_per_s,
+            "tokens_per_s": samples_per_s * tokens if tokens else None,
+            "mfu": mfu,
+            "memory_bytes": host_bytes if on_cpu else torch.cuda.max_memory_allocated(self._device),
+            "host_bytes": host_bytes,
+            **step.extra,
+        }
+
+    def _stop(self, step: _Step, loss: float) -> None:
+        """All ranks are here together: name the samples whose own loss was not finite."""
+        bad = [step.indices[i] for i in range(len(step.indices)) if not _finite(step.losses, i)]
+        gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
+        samples = sorted({n for part in gathered for n in part})
+        good = self.last
+        last = f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
+        raise RunFailed(
+            Problem(
+                kind="nan-loss",
+                message=f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; {last}",
+                hint="lower --lr, lengthen --warmup-steps, set --gradient-clipping, or look at these samples",
+                where=f"step {step.step + 1}",
+            )
+        )
+
+
+def _finite(losses: Tensor, micro: int) -> bool:
+    return bool(torch.isfinite(losses[micro if len(losses) > 1 else 0]))

@@ -1,0 +1,85 @@
+"""One rank's whole run, from the job in the run folder to the trained model in it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zerofit.data import Data, NullProgress, open_data
+from zerofit.spec.folder import Job, RunFolder, write_json
+from zerofit.train.driver import Driver
+from zerofit.train.gan import GanDriver
+from zerofit.train.loop import AnyDriver, Loop
+from zerofit.train.pipeline import PipelineDriver
+from zerofit.train.place import Place, place_of
+from zerofit.train.record import Recorder
+from zerofit.train.sample import continue_text
+from zerofit.train.sinks import Events, make_sinks
+from zerofit.train.weights import save_model
+
+SAMPLE_TOKENS = 240
+PROMPT = "def "
+
+
+def train(job: Job, folder: RunFolder) -> dict[str, Any]:
+    """Train the job on this rank of an initialised process group; the run's result (the same on all ranks)."""
+    rank = dist.get_rank()
+    place = place_of(rank, job.layout)
+    events = Events(folder.events if rank == 0 else None)
+    events("phase", text="reading the data")
+    data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+    events("phase", text="building the model and the DeepSpeed engine")
+    driver = _driver(job)(job, place, data.inputs)
+    _seed_rank(job.run.seed, place)
+    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [])
+    events("training", steps=job.steps)
+    figures = Loop(job=job, place=place, data=data, driver=driver, recorder=recorder, events=events).run()
+    events("phase", text="saving the model")
+    if not isinstance(driver, GanDriver):
+        save_model(driver, job, data.inputs, folder.model)
+    result = _result(job, recorder, figures, data)
+    if isinstance(driver, Driver) and job.facts.task == "causal-lm" and job.layout.sp == 1 and data.encode:
+        events("phase", text="writing a sample")
+        tokens = continue_text(driver, data.encode(PROMPT), SAMPLE_TOKENS, job.run.seed)
+        result["sample"] = data.decode(tokens)
+    if rank == 0:
+        write_json(folder.result, result)
+    return result
+
+
+def _driver(job: Job) -> type[AnyDriver]:
+    if job.facts.task == "gan":
+        return GanDriver
+    return PipelineDriver if job.layout.pp > 1 else Driver
+
+
+def _seed_rank(seed: int, place: Place) -> None:
+    """Dropout differs between data parallel ranks and stages; tensor parallel ranks must draw alike."""
+    own = (seed * 1_000_003 + place.dp_rank * 1009 + place.pp_rank * 31 + place.sp_rank) % 2**32
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+
+
+def _result(job: Job, recorder: Recorder, figures: dict[str, float], data: Data) -> dict[str, Any]:
+    """The keys that `zerofit train --json` prints, but for the run folder."""
+    last = recorder.last
+    samples = job.steps * job.batch.total
+    text = job.facts.task in ("causal-lm", "masked-lm")
+    return {
+        "steps": job.steps,
+        "samples": samples,
+        "tokens": samples * job.run.seq_len if text else None,
+        "train_loss": last["loss"],
+        "eval": figures,
+        "samples_per_s": last["samples_per_s"],
+        "tokens_per_s": last["tokens_per_s"],
+        "world_size": job.layout.world_size,
+        "layout": job.layout.as_dict(),
+        "resumed_from": None,
+        "unigram_entropy_nats": data.unigram_entropy_nats,
+    }

@@ -1,0 +1,82 @@
+"""The whole trained model out of an engine's shards, and into the run folder as a model that other tools load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs
+from zerofit.spec.folder import Job
+from zerofit.train.driver import Driver
+from zerofit.train.pipeline import PipelineDriver
+
+
+def save_model(driver: Driver | PipelineDriver, job: Job, inputs: Inputs, folder: Path) -> None:
+    """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
+
+    All ranks call this; rank 0 writes, holding one whole copy of the weights in host memory.
+    """
+    staged = isinstance(driver, PipelineDriver)
+    weights = _from_stages(driver, folder) if staged else _from_engine(driver)
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        source = find(job.run.model)
+        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        if source.family == "transformers":
+            with torch.device("meta"):
+                model = build(source, inputs, dict(job.run.model_args))
+            model.save_pretrained(folder, state_dict=weights)
+        else:
+            save_file(_without_shared(weights), folder / "model.safetensors")
+    dist.barrier()
+
+
+def _from_engine(driver: Driver) -> dict[str, Tensor]:
+    """Whole weights on rank 0 (elsewhere the answer may be empty)."""
+    engine, layout = driver.engine, driver.job.layout
+    if layout.zero_stage == 3 or layout.tp > 1:
+        return engine._consolidated_16bit_state_dict() or {}
+    return {name: tensor.detach().cpu() for name, tensor in module_of(driver).state_dict().items()}
+
+
+def module_of(driver: Driver) -> nn.Module:
+    """The model itself, without the wrapper that torch.compile puts around it."""
+    return getattr(driver.module, "_orig_mod", driver.module)
+
+
+def _from_stages(driver: PipelineDriver, folder: Path) -> dict[str, Tensor]:
+    """Each stage's first replica leaves its part in a file that rank 0 takes up."""
+    place, bounds = driver.place, driver.bounds
+    part = folder.with_name(f".stage-{place.pp_rank}.safetensors")
+    if place.dp_rank == 0:
+        weights: dict[str, Tensor] = {}
+        for layer in driver.layers[bounds[place.pp_rank] : bounds[place.pp_rank + 1]]:
+            own = layer.module.state_dict()
+            weights |= {layer.names[name]: own[name].detach().cpu() for name in own if name in layer.names}
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return {}
+    whole: dict[str, Tensor] = {}
+    for stage in range(driver.job.layout.pp):
+        file = folder.with_name(f".stage-{stage}.safetensors")
+        whole |= load_file(file)
+        file.unlink()
+    return whole
+
+
+def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """safetensors keeps no aliases: tensors that share memory are copied."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in weights.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        out[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return out

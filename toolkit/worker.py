@@ -1,0 +1,83 @@
+"""What each rank executes: `python -m zerofit.worker RUN_FOLDER`, started by the deepspeed launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.folder import RunFolder
+
+
+def main() -> int:
+    """Run one rank; exit code 0 done, 3 failed (the reason lies in the run folder)."""
+    folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
+    _log_to(folder.rank_log(rank))
+    try:
+        _train(folder)
+    except BaseException as error:
+        _leave_word(folder, rank, error)
+        sys.stderr.flush()
+        os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    """All output of this rank, libraries' and C++ code's included, goes to its file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _train(folder: RunFolder) -> None:
+    from zerofit.spec.folder import Job
+    from zerofit.train.process_group import start, stop
+
+    job = Job.read(folder)
+    start(timeout=timedelta(minutes=30))
+    from zerofit.train.run import train
+
+    train(job, folder)
+    stop()
+
+
+def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
+    traceback.print_exc()
+    if isinstance(error, RunFailed):
+        problems = [error.problem]
+    elif isinstance(error, UserError):
+        problems = list(error.problems)
+    else:
+        problems = [translate(error, folder.rank_log(rank))]
+    word = {"rank": rank, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
+    folder.rank_error(rank).write_text(json.dumps(word))
+
+
+def translate(error: BaseException, log: Path) -> Problem:
+    """A library's exception in words that name the knob; the traceback is in the rank's log."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "out of memory" in text.lower():
+        hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
+        hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
+        return Problem(kind="out-of-memory", message=f"out of memory: {first}", hint=hint, where=str(log))
+    lost = ("Connection closed by peer", "Timed out waiting", "Watchdog caught", "Connection reset by peer")
+    if any(sign in text for sign in lost):
+        return Problem(
+            kind="peer-lost",
+            message=f"another rank is gone or busy elsewhere: {first}",
+            hint="the other ranks' logs say why",
+            where=str(log),
+        )
+    return Problem(kind="rank-failed", message=f"{type(error).__name__}: {first}", hint="", where=str(log))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
