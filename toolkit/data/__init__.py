@@ -1,1 +1,30 @@
-"""."""
+"""Data: samples by index, their order, their batches; sources of images and text, and what is cached of them."""
+
+from zerofit.data.base import IGNORED, Data, Dataset, TaskName
+from zerofit.data.evaluate import eval_batch_count, eval_batches, eval_indices, eval_targets
+from zerofit.data.loader import default_workers, micro_batches
+from zerofit.data.names import KINDS, default_data, split_name
+from zerofit.data.opening import open_data
+from zerofit.data.order import Order
+from zerofit.data.progress import NullProgress, Progress, RichProgress
+
+__all__ = [
+    "IGNORED",
+    "KINDS",
+    "Data",
+    "Dataset",
+    "NullProgress",
+    "Order",
+    "Progress",
+    "RichProgress",
+    "TaskName",
+    "default_data",
+    "default_workers",
+    "eval_batch_count",
+    "eval_batches",
+    "eval_indices",
+    "eval_targets",
+    "micro_batches",
+    "open_data",
+    "split_name",
+]

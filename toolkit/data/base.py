@@ -1,0 +1,56 @@
+"""What a model is trained on: samples by index, and the facts about them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from zerofit.models.inputs import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+TaskName = Literal["image", "causal-lm", "masked-lm", "gan"]
+IGNORED = -100  # the label that counts in no loss
+
+
+class Dataset(ABC):
+    """Samples by index. Can be pickled (loader processes get a copy) and is never changed."""
+
+    decodes = False  # True where a batch costs so much time that loader processes pay
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The samples `indices` as {"inputs", "labels"}, first dimension len(indices).
+
+        Images: float32 (batch, channels, size, size) and int64 (batch,).
+        Text: int64 (batch, seq_len) both; labels that count in no loss are -100.
+        `keys` holds one integer a sample, which fixes all of its randomness (augmentation, masking).
+        """
+
+    @abstractmethod
+    def targets(self, indices: Sequence[int]) -> int:
+        """How many labels of these samples count in the loss, found without reading or decoding any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """An opened source of data."""
+
+    name: str  # as the user wrote it
+    train: Dataset
+    valid: Dataset
+    inputs: Inputs  # what a model is fed
+    # Text: mean -ln p(token) over the validation tokens, p being the token's frequency in the training tokens
+    # (add-one smoothing over the vocabulary): the loss of a model that knows how often tokens occur and nothing else.
+    unigram_entropy_nats: float | None = None
+    decode: Callable[[list[int]], str] | None = None
+    encode: Callable[[str], list[int]] | None = None
+    bad_samples: tuple[str, ...] = ()  # unreadable files that were skipped
+    notes: tuple[str, ...] = ()  # sentences for the user

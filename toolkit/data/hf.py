@@ -1,0 +1,100 @@
+"""Text from a data set of the Hugging Face hub, or from a folder that the `datasets` library can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.data.documents import NAMED, Piece, Source, Survey, held_out_hash, split_text
+from zerofit.data.hashing import text_digest
+from zerofit.data.progress import Progress
+from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.run import RunSpec
+
+VALID_SPLITS = ("validation", "valid", "dev", "test")
+ROWS = 256  # read at a time
+
+
+def open_hf(run: RunSpec, argument: str) -> Source:
+    """NAME or NAME:CONFIG, one document a row, the column `run.text_field`. NAME may be a local folder.
+
+    The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by
+    hash of the row number (with fewer than 20 rows: the last 5 % of each). Raises UserError "hf" or "text-field".
+    """
+    name, _, config = argument.partition(":")
+    splits = _load(name, config or None)
+    train = splits.get("train")
+    if train is None:
+        message = f"--data hf:{argument} has no split called train; it has {', '.join(splits)}"
+        raise UserError(Problem(kind="hf", message=message, hint="prepare one, or --data jsonl:GLOB", where="--data"))
+    if run.text_field not in train.column_names:
+        message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
+        hint = f"--text-field: {nearest(run.text_field, train.column_names)}"
+        raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
+    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
+    return HfSource(name=f"hf:{argument}", train=train, valid=valid, field=run.text_field)
+
+
+def _load(name: str, config: str | None) -> dict[str, Any]:
+    import datasets
+
+    datasets.disable_progress_bars()  # every rank opens the data; ours shows what takes long
+    path = Path(name).expanduser()
+    try:
+        if (path / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(path))
+        if (path / "state.json").is_file():
+            return {"train": datasets.load_from_disk(str(path))}
+        return datasets.load_dataset(str(path) if path.is_dir() else name, config)
+    except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
+        message = f"--data hf:{name} could not be opened: {' '.join(str(error).split())[:300]}"
+        hint = "a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
+        raise UserError(Problem(kind="hf", message=message, hint=hint, where="--data")) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfSource(Source):
+    """Rows of a `datasets.Dataset`."""
+
+    name: str
+    train: Any
+    valid: Any | None
+    field: str
+
+    def fingerprint(self) -> str:
+        """The library's own: of the files behind the data and all that was done to them."""
+        valid = self.valid._fingerprint if self.valid is not None else ""
+        return text_digest(self.train._fingerprint, valid, self.field)
+
+    def survey(self, progress: Progress) -> Survey:
+        """The fingerprint stands for the content: reading it again would find nothing new."""
+        return Survey(self.fingerprint(), len(self.train))
+
+    def pieces(self, documents: int) -> Iterator[Piece]:
+        """See Source.pieces; rows whose field is no string are named."""
+        problems: list[Problem] = []
+        limit = held_out_hash(map(str, range(documents)), documents)
+        for row, text in self._rows(self.train, "train", problems):
+            whole = self.valid is not None
+            yield from [Piece(text, False, True)] if whole else split_text(str(row), text, limit)
+        for _, text in self._rows(self.valid, "validation", problems) if self.valid is not None else ():
+            yield Piece(text, True, True)
+        if problems:
+            raise UserError(*problems)
+
+    def _rows(self, split: Any, label: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
+        row = -1
+        for batch in split.select_columns([self.field]).iter(batch_size=ROWS):
+            for text in batch[self.field]:
+                row += 1
+                if isinstance(text, str):
+                    yield row, text
+                    continue
+                where = f"{self.name}: {label}[{row}]"
+                message = f"{where}: {self.field!r} is {type(text).__name__}, need a string"
+                hint = "--text-field names another column"
+                problems.append(Problem(kind="text-field", message=message, hint=hint, where=where))
+                if len(problems) >= NAMED:
+                    raise UserError(*problems)

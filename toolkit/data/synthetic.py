@@ -1,0 +1,110 @@
+"""Made-up data that can be learned: for trying out a set-up, and for measuring speed without a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from zerofit.data.base import Dataset
+from zerofit.data.hashing import cell_hashes, sample_hashes
+from zerofit.data.masking import mask_tokens, masked_count
+from zerofit.spec.errors import Problem, UserError
+
+STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
+POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
+
+
+def parse_size(argument: str, default: int, what: str) -> int:
+    """The N of `synthetic:N`. Raises UserError "data-argument"."""
+    if not argument:
+        return default
+    if not argument.isdigit() or not 2 <= int(argument) <= 1_000_000:
+        message = f"--data synthetic:{argument}: the number of {what} is between 2 and 1,000,000"
+        raise UserError(Problem(kind="data-argument", message=message, hint="--data synthetic", where="--data"))
+    return int(argument)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImages(Dataset):
+    """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
+
+    n: int
+    first: int  # where this split begins in the endless row of samples
+    classes: int
+    size: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+        """See Dataset.batch; there is no augmentation, `keys` are not used."""
+        import torch
+        from torch.nn.functional import interpolate
+
+        numbers = np.asarray(indices) + self.first
+        labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
+        pictures, noise = _material(self.classes, self.seed)
+        pixels = 3 * self.size**2
+        starts = sample_hashes(numbers, 2 * self.seed + 1) % np.uint64(POOL)
+        rows = [np.take(noise, np.arange(s, s + pixels), mode="wrap") for s in starts.astype(np.int64)]
+        images = torch.from_numpy(np.stack(rows)).view(-1, 3, self.size, self.size)
+        coarse = torch.from_numpy(pictures[labels])
+        return {
+            "inputs": images.add_(interpolate(coarse, size=(self.size, self.size), mode="nearest")),
+            "labels": torch.from_numpy(labels),
+        }
+
+    def targets(self, indices: Sequence[int]) -> int:
+        """One label an image."""
+        return len(indices)
+
+
+@lru_cache(maxsize=2)
+def _material(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pictures float32 (classes, 3, 8, 8) and noise float32 (POOL,)."""
+    generator = np.random.Generator(np.random.Philox(key=seed))
+    pictures = generator.standard_normal((classes, 3, 8, 8), dtype=np.float32)
+    return pictures, 0.5 * generator.standard_normal(POOL, dtype=np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticText(Dataset):
+    """Token walks: each token lies one of STEPS (modulo the vocabulary) after the one before.
+
+    Every token is equally frequent, so that the unigram entropy is ln(vocabulary), while a model that sees the token
+    before reaches the 1.75 bits (1.21 nats) of a step. With `mask_id`, samples are made for masked language models.
+    """
+
+    n: int
+    first: int
+    vocab: int  # tokens that occur
+    seq_len: int
+    seed: int
+    mask_id: int | None = None
+
+    def __len__(self) -> int:
+        return self.n
+
+    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+        """See Dataset.batch."""
+        import torch
+
+        draws = cell_hashes(np.asarray(indices) + self.first, self.seq_len + 1, self.seed)
+        steps = STEPS[(draws % np.uint64(len(STEPS))).astype(np.int64)]
+        steps[:, 0] = (draws[:, 0] >> np.uint64(8)) % np.uint64(self.vocab)
+        tokens = steps.cumsum(axis=1) % self.vocab
+        if self.mask_id is None:
+            inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        else:
+            real = np.full(len(tokens), self.seq_len)
+            inputs, labels = mask_tokens(tokens[:, :-1], real, keys, self.mask_id, np.arange(self.vocab))
+        return {"inputs": torch.tensor(inputs), "labels": torch.tensor(labels)}
+
+    def targets(self, indices: Sequence[int]) -> int:
+        """Every token has a label, or the masked ones."""
+        each = self.seq_len if self.mask_id is None else int(masked_count(np.array(self.seq_len)))
+        return len(indices) * each

@@ -1,0 +1,200 @@
+"""Tokens on the disk: made once, by one process, and then mapped into memory by all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.data.documents import Piece, Source
+from zerofit.data.files import write_aside
+from zerofit.data.hashing import text_digest
+from zerofit.data.locks import waiting_lock
+from zerofit.data.paths import cache_root
+from zerofit.data.progress import Progress
+from zerofit.data.tokenizer import Tokenizer
+from zerofit.spec.errors import Problem, UserError
+
+FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
+SPLITS = ("train", "valid")
+BATCH_CHARACTERS, BATCH_PIECES = 1 << 20, 1024
+
+
+class TokenFile:
+    """Token ids in a file, mapped when first used; a pickle holds the path and not the tokens."""
+
+    def __init__(self, path: Path, dtype: str):
+        self.path, self.dtype = path, dtype
+        self._array: np.ndarray | None = None
+
+    def __reduce__(self):
+        return TokenFile, (self.path, self.dtype)
+
+    def array(self) -> np.ndarray:
+        """All ids, uint16 or uint32 (tokens,), read-only."""
+        if self._array is None:
+            self._array = np.memmap(self.path, dtype=self.dtype, mode="r")
+        return self._array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A tokenized source."""
+
+    train: TokenFile
+    valid: TokenFile
+    counts: dict[str, int]  # tokens a split
+    unigram_entropy_nats: float  # see Data.unigram_entropy_nats
+
+
+def open_tokens(source: Source, tokenizer: Tokenizer, progress: Progress) -> Tokens:
+    """The tokens of a source: mapped if they were made before, else made now (or by whoever is at it already).
+
+    Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
+    """
+    root = cache_root() / "tokens"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        fingerprint = source.fingerprint()
+        known = root / "index" / text_digest(fingerprint, tokenizer.identity, FORMAT)
+        key = known.read_text() if known.is_file() else ""
+        if key and (tokens := _read(root / key)):
+            return tokens
+        return _find_or_build(source, tokenizer, progress, known)
+    except OSError as error:
+        message = f"{source.name}: {error.strerror or error}: {error.filename or root}"
+        hint = "the environment variable ZEROFIT_CACHE names another folder for tokens"
+        raise UserError(Problem(kind="cache", message=message, hint=hint)) from error
+
+
+def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Progress, known: Path) -> Tokens:
+    root, before = known.parent.parent, source.fingerprint()
+    survey = source.survey(progress)
+    key = text_digest(survey.digest, tokenizer.identity, FORMAT)
+    with waiting_lock(root / f"{key}.lock", f"another process tokenizes {source.name}", progress):
+        tokens = _read(root / key)
+        if tokens is None:
+            _build(root, key, source, tokenizer, survey.documents, progress)
+            tokens = _read(root / key)
+            assert tokens is not None, "a cache that was just built cannot be read"
+    if source.fingerprint() != before:
+        shutil.rmtree(root / key, ignore_errors=True)
+        message = f"{source.name} was written to while it was tokenized"
+        raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
+    known.parent.mkdir(exist_ok=True)
+    with write_aside(known) as file:
+        file.write(key.encode())
+    return tokens
+
+
+def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents: int, progress: Progress) -> None:
+    """Write the files into a folder beside, flush them to the disk, and rename the folder into place."""
+    aside = root / f"{key}.build"
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(root / key, ignore_errors=True)  # it is there only if it could not be read
+    aside.mkdir()
+    try:
+        writers = [_Writer(aside / f"{split}.bin", tokenizer) for split in SPLITS]
+        with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
+            for batch in _batches(source.pieces(documents)):
+                encoded = tokenizer.encode_all([piece.text for piece in batch])
+                for piece, ids in zip(batch, encoded, strict=True):
+                    writers[piece.held_out].add(ids, piece.ends)
+                task.advance(sum(len(piece.text.encode()) for piece in batch))
+        meta = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
+        meta |= {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
+        with write_aside(aside / "meta.json") as file:
+            file.write(json.dumps(meta).encode())
+        os.replace(aside, root / key)
+        _flush_folder(root)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Lists large enough to keep a tokenizer's threads busy, small enough for any memory."""
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """One split's file of ids, with their hash and how often each occurs."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer):
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._vocab_size, self._eod_id = tokenizer.vocab_size, tokenizer.eod_id
+        self._file = path.open("wb")
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._unigrams = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+
+    def add(self, ids: np.ndarray, ends: bool) -> None:
+        """Append a piece and, where its document ends, the end-of-document id."""
+        tokens = np.append(ids.astype(self._dtype), np.array([self._eod_id] * ends, dtype=self._dtype))
+        self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
+        self._hash.update(tokens)
+        self._file.write(tokens)
+
+    def close(self) -> dict:
+        """Flush to the disk; what meta.json holds about the file."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        count = int(self._unigrams.sum())
+        facts = {"tokens": count, "dtype": self._dtype.name, "blake2b": self._hash.hexdigest()}
+        return {**facts, "unigrams": self._unigrams.tolist()}
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> Tokens | None:
+    """The tokens in a finished folder; None where there is none or its files have not the size they should have."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        files = {split: TokenFile(folder / f"{split}.bin", meta[split]["dtype"]) for split in SPLITS}
+        for split, file in files.items():
+            if file.path.stat().st_size != meta[split]["tokens"] * np.dtype(file.dtype).itemsize:
+                return None
+    except (OSError, ValueError, KeyError):
+        return None
+    entropy = _cross_entropy(*(np.array(meta[split]["unigrams"]) for split in SPLITS))
+    counts = {split: meta[split]["tokens"] for split in SPLITS}
+    return Tokens(**files, counts=counts, unigram_entropy_nats=entropy)
+
+
+def _cross_entropy(train: np.ndarray, valid: np.ndarray) -> float:
+    """Nats a validation token under the (add-one smoothed) frequencies of the training tokens."""
+    logs = np.log((train + 1) / (train.sum() + len(train)))
+    return float(-(valid * logs).sum() / max(valid.sum(), 1))
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed builds left: folders whose lock nobody holds."""
+    from filelock import FileLock, Timeout
+
+    for aside in root.glob("*.build"):
+        try:
+            with FileLock(root / f"{aside.stem}.lock", timeout=0):
+                shutil.rmtree(aside, ignore_errors=True)
+        except Timeout:
+            continue  # somebody is building it

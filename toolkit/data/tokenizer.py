@@ -1,0 +1,109 @@
+"""Tokenizers: plain bytes, or one of transformers' from a folder, a tokenizer.json or the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.data.hashing import text_digest
+from zerofit.spec.errors import Problem, UserError
+
+BYTES_EOD, BYTES_MASK, BYTES_PAD = 256, 257, 258
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+_MASK_TOKENS = ("[MASK]", "<mask>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """Text to ids and back."""
+
+    name: str
+    identity: str  # hash of all that decides which ids a text becomes
+    vocab_size: int  # every id is below it
+    eod_id: int  # put after each document
+    mask_id: int | None
+    ordinary_ids: np.ndarray  # int64: the ids that are no special tokens
+    encode_all: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[list[int]], str]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text, without an end-of-document id."""
+        return self.encode_all([text])[0].tolist()
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the Hugging Face hub.
+
+    Remote code is never run. Raises UserError "tokenizer".
+    """
+    return _bytes_tokenizer() if name == "bytes" else _transformers_tokenizer(name)
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    """256 byte values, 256 end of document, 257 mask, 258 padding, 259 spare (a vocabulary divisible by 4)."""
+    return Tokenizer(
+        name="bytes",
+        identity="bytes-1",
+        vocab_size=260,
+        eod_id=BYTES_EOD,
+        mask_id=BYTES_MASK,
+        ordinary_ids=np.arange(256),
+        encode_all=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+        decode=lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+    )
+
+
+def _transformers_tokenizer(name: str) -> Tokenizer:
+    loaded = _load(name)
+    vocab = loaded.get_vocab()
+    end = _first_id(vocab, (loaded.eos_token, loaded.sep_token, *_END_TOKENS))
+    if end is None:
+        message = f"--tokenizer {name} has no token that ends a document (eos_token or sep_token)"
+        hint = "set eos_token in its tokenizer_config.json, or --tokenizer bytes"
+        raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
+    mask = _first_id(vocab, (loaded.mask_token, *_MASK_TOKENS))
+    special = {*loaded.all_special_ids, end, mask}
+    return Tokenizer(
+        name=name,
+        identity=_identity(loaded, vocab, end),
+        vocab_size=max(len(loaded), 1 + max(vocab.values())),
+        eod_id=end,
+        mask_id=mask,
+        ordinary_ids=np.array([i for i in sorted(vocab.values()) if i not in special], dtype=np.int64),
+        encode_all=lambda texts: _encode_all(loaded, texts),
+        decode=loaded.decode,
+    )
+
+
+def _load(name: str):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    try:
+        if path.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
+    except Exception as error:  # transformers, tokenizers and the hub client raise a dozen unrelated types
+        message = f"--tokenizer {name} could not be opened: {' '.join(str(error).split())[:250]}"
+        hint = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+        raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from error
+
+
+def _first_id(vocab: dict[str, int], tokens: Sequence[str | None]) -> int | None:
+    return next((vocab[token] for token in tokens if token in vocab), None)
+
+
+def _identity(loaded, vocab: dict[str, int], end: int) -> str:
+    backend = getattr(loaded, "backend_tokenizer", None)
+    content = backend.to_str() if backend else repr(sorted(vocab.items()))
+    return text_digest(type(loaded).__name__, content, str(end))
+
+
+def _encode_all(loaded, texts: Sequence[str]) -> list[np.ndarray]:
+    ids = loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [np.array(row, dtype=np.int64) for row in ids]
