@@ -59,7 +59,7 @@ def _layout(
     if ranks % inner:
         problems.add(
             "ranks",
-            f"{ranks} ranks are no multiple of tensor x pipeline x sequence parallel degree {tp} x {pp} x {sp} = {inner}",
+            f"{ranks} ranks are no multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
             f"take --ranks {max(inner, ranks // inner * inner)}",
             asked.place("ranks"),
         )

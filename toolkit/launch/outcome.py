@@ -44,5 +44,8 @@ def _silent_end(folder: RunFolder, code: int) -> Problem:
             where=str(log),
         )
     return Problem(
-        kind="launcher", message=f"the ranks ended without a result (exit code {code})", hint=f"see {log}", where=str(log)
+        kind="launcher",
+        message=f"the ranks ended without a result (exit code {code})",
+        hint=f"see {log}",
+        where=str(log),
     )

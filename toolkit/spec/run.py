@@ -34,8 +34,8 @@ class RunSpec(BaseModel):
     loss: Literal["cross-entropy", "mse"] | None = Field(None, description="loss for a model that has none of its own")
     data: str | None = Field(
         None,
-        description="digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, hf:NAME, "
-        "synthetic",
+        description="digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, "
+        "hf:NAME, synthetic",
     )
     data_root: Path | None = Field(None, description="folder that holds (or gets) the torchvision data sets")
     download: bool = Field(False, description="download a torchvision data set that data_root does not hold")

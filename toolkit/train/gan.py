@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,7 @@ class GanDriver:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """float64 (3,): the discriminator's summed loss on unseen images and drawings, images, right verdicts on both / 2."""
+        """float64 (3,): the discriminator's summed loss on images and drawings, images, half its right verdicts."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()

@@ -86,7 +86,8 @@ class Loop:
             range(start, start + batch.micro)
             for step in range(job.steps)
             for start in (
-                step * batch.total + (k * batch.dp + self.place.dp_rank) * batch.micro for k in range(batch.accumulation)
+                step * batch.total + (k * batch.dp + self.place.dp_rank) * batch.micro
+                for k in range(batch.accumulation)
             )
         )
         workers = job.run.data_workers

@@ -24,6 +24,4 @@ def factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -
 
 def make_scheduler(optimizer: Optimizer, *, total: int, warmup: int, schedule: str, floor: float) -> LambdaLR:
     """A torch scheduler that DeepSpeed steps after each optimizer step that was not skipped."""
-    return LambdaLR(
-        optimizer, lambda step: factor(step, total=total, warmup=warmup, schedule=schedule, floor=floor)
-    )
+    return LambdaLR(optimizer, lambda step: factor(step, total=total, warmup=warmup, schedule=schedule, floor=floor))

@@ -1,0 +1,48 @@
+"""Fixtures: ranks started once a session, and a cache of this session's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token caches and the like go to a folder of this session; compiled ops stay where they are."""
+    from zerofit.launch.local import ops_folder
+
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    path = tmp_path_factory.mktemp("cache")
+    os.environ["ZEROFIT_CACHE"] = str(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
+    """Pools of waiting ranks by their number, each started when it is first used."""
+    from tests.ranks.pool import RankPool
+
+    made: dict[int, RankPool] = {}
+
+    def pool(ranks: int) -> RankPool:
+        return made.setdefault(ranks, RankPool(ranks, tmp_path_factory.mktemp(f"ranks-{ranks}")))
+
+    yield pool
+    for one in made.values():
+        one.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,113 @@
+"""Ranks that are started once, through the deepspeed launcher, and train many jobs: a launch costs 10 s and more."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from zerofit.cli.prepare import prepare
+from zerofit.data import NullProgress
+from zerofit.launch.local import environment, free_port
+from zerofit.launch.machine import this_machine
+from zerofit.spec.folder import Job, RunFolder
+from zerofit.spec.load import load_run
+
+JOB_TIMEOUT_S = 180
+ROOT = Path(__file__).parents[2]
+
+
+class Trained:
+    """A finished run, as a user finds it in its folder."""
+
+    def __init__(self, folder: RunFolder, job: Job):
+        self.folder, self.job = folder, job
+
+    @property
+    def steps(self) -> list[dict]:
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [s["loss"] for s in self.steps]
+
+    @property
+    def result(self) -> dict:
+        return json.loads(self.folder.result.read_text())
+
+
+class RankPool:
+    """`ranks` processes that wait for jobs."""
+
+    def __init__(self, ranks: int, folder: Path):
+        self.ranks, self._inbox, self._number = ranks, folder, 0
+        self._process: subprocess.Popen | None = None
+
+    def train(self, output: Path, **options) -> Trained:
+        """What `zerofit train` does with these options, on the waiting ranks. Raises what preparing raises."""
+        run = load_run(None, {"output": output, "ranks": self.ranks, **options})
+        job, folder, _ = prepare(run, NullProgress())
+        words = self._submit(folder)
+        assert words == ["ok"] * self.ranks, "\n".join(w for w in words if w != "ok")
+        return Trained(folder, job)
+
+    def fail(self, output: Path, **options) -> list[dict]:
+        """The problems with which every rank stopped."""
+        job_folder = prepare(load_run(None, {"output": output, "ranks": self.ranks, **options}), NullProgress())[1]
+        return [json.loads(word) for word in self._submit(job_folder)]
+
+    def _submit(self, folder: RunFolder) -> list[str]:
+        self._start()
+        number, self._number = self._number, self._number + 1
+        aside = self._inbox / ".job"
+        aside.write_text(str(folder.path))
+        aside.rename(self._inbox / f"{number:04}.job")
+        answers = [self._inbox / f"{number:04}.rank{rank}" for rank in range(self.ranks)]
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        while not all(path.exists() for path in answers):
+            alive = self._process.poll() is None
+            failed = [p.read_text() for p in answers if p.exists() and p.read_text() != "ok"]
+            if not alive or time.monotonic() > deadline or failed and _waited(answers):
+                self.close()
+                raise AssertionError("\n".join(failed) or (self._inbox / "log").read_text()[-4000:])
+            time.sleep(0.01)
+        return [path.read_text() for path in answers]
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
+        self._inbox = self._inbox / f"pool-{time.time_ns()}"
+        self._inbox.mkdir(parents=True)
+        self._number = 0
+        world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(self.ranks))}).encode()).decode()
+        argv = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={free_port()}"]
+        argv += ["--no_local_rank", "--module", "tests.ranks.server", str(self._inbox)]
+        with (self._inbox / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *argv],
+                cwd=ROOT,
+                env=environment(this_machine(), self.ranks),
+                stdout=log,
+                stderr=log,
+            )
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._process is None:
+            return
+        (self._inbox / "stop").touch()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait(40)
+        self._process, self._inbox = None, self._inbox.parent
+
+
+def _waited(answers: list[Path]) -> bool:
+    """Whether the first answer has been there for ten seconds: the other ranks hang."""
+    ages = [time.time() - path.stat().st_mtime for path in answers if path.exists()]
+    return max(ages) > 10

@@ -1,0 +1,63 @@
+"""One rank of a pool: joins the process group once, then trains every job that is put before it.
+
+`python -m tests.ranks.server FOLDER`, started by the deepspeed launcher. A job is FOLDER/NNNN.job, which holds the path
+of a run folder; each rank answers with FOLDER/NNNN.rankR: "ok" or a traceback.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zerofit.spec.errors import RunFailed
+from zerofit.spec.folder import Job, RunFolder
+from zerofit.train.process_group import start
+from zerofit.train.run import train
+
+MODULES = (groups, parallel_state_sp)
+
+
+def main() -> None:
+    inbox = Path(sys.argv[-1])
+    start(timeout=timedelta(minutes=2))
+    rank = dist.get_rank()
+    fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    number = 0
+    while not (inbox / "stop").exists():
+        job = inbox / f"{number:04}.job"
+        if not job.exists():
+            time.sleep(0.01)
+            continue
+        word = _do(RunFolder(Path(job.read_text())), rank)
+        aside = inbox / f".{number:04}.rank{rank}"
+        aside.write_text(word)
+        os.replace(aside, inbox / f"{number:04}.rank{rank}")
+        number += 1
+        for module, state in zip(MODULES, fresh, strict=True):  # process groups of the layout that has just ended
+            vars(module).update(copy.copy(state))
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+def _do(folder: RunFolder, rank: int) -> str:
+    try:
+        train(Job.read(folder), folder)
+    except RunFailed as error:
+        return json.dumps(error.problem.as_dict())
+    except BaseException:
+        return traceback.format_exc()
+    return "ok"
+
+
+main()

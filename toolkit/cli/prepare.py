@@ -1,0 +1,172 @@
+"""From a run as asked to a job that ranks can start on: everything is checked here, before any process starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zerofit.config.ds_json import find_config, read_config
+from zerofit.config.refuse import check_machine, check_model
+from zerofit.config.resolve import Decision, decide, resolve
+from zerofit.data import Data, Progress, default_data, open_data, split_name
+from zerofit.launch.machine import this_machine
+from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.facts import Machine, ModelFacts
+from zerofit.spec.folder import Job, RunFolder, write_json
+from zerofit.spec.load import Asked
+from zerofit.spec.run import RunSpec
+
+T = TypeVar("T")
+DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
+DEFAULT_EPOCHS = 1.0
+
+
+def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
+    """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong."""
+    problems = Problems()
+    machine = this_machine()
+    folder = _catch(problems, lambda: _folder(asked.run))
+    source = _catch(problems, lambda: _find_model(asked))
+    config = _catch(problems, lambda: _ds_config(asked.run))
+    data_name = _catch(problems, lambda: _data_name(asked, source))
+    if asked.run.steps and asked.run.epochs:
+        problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
+    decision = None
+    if config is not None:
+        decision = decide(asked, config, _ds_place(asked.run), machine, problems)
+        check_machine(decision.run, decision.layout, machine, problems)
+    problems.raise_if_any()
+    assert source and config is not None and decision and data_name and folder
+    decision = _with(decision, data=data_name, seq_len=_seq_len(decision.run, source))
+    data = open_data(decision.run, source.task, decision.run.seq_len, progress)
+    facts = _facts(source, data, decision.run)
+    check_model(decision.run, decision.layout, facts, problems)
+    steps = _steps(decision, data, problems)
+    ds_config = resolve(config, decision, facts, machine, steps, problems)
+    problems.raise_if_any()
+    job = Job(
+        run=decision.run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config
+    )
+    _make(folder, job, config, machine)
+    return job, folder, machine
+
+
+def _catch(problems: Problems, work: Callable[[], T]) -> T | None:
+    try:
+        return work()
+    except UserError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _find_model(asked: Asked) -> ModelSource:
+    try:
+        return find(asked.run.model)
+    except ModelError as error:
+        problem = Problem(kind=error.kind, message=error.message, hint=error.hint, where=asked.place("model"))
+        raise UserError(problem) from None
+
+
+def _ds_place(run: RunSpec) -> str:
+    return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
+
+
+def _ds_config(run: RunSpec) -> dict[str, Any]:
+    """The DeepSpeed JSON as the user wrote it: in the run file itself, in a file, or one of ours."""
+    if isinstance(run.ds_config, dict):
+        return run.ds_config
+    default = "zero2"
+    for name, degree in (("pipeline", run.pipeline), ("tensor_parallel", run.tensor_parallel)):
+        default = name if degree > 1 else default
+    if run.sequence_parallel > 1:
+        default = "sequence_parallel"
+    return read_config(find_config(run.ds_config or default))
+
+
+def _data_name(asked: Asked, source: ModelSource | None) -> str | None:
+    if asked.run.data is not None:
+        split_name(asked.run.data)  # refuses what it does not know
+        return asked.run.data
+    return default_data(source.task) if source else None
+
+
+def _seq_len(run: RunSpec, source: ModelSource) -> int | None:
+    from zerofit.models.build import source_max_positions
+
+    if source.task not in ("causal-lm", "masked-lm", "custom"):
+        return None
+    if run.seq_len:
+        return run.seq_len
+    return min(DEFAULT_SEQ_LEN, source_max_positions(source, dict(run.model_args)) or DEFAULT_SEQ_LEN)
+
+
+def _with(decision: Decision, **fields: Any) -> Decision:
+    run = decision.run.model_copy(update=fields)
+    return Decision(run=run, layout=decision.layout, batch=decision.batch)
+
+
+def _facts(source: ModelSource, data: Data, run: RunSpec) -> ModelFacts:
+    from zerofit.train.probe import probe
+
+    return probe(source, data.inputs, run)
+
+
+def _steps(decision: Decision, data: Data, problems: Problems) -> int:
+    """Optimizer steps: as asked, or whole passes over the data rounded up to a whole step."""
+    run, samples = decision.run, len(data.train)
+    if decision.layout.dp > samples:
+        problems.add(
+            "ranks",
+            f"{decision.layout.dp} data parallel ranks for {samples} training samples of {data.name}",
+            f"take --ranks {samples} or less, shorter sequences, or more data",
+            "--ranks",
+        )
+    if run.steps:
+        return run.steps
+    return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
+
+
+def _folder(run: RunSpec) -> RunFolder:
+    """The run folder's path; an existing one must be empty."""
+    if run.output is None:
+        name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
+        stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path, n = stem, 1
+        while path.exists():
+            path, n = stem.with_name(f"{stem.name}-{n}"), n + 1
+        return RunFolder(path.absolute())
+    path = run.output.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "holds another run" if (path / "run.json").exists() else "exists and is not an empty folder"
+        hint = "name another folder, or remove this one"
+        raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
+    return RunFolder(path)
+
+
+def _make(folder: RunFolder, job: Job, ds_source: dict[str, Any], machine: Machine) -> None:
+    try:
+        folder.logs.mkdir(parents=True)
+    except OSError as error:
+        problem = Problem(kind="output-unwritable", message=f"cannot make the run folder: {error}", where="--output")
+        raise UserError(problem) from None
+    job.write(folder, ds_source)
+    names = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate")
+    write_json(
+        folder.env,
+        {
+            "versions": {name: importlib.metadata.version(name) for name in names},
+            "python": sys.version.split()[0],
+            "platform": platform.platform(),
+            "accelerator": machine.accelerator,
+            "device": machine.device_name,
+            "devices": machine.devices,
+            "cores": machine.cores,
+        },
+    )

@@ -1,0 +1,103 @@
+"""`zerofit train`: a model learns on data, through the DeepSpeed engine, on all local devices."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+
+POLL_S = 0.1
+
+# `zerofit train` alone: small enough for two CPU cores and four minutes
+DEFAULT_JOB = {
+    "model": "llama-tiny",
+    "data": "pysource",
+    "ds_config": "zero2",
+    "steps": 500,
+    "micro_batch": 8,
+    "seq_len": 256,
+    "lr": 3e-3,
+    "eval_every": 250,
+    "eval_samples": 256,
+}
+
+
+@click.command()
+@click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def train(target: str | None, as_json: bool, **options: Any) -> None:
+    """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.
+
+    Without arguments: a small Llama learns the Python standard library's source code.
+    """
+    answer(lambda: _train(target, {k: v for k, v in options.items() if v is not None}), as_json, _show)
+
+
+def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    from zerofit.spec.load import load_run
+
+    if target is None and not flags:
+        flags = dict(DEFAULT_JOB)
+    file = Path(target) if target and _is_run_file(target) else None
+    if target and file is None:
+        flags = {"model": target, **flags}
+    return start(load_run(file, flags))
+
+
+def _is_run_file(target: str) -> bool:
+    """A YAML file, or a JSON file that is no transformers config."""
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        return "model_type" not in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return True  # the loader says what is wrong with it
+
+
+def start(asked: Any) -> dict[str, Any]:
+    """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError and RunFailed."""
+    from zerofit.cli.prepare import prepare
+    from zerofit.cli.view import View
+    from zerofit.data import RichProgress
+    from zerofit.launch.local import environment, started
+    from zerofit.launch.ops import build_ops, needed_ops
+    from zerofit.launch.outcome import outcome
+
+    job, folder, machine = prepare(asked, RichProgress())
+    ranks = job.layout.world_size
+    with View(folder, job.run.log_every) as view:
+        build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
+        with started(folder, ranks, machine) as process:
+            while process.poll() is None:
+                view.update()
+                time.sleep(POLL_S)
+            view.update()
+            code = process.returncode
+    return {"run_dir": str(folder.path), **outcome(folder, code)}
+
+
+def _show(result: dict[str, Any]) -> None:
+    layout = " x ".join(f"{k} {v}" for k, v in result["layout"].items() if v > 1 or k == "zero_stage")
+    click.echo(f"\n{result['steps']} steps on {result['world_size']} rank(s) ({layout.replace('_', ' ')})")
+    click.echo(f"  training loss    {result['train_loss']:.4f}")
+    for name, value in result["eval"].items():
+        click.echo(f"  validation {name:<11}".ljust(19) + f"{value:.4f}")
+    if result["unigram_entropy_nats"] is not None:
+        entropy = result["unigram_entropy_nats"]
+        click.echo(
+            f"  unigram entropy  {entropy:.4f}  (the loss of a model that only knows how often each token occurs)"
+        )
+    if result.get("sample"):
+        click.echo("\nA sample of what it writes:\n")
+        click.echo("\n".join("    " + line for line in result["sample"].splitlines()))
+    click.echo(f"\nrun folder: {result['run_dir']}")

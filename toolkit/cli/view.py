@@ -1,0 +1,110 @@
+"""What a person sees of a run: one live bar at a terminal, plain lines elsewhere. Reads only the run folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from zerofit.spec.folder import RunFolder
+
+QUIET_S = 15.0  # without a terminal, a phase that lasts says so this often
+
+
+class Tail:
+    """Whole lines of a growing JSON lines file, each once."""
+
+    def __init__(self, path: Path):
+        self._path, self._offset = path, 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The objects that have been added since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                yield json.loads(line)
+
+
+class View:
+    """Shows a run's events and metrics while they are written."""
+
+    def __init__(self, folder: RunFolder, log_every: int):
+        self._metrics, self._events = Tail(folder.metrics), Tail(folder.events)
+        self._log_every = log_every
+        self._console = Console(stderr=True, highlight=False)
+        self._live = sys.stderr.isatty()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task("starting the ranks", total=None, figures="")
+        self._phase, self._since = "starting the ranks", time.monotonic()
+
+    def __enter__(self) -> View:
+        self._bar.start()
+        self.phase("starting the ranks")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self) -> None:
+        """Show what is new since the last call."""
+        for event in self._events.read():
+            self._on_event(event)
+        for record in self._metrics.read():
+            self._on_record(record)
+        if not self._live and self._phase and time.monotonic() - self._since > QUIET_S:
+            self.phase(self._phase)
+
+    def phase(self, text: str) -> None:
+        """Say what is being done."""
+        if self._live:
+            self._bar.update(self._task, description=text)
+        else:
+            self._console.print(text + " ...")
+        self._phase, self._since = text, time.monotonic()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        if event["event"] == "training":
+            self._bar.update(self._task, total=event["steps"], description="training")
+            self._phase = ""
+        elif event["event"] == "eval":
+            figures = ", ".join(f"{k} {v:.4g}" for k, v in event.items() if k not in ("event", "time_s", "step"))
+            self._console.print(f"step {event['step']}: validation {figures}")
+            self._bar.update(self._task, description="training")
+            self._phase = ""
+        elif event["event"] == "phase":
+            self.phase(event["text"])
+
+    def _on_record(self, record: dict[str, Any]) -> None:
+        if self._live:
+            self._bar.update(self._task, completed=record["step"], figures=_figures(record))
+        elif record["step"] == 1 or record["step"] % self._log_every == 0:
+            self._console.print(f"step {record['step']}: {_figures(record)}", soft_wrap=True)
+            self._since = time.monotonic()
+
+
+def _figures(record: dict[str, Any]) -> str:
+    rate = ("tokens/s", record["tokens_per_s"]) if record["tokens_per_s"] else ("samples/s", record["samples_per_s"])
+    parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{rate[1]:,.0f} {rate[0]}"]
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join([*parts, f"{record['memory_bytes'] / 2**30:.2f} GiB"])
