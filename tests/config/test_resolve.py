@@ -1,0 +1,195 @@
+"""A run and a DeepSpeed JSON become one plain DeepSpeed JSON, or an error that names both places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zerofit.config.ds_json import bundled, find_config, read_config
+from zerofit.config.refuse import check_machine, check_model
+from zerofit.config.resolve import decide, resolve
+from zerofit.spec.errors import Problems, UserError
+from zerofit.spec.facts import Machine, ModelFacts
+from zerofit.spec.load import load_run
+
+CPU = Machine(accelerator="cpu", devices=2, cores=2, device_name="CPU", fp16=False, bf16=True)
+GPUS = Machine(accelerator="cuda", devices=8, cores=64, device_name="NVIDIA H100", fp16=True, bf16=True)
+LLAMA = ModelFacts(
+    task="causal-lm",
+    parameters=7_000_000,
+    largest_parameter=500_000,
+    hidden_size=256,
+    forward_flops=1,
+    attention_heads=8,
+    kv_heads=2,
+    max_positions=1024,
+    model_type="llama",
+    layers=6,
+)
+CNN = ModelFacts(task="image", parameters=60_000, largest_parameter=9_000, hidden_size=94, forward_flops=1, layers=5)
+
+
+def resolved(config: dict | str, machine=CPU, facts=LLAMA, **flags):
+    """Decision and plain JSON; raises what is wrong."""
+    if isinstance(config, str):
+        config = read_config(find_config(config))
+    problems = Problems()
+    decision = decide(load_run(None, flags), config, "ds.json", machine, problems)
+    check_machine(decision.run, decision.layout, machine, problems)
+    check_model(decision.run, decision.layout, facts, problems)
+    plain = resolve(config, decision, facts, machine, 100, problems)
+    problems.raise_if_any()
+    return decision, plain
+
+
+def refused(config: dict | str, **kwargs) -> list:
+    with pytest.raises(UserError) as error:
+        resolved(config, **kwargs)
+    return list(error.value.problems)
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_every_bundled_file_resolves_to_plain_json(name, tmp_path):
+    config = json.loads(Path(bundled()[name]).read_text().replace("/local_nvme", str(tmp_path)))
+    flags = {"pipeline": {"pipeline": 2}, "tensor_parallel": {"tensor_parallel": 2}}.get(name, {})
+    _, plain = resolved(config, machine=GPUS, precision="bf16", **flags)
+    assert '"auto"' not in json.dumps(plain)
+    assert plain["bf16"]["enabled"] is True
+    assert plain["fp16"]["enabled"] is False
+    assert plain["optimizer"]["type"] == "AdamW"
+
+
+def test_the_batch_identity_is_solved_from_any_two():
+    for flags in (
+        {"micro_batch": 4, "gradient_accumulation_steps": 3},
+        {"micro_batch": 4, "global_batch": 24},
+        {"gradient_accumulation_steps": 3, "global_batch": 24},
+    ):
+        decision, plain = resolved("zero2", **flags)
+        assert (decision.batch.micro, decision.batch.accumulation, decision.batch.total) == (4, 3, 24)
+        assert plain["train_batch_size"] == 24
+        assert plain["train_micro_batch_size_per_gpu"] == 4
+        assert plain["gradient_accumulation_steps"] == 3
+
+
+def test_the_batch_identity_counts_tensor_parallel_ranks_once():
+    decision, plain = resolved("tensor_parallel", machine=GPUS, tensor_parallel=2, global_batch=16, micro_batch=2)
+    assert decision.layout.dp == 4
+    assert decision.batch.accumulation == 2
+    assert "train_batch_size" not in plain  # DeepSpeed would count 8 data parallel ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ({"global_batch": 30, "micro_batch": 4, "gradient_accumulation_steps": 2}, "--global-batch"),
+        ({"global_batch": 7}, "6 or 8"),
+        ({"global_batch": 10, "micro_batch": 4}, "divides 5"),
+    ],
+)
+def test_batch_sizes_that_do_not_multiply_out(flags, hint):
+    (problem,) = refused("zero2", **flags)
+    assert problem.kind == "batch-size"
+    assert hint in problem.hint
+
+
+def test_a_value_in_both_that_differs_names_both_places():
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    problems = refused(config, micro_batch=2, lr=1e-3, optimizer="sgd")
+    assert {p.where for p in problems} == {
+        "--micro-batch and ds.json: train_micro_batch_size_per_gpu",
+        "--lr and ds.json: optimizer.params.lr",
+        "--optimizer and ds.json: optimizer.type",
+    }
+
+
+def test_a_value_only_in_the_json_is_the_runs():
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 5e-4, "weight_decay": 0.0}},
+    }
+    decision, plain = resolved(config)
+    assert (decision.run.micro_batch, decision.run.gradient_clipping) == (4, 0.5)
+    assert (decision.run.precision, decision.run.lr) == ("bf16", 5e-4)
+    assert plain["optimizer"]["type"] == "Adam"
+
+
+def test_an_auto_that_nothing_fills():
+    problems = refused({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
+    assert [p.where for p in problems] == ["zero_optimization.sub_group_size"]
+
+
+def test_no_cpp_op_on_the_cpu():
+    for name in ("zero2", "zero3_offload"):
+        _, plain = resolved(name)
+        assert plain["optimizer"]["params"]["torch_adam"] is True
+    assert plain["zero_force_ds_cpu_optimizer"] is False
+    _, plain = resolved("zero2", machine=GPUS)
+    assert "torch_adam" not in plain["optimizer"]["params"]
+
+
+def test_buckets_follow_the_model():
+    _, plain = resolved("zero2")
+    assert plain["zero_optimization"]["reduce_bucket_size"] == LLAMA.parameters
+    _, plain = resolved("zero3")
+    assert plain["zero_optimization"]["stage3_param_persistence_threshold"] == 2560
+
+
+def test_scheduler_blocks_are_filled_and_exclude_ours():
+    block = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    _, plain = resolved({"scheduler": block})
+    assert plain["scheduler"]["params"] == {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}
+    (problem,) = refused({"scheduler": block}, schedule="linear")
+    assert problem.where == "--schedule and ds.json: scheduler"
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "word"),
+    [
+        ("zero2", {"pipeline": 2}, "stage 2"),
+        ("pipeline", {"pipeline": 2, "tensor_parallel": 2, "ranks": 4}, "cannot be combined"),
+        ("zero1", {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}, "cannot be combined"),
+        ("zero1", {"tensor_parallel": 4, "ranks": 4}, "2 key-value heads"),
+        ("zero1", {"sequence_parallel": 2, "seq_len": 33}, "does not divide --seq-len 33"),
+        ("zero2", {"seq_len": 2048}, "1024 positions"),
+        ("zero2", {"ranks": 3, "tensor_parallel": 2}, "no multiple"),
+        ("pipeline", {"pipeline": 8, "ranks": 8}, "has 6"),
+        ("zero2", {"precision": "fp16"}, "not supported"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "ignores it silently"),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, "ignores it silently"),
+        ("zero3_nvme", {}, "no folder"),
+        ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2, 3"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both true"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(config, flags, word):
+    assert any(word in p.message + p.hint for p in refused(config, **flags))
+
+
+def test_a_cnn_has_no_heads_to_split():
+    problems = refused("zero1", facts=CNN, tensor_parallel=2)
+    assert "has none" in problems[0].message
+    assert "Ulysses" in refused("zero1", facts=CNN, sequence_parallel=2)[0].message
+
+
+def test_more_ranks_than_gpus():
+    assert "one rank a GPU" in refused("zero2", machine=GPUS, ranks=16)[0].message
+
+
+@pytest.mark.parametrize(("text", "place"), [('{"a": 1,\n "b": }', ":2:7"), ("[1]", ""), ('{"a": 1, "a": 2}', "")])
+def test_json_that_does_not_parse(tmp_path, text, place):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_config(path)
+    assert error.value.problems[0].where == f"{path}{place}"
+
+
+def test_an_unknown_name_offers_the_nearest():
+    with pytest.raises(UserError) as error:
+        find_config("zero2_ofload")
+    assert "zero2_offload" in error.value.problems[0].hint

@@ -1,0 +1,56 @@
+"""A run is loaded strictly, and everything wrong comes at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerofit.spec.errors import UserError
+from zerofit.spec.load import load_run
+from zerofit.spec.run import RunSpec
+
+
+def test_a_flag_overrides_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: lenet\nmicro_batch: 4\nlr: 0.5\n")
+    asked = load_run(file, {"micro_batch": 16})
+    assert (asked.run.model, asked.run.micro_batch, asked.run.lr) == ("lenet", 16, 0.5)
+    assert asked.place("micro_batch") == "--micro-batch"
+    assert asked.place("lr") == f"{file}:3"
+
+
+def test_every_field_can_stand_in_the_file(tmp_path):
+    values = RunSpec(output=tmp_path, steps=3, data_root=tmp_path).model_dump(mode="json")
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(values))
+    assert load_run(file, {}).run == RunSpec(output=tmp_path, steps=3, data_root=tmp_path)
+
+
+def test_all_faults_at_once_with_their_lines_and_nearest_names(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: lenet\nmicrobatch: 4\nlr: -1\nsteps: many\nprecision: fp8\n")
+    with pytest.raises(UserError) as error:
+        load_run(file, {})
+    problems = {p.where: p for p in error.value.problems}
+    assert set(problems) == {f"{file}:{line}" for line in (2, 3, 4, 5)}
+    assert problems[f"{file}:2"].kind == "unknown-key"
+    assert "micro_batch" in problems[f"{file}:2"].hint
+    assert "-1" in problems[f"{file}:3"].message
+    assert "'fp32', 'bf16' or 'fp16'" in problems[f"{file}:5"].message
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("model: [\n", ":2:1"), ("a: b: c\n", ":1:5"), ("- lenet\n", ""), ("", "")]
+)
+def test_a_file_that_is_no_mapping(tmp_path, text, place):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        load_run(file, {})
+    assert error.value.problems[0].where == f"{file}{place}"
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(UserError, match="cannot read"):
+        load_run(tmp_path / "run.yaml", {})

@@ -1,0 +1,69 @@
+"""The house's rules: imports run one way, packages are all installed, the code is clean."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "models": set(),
+    "spec": set(),
+    "data": {"spec", "models"},
+    "config": {"spec"},
+    "launch": {"spec", "config"},
+    "train": {"spec", "config", "models", "data"},
+    "report": {"spec"},
+    "worker": {"spec", "config", "models", "data", "train"},
+    "cli": {"spec", "config", "models", "data", "launch", "train", "report"},
+}
+
+
+def place_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return "models" if parts[0] == "models" else parts[1].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Places of ours that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[1] for name in names if name.startswith("zerofit.")}
+    return found
+
+
+@pytest.mark.parametrize("place", MAY_IMPORT)
+def test_imports_run_one_way(place):
+    files = [p for top in ("toolkit", "models") for p in (ROOT / top).rglob("*.py") if p.parent != ROOT / "toolkit"]
+    files.append(ROOT / "toolkit" / "worker.py")
+    mine = [p for p in files if place_of(p) == place]
+    assert mine
+    wrong = {str(p): sorted(imports_of(p) - MAY_IMPORT[place] - {place}) for p in mine}
+    assert not {p: names for p, names in wrong.items() if names}
+
+
+def test_every_place_is_guarded():
+    places = {p.name for p in (ROOT / "toolkit").iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert places | {"models", "worker"} == set(MAY_IMPORT)
+
+
+def test_every_package_is_installed():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        "zerofit" + "".join(f".{part}" for part in p.parent.relative_to(ROOT / "toolkit").parts)
+        for p in (ROOT / "toolkit").rglob("__init__.py")
+    }
+    assert listed == found | {"zerofit.models", "zerofit.ds_configs"}
+
+
+def test_ruff_finds_nothing():
+    for check in (["check"], ["format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,120 @@
+"""Training written with plain PyTorch in float32, one process, no code of zerofit beyond the model itself.
+
+What it must know of a run is public: the order of samples (numpy's Philox permutation of an epoch), the text windows,
+the loss (mean cross entropy over all targets of the global batch), and AdamW without decay for vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs
+
+Sample = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Plan:
+    """One run as the reference sees it."""
+
+    model: str
+    inputs: Inputs
+    args: dict
+    samples: Callable[[np.ndarray], Sample]  # inputs and labels of sample indices
+    count: int  # training samples
+    global_batch: int
+    parts: int = 1  # batch norm sees the batch in so many parts
+    steps: int = 20
+    lr: float | Callable[[int], float] = 1e-3
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    optimizer: str = "adamw"
+    seed: int = 0
+
+
+def train(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """The loss of every step and the final weights."""
+    torch.manual_seed(plan.seed)
+    model = build(find(plan.model), plan.inputs, plan.args).train()
+    optimizer = _optimizer(plan, model)
+    losses = []
+    for step in range(plan.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = plan.lr(step) if callable(plan.lr) else plan.lr
+        x, labels = plan.samples(sample_order(plan, step))
+        targets = int((labels != -100).sum())
+        optimizer.zero_grad()
+        total = 0.0
+        for part_x, part_labels in zip(x.chunk(plan.parts), labels.chunk(plan.parts), strict=True):
+            loss = _loss_sum(model, part_x, part_labels) / targets
+            loss.backward()
+            total += loss.item()
+        if plan.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def sample_order(plan: Plan, step: int) -> np.ndarray:
+    """Sample indices of a step's global batch."""
+    positions = np.arange(step * plan.global_batch, (step + 1) * plan.global_batch)
+    picked = []
+    for position in positions:
+        epoch, offset = divmod(int(position), plan.count)
+        key = np.array([plan.seed, epoch], dtype=np.uint64)
+        picked.append(np.random.Generator(np.random.Philox(key=key)).permutation(plan.count)[offset])
+    return np.array(picked)
+
+
+def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    lr = plan.lr(0) if callable(plan.lr) else plan.lr
+    if plan.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8)
+
+
+def _loss_sum(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    out = model(x)
+    logits = out if isinstance(out, Tensor) else out.logits
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+
+
+def text_windows(path: Path, seq_len: int) -> tuple[int, Callable[[np.ndarray], Sample]]:
+    """Causal windows over the training part of one file of bytes: the lines begun in its first 95 %, and an end token.
+
+    The file must make whole windows.
+    """
+    text = path.read_bytes()
+    text = text[: text.index(b"\n", round(len(text) * 0.95)) + 1]
+    tokens = torch.from_numpy(np.append(np.frombuffer(text, dtype=np.uint8).astype(np.int64), 256))
+    assert len(text) % seq_len == 0, "the last window would be padded"
+
+    def samples(indices: np.ndarray) -> Sample:
+        windows = torch.stack([tokens[i * seq_len : (i + 1) * seq_len + 1] for i in indices])
+        return windows[:, :-1], windows[:, 1:]
+
+    return (len(tokens) - 1) // seq_len, samples
+
+
+def relative_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Largest over all tensors of |ours - theirs| / |theirs| (Euclidean norms), buffers included."""
+    assert not set(theirs) - set(ours), f"missing: {set(theirs) - set(ours)}"
+    worst = 0.0
+    for name, tensor in theirs.items():
+        if tensor.is_floating_point():
+            gap = (ours[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-12)
+            worst = max(worst, gap.item())
+    return worst
