@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -11,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerofit.data.hashing import HELD_OUT, held_out_limit, name_hash, text_digest
+from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.progress import Progress
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, UserError
 
+HELD_OUT = 0.05  # share of the text that becomes validation data where a source brings no split of its own
 WHOLE_DOCUMENTS_FROM = 20  # from so many documents on, whole ones are held out
 MANY = 200_000  # so many names are not sorted: their hashes are evenly enough spread
 NAMED = 20  # problems that an error lists
@@ -140,8 +142,6 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
 
 def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[Piece]:
     """Bytes start..stop of a file, in pieces that end with a line where lines are not absurdly long."""
-    import codecs
-
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     with path.open("rb") as file:
         file.seek(start)
@@ -183,9 +183,3 @@ def not_utf8(path: Path) -> Problem:
                 message = f"{where}: byte 0x{line[error.start]:02x} is not UTF-8"
                 return Problem(kind="not-utf8", message=message, hint="iconv -t utf-8 converts it", where=where)
     raise AssertionError(f"{path} was not UTF-8 a moment ago")
-
-
-def refuse_empty(found: bool, problems: Problems, message: str, hint: str) -> None:
-    """Note "empty-data" where nothing was found."""
-    if not found:
-        problems.add("empty-data", message, hint, "--data")

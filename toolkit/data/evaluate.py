@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from zerofit.data.base import IGNORED, Dataset
 from zerofit.data.hashing import sample_hashes
+from zerofit.data.loader import made
 
 _KEY_STREAM = 0x5EED  # masked samples look the same at every evaluation
 
@@ -31,18 +33,31 @@ def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
     return -(-len(eval_indices(n, limit)) // (dp * micro))
 
 
-def eval_batches(dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None) -> Iterator[dict]:
+def eval_batches(
+    dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None, workers: int = 0
+) -> Iterator[dict]:
     """This rank's share: {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
 
     Every rank gets the same number of batches of `micro` samples. What is missing in the last ones is filled with
-    samples seen before, whose labels are all -100 and whose `real` is False.
+    samples seen before, whose labels are all -100 and whose `real` is False. `workers`: see `micro_batches`.
     """
-    chosen = eval_indices(len(dataset), limit)
-    for step in range(eval_batch_count(len(dataset), dp, micro, limit)):
-        places = (step * dp + dp_rank) * micro + np.arange(micro)
-        real = places < len(chosen)
-        indices = chosen[places % len(chosen)]
+    maker = _Share(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
+    return made(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers)
+
+
+@dataclass(frozen=True)
+class _Share:
+    dataset: Dataset
+    dp_rank: int
+    dp: int
+    micro: int
+    chosen: np.ndarray  # int64: the samples that all ranks look at together
+
+    def __getitem__(self, step: int) -> dict:
+        places = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
+        real = places < len(self.chosen)
+        indices = self.chosen[places % len(self.chosen)]
         keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
-        batch = dataset.batch(indices, keys)
+        batch = self.dataset.batch(indices, keys)
         batch["labels"][~real] = IGNORED
-        yield {**batch, "indices": indices, "real": real}
+        return {**batch, "indices": indices, "real": real}

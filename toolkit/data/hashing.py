@@ -6,8 +6,6 @@ import hashlib
 
 import numpy as np
 
-HELD_OUT = 0.05  # share of the documents that become validation data where a source brings no split of its own
-
 
 def mix64(values: np.ndarray) -> np.ndarray:
     """SplitMix64: uint64 in, well-mixed uint64 of the same shape out. Vectorised, without state."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerofit.data.documents import NAMED, Piece, Source, Survey, held_out_hash, split_text
 from zerofit.data.hashing import text_digest
+from zerofit.data.hub import hub_if_reachable
 from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.run import RunSpec
@@ -47,7 +48,10 @@ def _load(name: str, config: str | None) -> dict[str, Any]:
             return datasets.load_from_disk(str(path))
         if (path / "state.json").is_file():
             return {"train": datasets.load_from_disk(str(path))}
-        return datasets.load_dataset(str(path) if path.is_dir() else name, config)
+        if path.is_dir():
+            return datasets.load_dataset(str(path), config)
+        with hub_if_reachable(datasets.config):
+            return datasets.load_dataset(name, config)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
         message = f"--data hf:{name} could not be opened: {' '.join(str(error).split())[:300]}"
         hint = "a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"

@@ -14,7 +14,7 @@ import numpy as np
 from zerofit.data.files import write_aside
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.locks import waiting_lock
-from zerofit.data.paths import cache_root
+from zerofit.data.paths import cache_errors, cache_root
 from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError
 
@@ -37,20 +37,28 @@ class ImageFile:
 
 def unreadable(root: Path, files: list[ImageFile], progress: Progress) -> dict[str, str]:
     """Names of the files that cannot be decoded, with the reason. Decodes only what was not seen before."""
-    folder = cache_root() / "images"
-    folder.mkdir(parents=True, exist_ok=True)
-    store = folder / f"{text_digest(str(root))}.json"
-    identities = np.array([file.identity for file in files], dtype=np.uint64)
-    with waiting_lock(store.with_suffix(".lock"), f"another process checks the images in {root}", progress):
-        good, bad = _remembered(store)
-        fresh = [f for f, seen in zip(files, np.isin(identities, good), strict=True) if not seen]
-        fresh = [f for f in fresh if str(f.identity) not in bad]
-        if fresh:
-            found = _decode_all(root, fresh, progress)
-            bad = {str(f.identity): bad.get(str(f.identity)) or found.get(f.name) for f in files}
-            bad = {identity: reason for identity, reason in bad.items() if reason}
-            _remember(store, identities, bad)
+    store = cache_root() / "images" / f"{text_digest(str(root))}.json"
+    text = f"another process checks the images in {root}"
+    with cache_errors(str(root)):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(store.with_suffix(".lock"), text, progress):
+            bad = _checked(store, root, files, progress)
     return {f.name: bad[str(f.identity)] for f in files if str(f.identity) in bad}
+
+
+def _checked(store: Path, root: Path, files: list[ImageFile], progress: Progress) -> dict[str, str]:
+    """{identity: reason} of the broken files, from the memory in `store`, which learns what it did not know."""
+    identities = np.array([file.identity for file in files], dtype=np.uint64)
+    good, bad = _remembered(store)
+    seen = np.isin(identities, good)
+    fresh = [f for f, known in zip(files, seen, strict=True) if not known and str(f.identity) not in bad]
+    if not fresh:
+        return bad
+    found = _decode_all(root, fresh, progress)
+    bad = {str(f.identity): bad.get(str(f.identity)) or found.get(f.name, "") for f in files}
+    bad = {identity: reason for identity, reason in bad.items() if reason}
+    _remember(store, identities, bad)
+    return bad
 
 
 def refuse_or_skip(root: Path, bad: dict[str, str], skip: bool) -> None:

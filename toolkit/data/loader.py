@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.order import Order
+
+# Tensors travel from loader processes in shared memory. Containers often have 64 MiB of it, and a process that
+# finds it full dies of SIGBUS without a word; below this much, batches travel through a pipe instead.
+ROOMY_BYTES = 1 << 30
+_PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
+
+
+class Maker(Protocol):
+    """Makes the batch that belongs to an item."""
+
+    def __getitem__(self, item: object) -> dict: ...
 
 
 def default_workers(data: Data, ranks: int) -> int:
@@ -23,14 +36,11 @@ def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], worke
     `slices` is consumed lazily (up to 2 * workers ahead) and may be endless. With workers > 0, loader processes
     live until the iterator is closed; they give exactly what workers=0 gives, in the same order.
     """
-    maker = _Maker(dataset, order)
-    return _from_processes(maker, slices, workers) if workers else map(maker.__getitem__, slices)
+    return made(_MicroBatches(dataset, order), slices, workers)
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Looks like a data set whose samples are whole micro batches, indexed by their positions."""
-
+class _MicroBatches:
     dataset: Dataset
     order: Order
 
@@ -40,20 +50,43 @@ class _Maker:
         return {**self.dataset.batch(indices, keys), "positions": positions, "indices": indices}
 
 
-def _from_processes(maker: _Maker, slices: Iterable[range], workers: int) -> Iterator[dict]:
+def made(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
+    """`maker[item]` for each item, in order: here, or in `workers` processes."""
+    return _from_processes(maker, items, workers) if workers else map(maker.__getitem__, items)
+
+
+def _from_processes(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
+    import multiprocessing
+
     from torch.utils.data import DataLoader
 
     # "forkserver" and not "fork": by now this process has CUDA, NCCL and tokenizer threads, which no fork survives.
-    yield from DataLoader(
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    roomy = shutil.disk_usage("/dev/shm").free >= ROOMY_BYTES
+    batches = DataLoader(
         maker,  # type: ignore[arg-type]
-        sampler=slices,
+        sampler=items,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=_as_it_is if roomy else _through_a_pipe,
         num_workers=workers,
         prefetch_factor=2,
-        multiprocessing_context="forkserver",
+        multiprocessing_context=context,
     )
+    convert: Callable[[dict], dict] = _as_it_is if roomy else _from_a_pipe
+    yield from map(convert, batches)
 
 
 def _as_it_is(batch: dict) -> dict:
     return batch
+
+
+def _through_a_pipe(batch: dict) -> dict:
+    """NumPy arrays are pickled with their content, tensors as a reference to shared memory."""
+    return {**batch, "inputs": batch["inputs"].numpy(), "labels": batch["labels"].numpy()}
+
+
+def _from_a_pipe(batch: dict) -> dict:
+    import torch
+
+    return {key: torch.from_numpy(v) if key in ("inputs", "labels") else v for key, v in batch.items()}

@@ -19,7 +19,6 @@ from zerofit.data.documents import (
     files_fingerprint,
     hash_files,
     held_out_hash,
-    not_utf8,
     split_text,
 )
 from zerofit.data.hf import open_hf
@@ -138,8 +137,8 @@ def _text_of(path: Path, number: int, line: bytes, field: str) -> str | Problem:
 
     try:
         row = json.loads(line.decode())
-    except UnicodeDecodeError:
-        return not_utf8(path)
+    except UnicodeDecodeError as error:
+        return bad(error.start + 1, f"byte 0x{line[error.start]:02x} is not UTF-8", "iconv -t utf-8 converts it")
     except json.JSONDecodeError as error:
         return bad(error.colno, f"not JSON: {error.msg}", "each line is one JSON object")
     if not isinstance(row, dict):

@@ -16,7 +16,7 @@ from zerofit.data.documents import Piece, Source
 from zerofit.data.files import write_aside
 from zerofit.data.hashing import text_digest
 from zerofit.data.locks import waiting_lock
-from zerofit.data.paths import cache_root
+from zerofit.data.paths import cache_errors, cache_root
 from zerofit.data.progress import Progress
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError
@@ -59,7 +59,7 @@ def open_tokens(source: Source, tokenizer: Tokenizer, progress: Progress) -> Tok
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
     """
     root = cache_root() / "tokens"
-    try:
+    with cache_errors(source.name):
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         fingerprint = source.fingerprint()
@@ -68,10 +68,6 @@ def open_tokens(source: Source, tokenizer: Tokenizer, progress: Progress) -> Tok
         if key and (tokens := _read(root / key)):
             return tokens
         return _find_or_build(source, tokenizer, progress, known)
-    except OSError as error:
-        message = f"{source.name}: {error.strerror or error}: {error.filename or root}"
-        hint = "the environment variable ZEROFIT_CACHE names another folder for tokens"
-        raise UserError(Problem(kind="cache", message=message, hint=hint)) from error
 
 
 def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Progress, known: Path) -> Tokens:

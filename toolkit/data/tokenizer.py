@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 
 from zerofit.data.hashing import text_digest
+from zerofit.data.hub import hub_if_reachable
 from zerofit.spec.errors import Problem, UserError
 
 BYTES_EOD, BYTES_MASK, BYTES_PAD = 256, 257, 258
@@ -87,10 +89,14 @@ def _load(name: str):
     try:
         if path.is_file():
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        with hub_if_reachable():
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub client raise a dozen unrelated types
-        message = f"--tokenizer {name} could not be opened: {' '.join(str(error).split())[:250]}"
-        hint = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+        message = f"--tokenizer {name} could not be opened: {' '.join(str(error).split())[:200]}"
+        known = "--tokenizer bytes, a folder with tokenizer.json, a tokenizer.json, or a hub name (needs a network)"
+        hint = "did you mean bytes?" if get_close_matches(name, ["bytes"]) else known
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from error
 
 

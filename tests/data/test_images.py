@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from zerofit.data import Order, micro_batches
+from zerofit.data.pixels import PixelImages, Scaling
+
+
+def test_digits(opened):
+    data = opened("image")
+    assert data.name == "digits" and (len(data.train), len(data.valid)) == (1438, 359)
+    whole = data.train.batch(range(1438), range(1438))
+    assert whole["inputs"].shape == (1438, 1, 8, 8) and whole["inputs"].dtype == torch.float32
+    assert abs(whole["inputs"].mean()) < 1e-4 and abs(whole["inputs"].std() - 1) < 1e-3
+    assert whole["labels"].dtype == torch.int64 and sorted(set(whole["labels"].tolist())) == list(range(10))
+
+
+def test_digits_split_is_disjoint_complete_and_stratified(opened):
+    from sklearn.datasets import load_digits
+
+    data = opened("image", data="digits")
+    both = np.concatenate([data.train.pixels, data.valid.pixels])[:, 0]
+    key = lambda rows: sorted(row.tobytes() for row in rows)  # noqa: E731
+    assert key(both) == key(load_digits().images.astype(np.uint8))
+    share = np.bincount(data.valid.labels) / np.bincount(np.r_[data.valid.labels, data.train.labels])
+    assert abs(share - 0.2).max() < 0.01
+
+
+def test_image_size_and_gan_range(opened):
+    data = opened("gan", data="digits", image_size=32)
+    batch = data.train.batch(range(50), range(50))
+    assert batch["inputs"].shape == (50, 1, 32, 32) and data.inputs.size == 32 and len(batch["labels"]) == 50
+    small = opened("gan", data="digits").train.batch(range(50), range(50))["inputs"]
+    assert small.min() == -1 and small.max() == 1
+
+
+@pytest.fixture
+def shifted():
+    pixels = np.random.default_rng(0).integers(1, 256, (40, 3, 16, 16), dtype=np.uint8)
+    scaling = Scaling(mean=(0.0,) * 3, std=(1.0,) * 3)
+    return PixelImages(pixels=pixels, labels=np.arange(40), scaling=scaling, size=16, shift=4, mirror=True)
+
+
+def test_pad_crop_flip_is_what_it_says(shifted):
+    padded = np.pad(shifted.pixels, ((0, 0), (0, 0), (4, 4), (4, 4)))
+    images = shifted.batch(range(40), range(100, 140))["inputs"].numpy()
+    found = set()
+    for image, source in zip(images, padded, strict=True):
+        places = [
+            (y, x, flip)
+            for y in range(9)
+            for x in range(9)
+            for flip in (False, True)
+            if (source[:, y : y + 16, x : x + 16][..., :: -1 if flip else 1] == image).all()
+        ]
+        assert len(places) == 1
+        found.add(places[0])
+    assert len(found) > 20 and {f for *_, f in found} == {False, True}
+
+
+def test_augmentation_is_a_function_of_the_key(shifted):
+    one, again = shifted.batch([5, 6, 7], [1, 2, 3]), shifted.batch([7, 5], [3, 1])
+    assert torch.equal(one["inputs"][[2, 0]], again["inputs"])
+    assert not torch.equal(one["inputs"], shifted.batch([5, 6, 7], [4, 5, 6])["inputs"])
+
+
+def test_mnist_that_is_not_there(tmp_path, refused):
+    (problem,) = refused("image", data="mnist", data_root=tmp_path)
+    assert problem.kind == "data-missing" and str(tmp_path) in problem.message
+    assert "--download" in problem.hint and "--data-root" in problem.hint
+
+
+def test_mnist_from_data_root(tmp_path, opened):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for stem, n in (("train", 30), ("t10k", 10)):
+        head = lambda *numbers: b"".join(v.to_bytes(4, "big") for v in numbers)  # noqa: E731
+        pixels = np.arange(n * 784, dtype=np.uint32).astype(np.uint8).tobytes()
+        (raw / f"{stem}-images-idx3-ubyte").write_bytes(head(0x803, n, 28, 28) + pixels)
+        (raw / f"{stem}-labels-idx1-ubyte").write_bytes(head(0x801, n) + bytes(i % 10 for i in range(n)))
+    data = opened("image", data="fashion-mnist", data_root=tmp_path)
+    assert (len(data.train), len(data.valid)) == (30, 10)
+    assert data.train.batch([3], [0])["inputs"].shape == (1, 1, 28, 28)
+    assert data.train.batch([13], [0])["labels"].tolist() == [3]
+
+
+def test_synthetic_images_are_learnable_and_deterministic(opened):
+    data = opened("image", data="synthetic:10", image_size=16)
+    assert (data.inputs.channels, data.inputs.size, data.inputs.classes) == (3, 16, 10)
+    batch = data.train.batch(range(300), range(300))
+    again = data.train.batch(range(300), range(300, 600))
+    assert torch.equal(batch["inputs"], again["inputs"])
+    flat, labels = batch["inputs"].flatten(1), batch["labels"]
+    means = torch.stack([flat[labels == c].mean(0) for c in range(10)])
+    test = data.valid.batch(range(200), range(200))
+    right = torch.cdist(test["inputs"].flatten(1), means).argmin(1) == test["labels"]
+    assert right.float().mean() > 0.95
+    other = opened("image", data="synthetic:10", image_size=16, seed=1).train.batch([0], [0])
+    assert not torch.equal(other["inputs"][0], batch["inputs"][0])
+
+
+def test_synthetic_text_has_the_stated_entropies(opened):
+    data = opened("causal-lm", 512, data="synthetic:64")
+    batch = data.train.batch(range(100), range(100))
+    steps = (batch["labels"] - batch["inputs"]) % 64
+    frequency = torch.bincount(steps.flatten(), minlength=64) / steps.numel()
+    entropy = -(frequency[frequency > 0] * frequency[frequency > 0].log()).sum()
+    assert entropy.item() == pytest.approx(1.213, abs=0.01)
+    assert torch.equal(batch["inputs"][:, 1:], batch["labels"][:, :-1])
+    assert data.unigram_entropy_nats == pytest.approx(np.log(64))
+    assert batch["inputs"].max() < 64 and data.train.targets([1, 2]) == 1024
+
+
+def test_a_bad_synthetic_size(refused):
+    assert refused("image", data="synthetic:many")[0].kind == "data-argument"
+
+
+def test_digits_are_fast(opened):
+    """LeNet's step takes about a millisecond: its data must not."""
+    import time
+
+    train = opened("image", data="digits").train
+    slices = [range(i * 32, i * 32 + 32) for i in range(300)]
+    began = time.perf_counter()
+    for _ in micro_batches(train, Order(len(train), 0), slices, workers=0):
+        pass
+    assert (time.perf_counter() - began) / 300 < 2e-3

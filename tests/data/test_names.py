@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from zerofit.data import KINDS, default_data, split_name
+from zerofit.data.image_sources import IMAGE_SOURCES
+from zerofit.data.names import check_task
+from zerofit.data.text_sources import TEXT_SOURCES
+from zerofit.spec.errors import UserError
+
+
+def problem(action, *args):
+    with pytest.raises(UserError) as caught:
+        action(*args)
+    (only,) = caught.value.problems
+    return only
+
+
+def test_names_and_arguments():
+    assert split_name("digits") == ("digits", "")
+    assert split_name("hf:wikitext:wikitext-2") == ("hf", "wikitext:wikitext-2")
+
+
+def test_an_unknown_name_offers_near_ones():
+    found = problem(split_name, "cifar-10")
+    assert found.kind == "unknown-data" and found.hint == "did you mean cifar10?" and found.where == "--data"
+
+
+def test_a_bare_path_is_read_for_the_user(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    assert problem(split_name, f"{tmp_path}/a.jsonl").hint == f"did you mean jsonl:{tmp_path}/a.jsonl?"
+    assert "imagefolder:" in problem(split_name, str(tmp_path)).hint
+
+
+@pytest.mark.parametrize("name", ["text", "text:", "digits:5", "imagefolder"])
+def test_arguments_that_lack_or_are_too_much(name):
+    assert problem(split_name, name).kind == "data-argument"
+
+
+def test_images_do_not_feed_a_language_model():
+    assert problem(check_task, "digits", "causal-lm").kind == "data-task"
+    assert problem(check_task, "pysource", "gan").kind == "data-task"
+
+
+def test_defaults_fit_their_tasks():
+    for task in ("image", "gan", "causal-lm", "masked-lm"):
+        check_task(default_data(task), task)
+
+
+def test_every_kind_has_a_source():
+    assert {k for k, v in KINDS.items() if "image" in v.media} == set(IMAGE_SOURCES)
+    assert {k for k, v in KINDS.items() if "text" in v.media} == {*TEXT_SOURCES, "synthetic"}

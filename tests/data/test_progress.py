@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from zerofit.data import RichProgress
+from zerofit.data import progress as module
+
+
+def test_plain_lines_without_a_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 1.0, 6.0, 7.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    with RichProgress().task("reading", 3_000_000, "bytes") as task:
+        task.advance(1_000_000)
+        task.advance(1_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading (3.0 MB) ...",
+        "reading: 2.0 MB of 3.0 MB, 6 s",
+        "reading: done, 2.0 MB in 7.0 s",
+    ]
+
+
+def test_waiting_is_said_once_it_happens(tmp_path, capsys):
+    from filelock import FileLock
+
+    from zerofit.data.locks import waiting_lock
+
+    script = "import sys, time, filelock\nwith filelock.FileLock(sys.argv[1]):\n print(flush=True)\n time.sleep(0.5)"
+    holder = subprocess.Popen([sys.executable, "-c", script, tmp_path / "a.lock"], stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    with waiting_lock(tmp_path / "a.lock", "another process works", RichProgress()):
+        pass
+    holder.communicate()
+    assert "waiting: another process works" in capsys.readouterr().err
+    with FileLock(tmp_path / "a.lock", timeout=0):
+        pass
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, zerofit.data; sys.exit(bool({'torch', 'datasets', 'transformers', 'sklearn'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
