@@ -41,24 +41,21 @@ def unreadable(root: Path, files: list[ImageFile], progress: Progress) -> dict[s
     text = f"another process checks the images in {root}"
     with cache_errors(str(root)):
         store.parent.mkdir(parents=True, exist_ok=True)
-        with waiting_lock(store.with_suffix(".lock"), text, progress):
-            bad = _checked(store, root, files, progress)
-    return {f.name: bad[str(f.identity)] for f in files if str(f.identity) in bad}
-
-
-def _checked(store: Path, root: Path, files: list[ImageFile], progress: Progress) -> dict[str, str]:
-    """{identity: reason} of the broken files, from the memory in `store`, which learns what it did not know."""
-    identities = np.array([file.identity for file in files], dtype=np.uint64)
-    good, bad = _remembered(store)
-    seen = np.isin(identities, good)
-    fresh = [f for f, known in zip(files, seen, strict=True) if not known and str(f.identity) not in bad]
-    if not fresh:
-        return bad
-    found = _decode_all(root, fresh, progress)
-    bad = {str(f.identity): bad.get(str(f.identity)) or found.get(f.name, "") for f in files}
-    bad = {identity: reason for identity, reason in bad.items() if reason}
-    _remember(store, identities, bad)
+        bad, fresh = _compare(store, files)
+        if fresh:
+            with waiting_lock(store.with_suffix(".lock"), text, progress):
+                bad, fresh = _compare(store, files)  # whoever held the lock may have checked them
+                bad |= _decode_all(root, fresh, progress) if fresh else {}
+                _remember(store, files, bad)
     return bad
+
+
+def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
+    """({name: reason} of files known to be broken, files of which nothing is known)."""
+    good, broken = _remembered(store)
+    known = np.isin(np.array([file.identity for file in files], dtype=np.uint64), good)
+    bad = {file.name: broken[str(file.identity)] for file in files if str(file.identity) in broken}
+    return bad, [f for f, is_good in zip(files, known, strict=True) if not is_good and f.name not in bad]
 
 
 def refuse_or_skip(root: Path, bad: dict[str, str], skip: bool) -> None:
@@ -110,9 +107,10 @@ def _remembered(store: Path) -> tuple[np.ndarray, dict[str, str]]:
         return np.empty(0, np.uint64), {}
 
 
-def _remember(store: Path, identities: np.ndarray, bad: dict[str, str]) -> None:
-    good = identities[~np.isin(identities, np.array([int(i) for i in bad], dtype=np.uint64))]
+def _remember(store: Path, files: list[ImageFile], bad: dict[str, str]) -> None:
+    good = np.array([file.identity for file in files if file.name not in bad], dtype=np.uint64)
+    broken = {str(file.identity): bad[file.name] for file in files if file.name in bad}
     with write_aside(store.with_suffix(".npy")) as file:
         np.save(file, good)
     with write_aside(store) as file:
-        file.write(json.dumps({"bad": bad}).encode())
+        file.write(json.dumps({"bad": broken}).encode())
