@@ -1,0 +1,179 @@
+"""Building a model for its inputs, checking that they go together, and calling it the one way that fits all."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.checkpointing import checkpoint_model
+from zerofit.models.cnn import BUILDERS, PUBLISHED_INPUTS
+from zerofit.models.gan import DCGAN
+from zerofit.models.hf import make_config, max_positions, transformers_model
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.vision import torchvision_model
+
+__all__ = [
+    "build",
+    "check_forward",
+    "count_parameters",
+    "forward_logits",
+    "max_positions",
+    "parameter_count",
+    "source_max_positions",
+]
+
+
+def build(
+    source: ModelSource, inputs: Inputs | None, args: dict[str, Any], *, checkpointing: bool = False
+) -> nn.Module:
+    """The model in fp32 on the current default device (also meta), fitted to its inputs.
+
+    Weights are random, drawn from torch's global stream, or a pretrained folder's. `args` override the keys of a
+    transformers config, or are keyword arguments of other models. Without inputs a model has its published shape.
+    """
+    if source.task in ("image", "gan") and inputs is not None and not isinstance(inputs, ImageInputs):
+        raise ModelError("model-task", f"{source.name} classifies images, the data is text", "take other --data")
+    if source.task in ("causal-lm", "masked-lm") and isinstance(inputs, ImageInputs):
+        raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
+    model = BUILD[source.family](source, inputs, dict(args))
+    if checkpointing:
+        _checkpoint(model, source)
+    return model
+
+
+def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
+    """Logits of token ids (batch, seq_len) or images (batch, channels, size, size), and the loss a router adds.
+
+    The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called. The
+    second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` goes to
+    the model as it is (position_ids under sequence parallelism).
+    """
+    inner = getattr(model, "module", model)
+    config = getattr(inner, "config", None)
+    if not hasattr(config, "model_type"):
+        return model(x, **extra), None
+    if inner.main_input_name == "pixel_values":
+        return model(pixel_values=x, **extra).logits, None
+    if "use_cache" in inspect.signature(inner.forward).parameters:
+        extra["use_cache"] = False
+    out = model(input_ids=x, **extra)
+    aux = getattr(out, "aux_loss", None)
+    if aux is None or not inner.training:
+        return out.logits, None
+    return out.logits, config.router_aux_loss_coef * aux
+
+
+@torch.no_grad()
+def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> None:
+    """Raise ModelError("model-shape") unless the model, which is on meta, takes these inputs and gives fit logits."""
+    if isinstance(inputs, ImageInputs):
+        x = torch.zeros(2, inputs.channels, inputs.size, inputs.size, device="meta")
+        got, knob = f"images of shape {tuple(x.shape[1:])}", "--image-size"
+    else:
+        x = torch.zeros(2, inputs.seq_len, dtype=torch.long, device="meta")
+        got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
+    training = model.training
+    try:
+        logits, _ = forward_logits(model.eval(), x)
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
+        raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
+    finally:
+        model.train(training)
+    _check_logits(logits, source, inputs)
+
+
+def _check_logits(logits: Tensor, source: ModelSource, inputs: Inputs) -> None:
+    if source.task == "gan":
+        return
+    classes = inputs.classes if isinstance(inputs, ImageInputs) else inputs.vocab_size
+    if logits.shape[-1] < classes:
+        message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
+        raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def count_parameters(source: ModelSource) -> int:
+    """Parameters of a named model in its published shape, counted on the meta device."""
+    with torch.device("meta"):
+        return parameter_count(build(source, None, {}))
+
+
+def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:
+    """The longest sequence in tokens before any model is built; None for models without such a limit."""
+    if source.task not in ("causal-lm", "masked-lm"):
+        return None
+    return max_positions(make_config(source, None, args))
+
+
+def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+    wanted = inputs or PUBLISHED_INPUTS[source.name]
+    builder = DCGAN if source.family == "gan" else BUILDERS[source.name]
+    known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
+    for key in args:
+        if key not in known:
+            hint = f"{source.name} takes: {', '.join(known) or 'none'}"
+            raise ModelError("model-args", f"{source.name} has no argument {key!r}", hint)
+    try:
+        return builder(wanted, **args)
+    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+        message = f"{source.name} cannot be made for {wanted.size}x{wanted.size} images: {error}"
+        raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None
+
+
+def _torchvision(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+    return torchvision_model(source.name, inputs, args)
+
+
+def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+    """What the user's callable returns for `args`; modules of the current folder can be named."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module_name, _, attribute = source.name.partition(":")
+    try:
+        target = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        hint = "give package.module:callable, seen from the current folder"
+        raise ModelError("model-import", f"{source.name} cannot be imported: {error}", hint) from error
+    try:
+        model = target(**args)
+    except Exception as error:  # anything can go wrong in a user's own code
+        message = f"{source.name}(**{args}) raised {type(error).__name__}: {error}"
+        raise ModelError("model-args", message, "its arguments come from --model-args") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError("model-import", f"{source.name} gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _checkpoint(model: nn.Module, source: ModelSource) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        if not model.supports_gradient_checkpointing:
+            message = f"transformers has no activation checkpointing for {type(model).__name__}"
+            raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif isinstance(model, DCGAN):
+        checkpoint_model(model.generator)
+        checkpoint_model(model.discriminator)
+    else:
+        checkpoint_model(model)
+
+
+BUILD = {
+    "zerofit": _zerofit,
+    "gan": _zerofit,
+    "torchvision": _torchvision,
+    "transformers": transformers_model,
+    "custom": _custom,
+}

@@ -1,0 +1,179 @@
+"""What a model name means: ours, a preset, torchvision's, a file or folder, or a user's own callable.
+
+Importing this module imports neither torch nor torchvision nor transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from zerofit.models.presets import PRESETS
+
+Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
+Task = Literal["image", "causal-lm", "masked-lm", "gan", "custom"]
+
+OWN_MODULE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")  # package.module:callable
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+PRETRAINED = "pretrained folder"
+
+
+class ModelError(ValueError):
+    """A model that cannot be had as asked: a stable slug, what was got and is allowed, and the knob to turn."""
+
+    def __init__(self, kind: str, message: str, hint: str = ""):
+        super().__init__(message + (f" ({hint})" if hint else ""))
+        self.kind, self.message, self.hint = kind, message, hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from; nothing of it is built yet."""
+
+    name: str  # as the user typed it
+    family: Family
+    origin: str  # "zerofit", "torchvision", "preset", "config.json", "pretrained folder", "package.module:callable"
+    task: Task
+    path: str | None = None  # the config.json, or the pretrained folder
+
+
+def find(name: str) -> ModelSource:
+    """The source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
+    if name in OWN:
+        return ModelSource(
+            name=name, family="gan" if OWN[name] == "gan" else "zerofit", origin="zerofit", task=OWN[name]
+        )
+    if name in PRESETS:
+        return ModelSource(name=name, family="transformers", origin="preset", task=config_task(PRESETS[name], name))
+    # importing torchvision takes seconds, and its names are plain words
+    if re.fullmatch(r"\w+", name) and name in torchvision_names():
+        return ModelSource(name=name, family="torchvision", origin="torchvision", task="image")
+    path = Path(name)
+    if path.exists():
+        return _from_path(name, path)
+    if OWN_MODULE.match(name):
+        return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
+    raise ModelError("unknown-model", *_unknown(name))
+
+
+def names() -> list[str]:
+    """Every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
+    return [*OWN, *PRESETS, *torchvision_names()]
+
+
+def torchvision_names() -> list[str]:
+    """torchvision's classification models, without the quantized ones."""
+    import torchvision
+
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def table(on_progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
+    """One row a known model: name, kind (its task), parameters (counted on the meta device) and source."""
+    from zerofit.models.build import count_parameters
+
+    everything = names()
+    rows = []
+    for done, name in enumerate(everything, start=1):
+        source = find(name)
+        rows.append(
+            {"name": name, "kind": source.task, "parameters": count_parameters(source), "source": source.origin}
+        )
+        if on_progress:
+            on_progress(done, len(everything))
+    return rows
+
+
+def config_task(config: dict[str, Any], where: str) -> Task:
+    """The task of a transformers config: by its architecture's name, else by what its model_type can be."""
+    for architecture in (config.get("architectures") or [])[:1]:
+        for ending, task in ARCHITECTURE_ENDINGS.items():
+            if architecture.endswith(ending):
+                return task
+    task = _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
+    if task is None:
+        got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
+        raise ModelError(
+            "model-config",
+            f"{where}: {got} is no causal language model, masked language model or image classifier of transformers",
+            'set "architectures" in the config, e.g. ["LlamaForCausalLM"], or pass package.module:callable',
+        )
+    return task
+
+
+def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None:
+    from transformers.models.auto import modeling_auto
+
+    if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        return "masked-lm"
+    if model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "causal-lm"
+    if model_type in modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "image"
+    return None
+
+
+def _from_path(name: str, path: Path) -> ModelSource:
+    file = path / "config.json" if path.is_dir() else path
+    config = read_config(file)
+    pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
+    return ModelSource(
+        name=name,
+        family="transformers",
+        origin=PRETRAINED if pretrained else "config.json",
+        task=config_task(config, str(file)),
+        path=str(path if pretrained else file),
+    )
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A transformers config.json as a dict. Raises ModelError where there is none."""
+    if not file.is_file():
+        hint = "name the folder that holds config.json, or a model from `zerofit models`"
+        raise ModelError("unknown-model", f"{file.parent} holds no config.json", hint)
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError("model-config", f"{file} is no JSON: {error}", "give a config.json of transformers") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        message = f'{file} has no key "model_type", so it is no config.json of transformers'
+        raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
+    return config
+
+
+def _unknown(name: str) -> tuple[str, str]:
+    """Message and hint for a name that is nothing we know."""
+    if name.endswith(".json") or name.startswith((".", "/", "~")):
+        return f"there is no model file or folder {name}", "give an existing config.json or model folder"
+    message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
+    if "/" in name:
+        local = f"models are not downloaded; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS])}"
+        return message, f"{local} or give the folder of a downloaded model"
+    return message, nearest(name, names())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint with up to three close names, or how to see them all."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else "`zerofit models` lists all names"
+
+
+ARCHITECTURE_ENDINGS: dict[str, Task] = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForImageClassification": "image",
+}
+
+OWN: dict[str, Task] = {
+    "simplecnn": "image",
+    "lenet": "image",
+    "resnet18-small": "image",
+    "mlp": "image",
+    "dcgan": "gan",
+}

@@ -1,0 +1,116 @@
+"""Activation checkpointing of modules: forget a block's activations and compute them again in backward."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, is_grad_enabled, nn
+from torch.utils.checkpoint import checkpoint
+
+from zerofit.models.catalog import ModelError
+
+
+def checkpoint_model(model: nn.Module) -> nn.Module:
+    """Checkpoint a CNN's repeated blocks; where it has none, its stages. Changes the model itself."""
+    for block in blocks(model):
+        checkpoint_block(block)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules to checkpoint: outermost blocks of a class that occurs more than once, else the stages of a sequence.
+
+    A stage is a child with parameters, or, in one long sequence of torch's own layers (AlexNet, VGG), what lies
+    between two poolings.
+    """
+    counts = Counter(type(module) for module in model.modules())
+    found = list(_outermost_repeated(model, counts))
+    if len(found) > 1:
+        return found
+    features = getattr(model, "features", None)
+    if isinstance(features, nn.Sequential):
+        return _group_by_pooling(features)
+    stages = [child for child in model.children() if any(True for _ in child.parameters())]
+    if len(stages) < 2:
+        raise ModelError(
+            "model-checkpointing",
+            f"{type(model).__name__} has no repeated blocks or stages to checkpoint",
+            "train without --activation-checkpointing",
+        )
+    return stages[:-1]
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """Make this instance's forward recompute in backward while it trains. Its parameters and names stay."""
+    if "forward" in vars(block):
+        raise ModelError("model-checkpointing", f"{type(block).__name__} has its forward replaced already")
+    block.forward = types.MethodType(_forward_checkpointed, block)  # a bound method survives deepcopy
+
+
+def run_checkpointed(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """function(*args) without keeping activations; batch norms in the module see the batch once, not twice."""
+    if not (module.training and is_grad_enabled()):
+        return function(*args, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), _statistics_untouched(module)
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    return run_checkpointed(self, types.MethodType(type(self).forward, self), *args, **kwargs)
+
+
+@contextmanager
+def _statistics_untouched(module: nn.Module) -> Iterator[None]:
+    """Recomputing updates copies of the running statistics, which are dropped.
+
+    The originals are swapped out, not restored by a copy: autograd has saved them and minds changes in place.
+    """
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    originals = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)
+
+
+def _outermost_repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
+    for child in module.children():
+        own = not type(child).__module__.startswith("torch.nn") and not isinstance(child, nn.Sequential)
+        if own and counts[type(child)] > 1 and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _outermost_repeated(child, counts)
+
+
+class _Group(nn.Sequential):
+    """Layers up to a pooling; not registered with the model, whose names must stay."""
+
+
+def _group_by_pooling(features: nn.Sequential) -> list[nn.Module]:
+    """Let a long sequence run group by group; gives the groups."""
+    groups: list[list[nn.Module]] = [[]]
+    for layer in features:
+        groups[-1].append(layer)
+        if isinstance(layer, nn.MaxPool2d):
+            groups.append([])
+    made = [_Group(*layers) for layers in groups if layers]
+    object.__setattr__(features, "groups", made)
+    features.forward = types.MethodType(_forward_groups, features)
+    return made
+
+
+def _forward_groups(self: nn.Sequential, x: Tensor) -> Tensor:
+    for group in self.groups:
+        group.train(self.training)
+        x = group(x)
+    return x

@@ -1,0 +1,131 @@
+"""Initial weights of transformers models: the same numbers from a seed, however little of the model is kept.
+
+A model of a config is made on the meta device; its initialisation then runs module by module in transformers' order.
+Random draws for tensors that stay on meta are made all the same, into a throwaway, so that the tensors that are kept
+get the very numbers that they would get in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+
+def materialise(model: nn.Module, seed: int, keep: set[str] | None = None) -> nn.Module:
+    """Give a transformers model made on the meta device its initial weights on the CPU; the model itself is changed.
+
+    `keep` names the parameters to hold in memory (None: all); the others stay on meta, whatever their size. What is
+    kept is bit-identical to the weights that `build` gives after `torch.manual_seed(seed)`. A tied parameter is kept
+    if any of its names is. Buffers become real everywhere: they are small.
+    """
+    torch.manual_seed(seed)
+    return initialise(model, keep)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
+    """`materialise`, from wherever torch's global random stream stands."""
+    from transformers.initialization import guard_torch_init_functions
+
+    tied: dict[str, str] = dict(model.all_tied_weights_keys)
+    wanted = _wanted(model, tied, keep)
+    _untie(model, tied)
+    for prefix, module in model.named_modules():
+        module._is_hf_initialized = False
+        _make_real(module, f"{prefix}." if prefix else "", wanted)
+    with guard_torch_init_functions(), _DrawForMeta():
+        _apply(model, model._initialize_weights)
+    model.tie_weights()
+    return model
+
+
+def _wanted(model: nn.Module, tied: dict[str, str], keep: set[str] | None) -> set[str]:
+    """Names of the parameters to make real, each tied one under the name of its source."""
+    names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
+    return (names - set(tied)) | {tied[name] for name in names & set(tied)}
+
+
+def _untie(model: nn.Module, tied: dict[str, str]) -> None:
+    """Each tied parameter is drawn on its own before it is tied, so it needs a tensor of its own."""
+    for name in tied:
+        parent, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
+
+
+def _make_real(module: nn.Module, prefix: str, wanted: set[str]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            device = "cpu" if prefix + name in wanted else "meta"
+            empty = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _apply(module: nn.Module, initialise_one: Any) -> None:
+    """Children first, each model within a model by its own rules: the order of `initialize_weights`."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one)
+    initialise_one(module)
+
+
+class _DrawForMeta(TorchDispatchMode):
+    """Runs every random operation on a meta tensor on the CPU too, into a tensor that is dropped at once."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None):
+        kwargs = kwargs or {}
+        on_meta = args and isinstance(args[0], Tensor) and args[0].device.type == "meta"
+        if on_meta and torch.Tag.nondeterministic_seeded in func.tags:
+            func(*tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), args), **kwargs)
+            return args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def as_without_zero3() -> Iterator[None]:
+    """Within it, a model that transformers partitions as it is built (ZeRO-3) draws the numbers that others draw.
+
+    Its initialisation starts where the random stream stood before modules were constructed, since some constructors
+    draw values that are overwritten later; and it draws on the CPU in fp32, since on another device or in another
+    precision the same seed gives other numbers.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel._initialize_weights
+    start: list[Tensor] = [torch.get_rng_state()]
+
+    def on_cpu(self: PreTrainedModel, module: nn.Module, *more: Any) -> None:
+        if start:
+            torch.set_rng_state(start.pop())
+        with _held_on_cpu(module):
+            original(self, module, *more)
+
+    PreTrainedModel._initialize_weights = on_cpu
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = original
+
+
+@contextmanager
+def _held_on_cpu(module: nn.Module) -> Iterator[None]:
+    """The parameters of a module and its children (which transformers has gathered) as fp32 tensors on the CPU."""
+    owners = [module, *module.children()]
+    parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
+    gathered = {key: p.data for key, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to("cpu", torch.float32)
+    yield
+    for key, parameter in parameters.items():
+        gathered[key].copy_(parameter.data)
+        parameter.data = gathered[key]
