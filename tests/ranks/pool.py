@@ -70,7 +70,7 @@ class RankPool:
         while not all(path.exists() for path in answers):
             alive = self._process.poll() is None
             failed = [p.read_text() for p in answers if p.exists() and p.read_text() != "ok"]
-            if not alive or time.monotonic() > deadline or failed and _waited(answers):
+            if not alive or time.monotonic() > deadline or (failed and _waited(answers)):
                 self.close()
                 raise AssertionError("\n".join(failed) or (self._inbox / "log").read_text()[-4000:])
             time.sleep(0.01)

@@ -67,10 +67,10 @@ class View:
 
     def update(self) -> None:
         """Show what is new since the last call."""
-        for event in self._events.read():
-            self._on_event(event)
         for record in self._metrics.read():
             self._on_record(record)
+        for event in self._events.read():
+            self._on_event(event)
         if not self._live and self._phase and time.monotonic() - self._since > QUIET_S:
             self.phase(self._phase)
 

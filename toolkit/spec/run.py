@@ -58,7 +58,7 @@ class RunSpec(BaseModel):
     lr: PositiveFloat | None = Field(None, description="peak learning rate (default 1e-3 adamw, 0.1 sgd, 0.02 muon)")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="learning rate after the warm-up")
     warmup_steps: NonNegativeInt | None = Field(None, description="steps of linear warm-up (default: 5 % of the steps)")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of cosine and linear")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate that cosine and linear come down to")
     weight_decay: NonNegativeFloat | None = Field(None, description="decoupled weight decay of matrices (default 0.01)")
     momentum: NonNegativeFloat | None = Field(None, description="momentum of sgd and muon (default 0.9, 0.95)")
     gradient_clipping: NonNegativeFloat | None = Field(

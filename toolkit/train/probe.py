@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.build import build, check_forward, forward_logits, max_positions, parameter_count
@@ -24,7 +25,8 @@ def probe(source: ModelSource, inputs: Inputs, run: RunSpec) -> ModelFacts:
         with torch.device("meta"):
             model = build(source, inputs, dict(run.model_args))
         if source.task != "custom":
-            check_forward(model, source, inputs)
+            with _no_data():
+                check_forward(model, source, inputs)
         layers = _layer_count(model, needed=run.pipeline > 1)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from None
@@ -59,8 +61,15 @@ def _forward_flops(model: nn.Module, source: ModelSource, inputs: Inputs) -> int
     """Multiply-adds times two of one sample's forward, counted op by op by torch's own counter."""
     if source.task in ("custom", "gan"):
         return None
+    # in bf16, since grouped matrix products (mixtures of experts) have no other type on meta; FLOPs are the same
     x = example(inputs, 1).to("meta")
+    x = x.bfloat16() if x.is_floating_point() else x
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        forward_logits(model.eval(), x)
+    with _no_data(), counter, torch.no_grad():
+        forward_logits(model.bfloat16().eval(), x)
     return counter.get_total_flops() or None
+
+
+def _no_data() -> FakeTensorMode:
+    """transformers asks masks for their values, which meta tensors refuse; on fake ones it sees that there are none."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -34,7 +34,7 @@ class _Step:
     indices: Sequence[np.ndarray]  # sample indices of each micro batch of this rank
     seconds: float
     lr: float
-    grad_norm: float | None
+    grad_norm: Any  # a number, a tensor that is read only when the block is exchanged, or None
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -54,8 +54,7 @@ class Recorder:
     def add(self, step: int, losses: Tensor, indices: Sequence[np.ndarray], lr: float, grad_norm: Any) -> None:
         """Note a step that has been issued; every so often, exchange and write what is pending."""
         now = time.perf_counter()
-        norm = None if grad_norm is None else float(grad_norm)
-        self._block.append(_Step(step, losses, indices, now - self._last_end, lr, norm))
+        self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm))
         self._last_end = now
         if len(self._block) >= self._block_steps:
             self.flush()
@@ -97,7 +96,7 @@ class Recorder:
             "samples": (step.step + 1) * job.batch.total,
             "loss": loss,
             "lr": step.lr,
-            "grad_norm": step.grad_norm,
+            "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
             "step_s": step_s,
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,

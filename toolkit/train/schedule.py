@@ -9,15 +9,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
-    """Factor on the peak learning rate at a 0-based step; step total - 1 of cosine and linear has `floor`.
+    """Factor on the peak learning rate at a 0-based step; cosine and linear come down to `floor` after the last step.
 
-    The first warm-up step already has 1/(warmup + 1) of the peak: a step with learning rate 0 would be wasted.
+    The first step already has 1/(warmup + 1) of the peak, and the last is above the floor: a step with learning rate 0
+    would be wasted.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     shape = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return floor + (1 - floor) * shape
 

@@ -1,0 +1,104 @@
+"""Bad input: exit code 2, every problem at once, which knob to turn, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zerofit.cli.main import main
+
+
+def problems_of(*args: str) -> list[dict]:
+    done = CliRunner().invoke(main, ["train", *args, "--json"])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answer["error"]["message"] in done.stderr
+    return answer.get("errors", [answer["error"]])
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "word"),
+    [
+        (("lenett",), "unknown-model", "lenet"),
+        (("lenet", "--data", "digit"), "unknown-data", "digits"),
+        (("lenet", "--data", "digits", "--ds-config", "zero22"), "unknown-ds-config", "zero2"),
+        (("lenet", "--data", "digits", "--global-batch", "7", "--ranks", "2"), "batch-size", "6 or 8"),
+        (("lenet", "--data", "digits", "--ranks", "2000"), "ranks", "2000"),
+        (("llama-tiny", "--data", "synthetic", "--seq-len", "4096"), "seq-len", "--seq-len"),
+        (("llama-tiny", "--data", "text:/nowhere/*.txt"), "", "/nowhere"),
+        (("lenet", "--data", "imagefolder:/nowhere"), "", "/nowhere"),
+        (("lenet", "--data", "digits", "--steps", "5", "--epochs", "1"), "conflict", "give one"),
+        (("vgg16", "--data", "digits"), "model-shape", "--image-size"),
+        (("llama-tiny", "--data", "digits"), "", "digits"),
+        (("lenet", "--data", "pysource"), "", "pysource"),
+        (("lenet", "--data", "digits", "--model-args", '{"widht": 3}'), "model-args", "widht"),
+        (("no_such_module:make", "--data", "digits"), "", "no_such_module"),
+    ],
+)
+def test_each_fault_names_its_knob(args, kind, word, tmp_path):
+    (problem,) = problems_of(*args, "--output", str(tmp_path / "run"))
+    assert kind in problem["kind"]
+    assert word in problem["message"] + problem["hint"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_faults_at_once(tmp_path):
+    args = ("lenett", "--data", "digit", "--ds-config", "zero22", "--steps", "1", "--epochs", "1")
+    kinds = {p["kind"] for p in problems_of(*args)}
+    assert kinds == {"unknown-model", "unknown-data", "unknown-ds-config", "conflict"}
+
+
+def test_a_folder_that_holds_another_run_is_left_alone(tmp_path):
+    run = tmp_path / "run.json"
+    run.write_text("{}")
+    (problem,) = problems_of("lenet", "--data", "digits", "--output", str(tmp_path))
+    assert problem["kind"] == "output-exists"
+    assert "another run" in problem["message"]
+    assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_json_of_deepspeed_with_a_fault(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "bf16": {"enabled": true,}\n}')
+    (problem,) = problems_of("lenet", "--data", "digits", "--ds-config", str(path))
+    assert problem["where"] == f"{path}:2:28"
+
+
+def test_a_broken_image_is_named(tmp_path):
+    from PIL import Image
+
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for n in range(8):
+            Image.new("RGB", (16, 16), (n * 9, 0, 0)).save(tmp_path / "data" / label / f"{n}.png")
+    broken = tmp_path / "data" / "cat" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    (problem,) = problems_of("lenet", "--data", f"imagefolder:{tmp_path / 'data'}", "--image-size", "28")
+    assert problem["kind"] == "bad-image"
+    assert "3.png" in problem["message"] + problem["where"]
+    assert "--skip-bad" in problem["hint"]
+
+
+def test_an_unknown_flag_is_a_usage_error():
+    done = CliRunner().invoke(main, ["train", "lenet", "--micro-bach", "3"])
+    assert done.exit_code == 2
+    assert "--micro-batch" in done.output
+
+
+def test_help_lists_every_field_of_the_run():
+    from zerofit.spec.run import RunSpec
+
+    text = CliRunner().invoke(main, ["train", "--help"]).output
+    for field in set(RunSpec.model_fields) - {"model"}:
+        assert "--" + field.replace("_", "-") in text
+
+
+def test_the_default_job_is_the_readmes():
+    from zerofit.cli.train import DEFAULT_JOB
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"zerofit train {DEFAULT_JOB['model']} --data {DEFAULT_JOB['data']} --steps {DEFAULT_JOB['steps']}" in readme
