@@ -46,7 +46,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def checkpoint_block(block: nn.Module) -> None:
     """Make this instance's forward recompute in backward while it trains. Its parameters and names stay."""
-    if "forward" in vars(block):
+    replaced = vars(block).get("forward")
+    if getattr(replaced, "__func__", None) is _forward_checkpointed:
+        return
+    if replaced is not None:
         raise ModelError("model-checkpointing", f"{type(block).__name__} has its forward replaced already")
     block.forward = types.MethodType(_forward_checkpointed, block)  # a bound method survives deepcopy
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource, nearest, read_config
-from zerofit.models.initial import as_without_zero3, initialise
+from zerofit.models.initial import as_without_zero3, initialise, rotary_in_fp32
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.models.presets import PRESETS
 
@@ -30,12 +30,12 @@ def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[st
     config = make_config(source, inputs, args)
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
-        return _pretrained(source, config, inputs)
+        return rotary_in_fp32(_pretrained(source, config))
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with as_without_zero3():
-            return _from_config(source, config)
+            return rotary_in_fp32(_from_config(source, config))
     with torch.device("meta"):
-        model = _from_config(source, config)
+        model = rotary_in_fp32(_from_config(source, config))
     return model if device.type == "meta" else initialise(model).to(device)
 
 
@@ -150,7 +150,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
         raise ModelError("model-args", message, "correct --model-args or the config") from error
 
 
-def _pretrained(source: ModelSource, config: Any, inputs: Inputs | None) -> nn.Module:
+def _pretrained(source: ModelSource, config: Any) -> nn.Module:
     """Weights from the folder, in fp32; only an image classifier's head may differ, and then starts anew."""
     try:
         return _auto_class(source.task).from_pretrained(

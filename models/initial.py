@@ -7,14 +7,16 @@ get the very numbers that they would get in the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+
+_DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 
 
 def materialise(model: nn.Module, seed: int, keep: set[str] | None = None) -> nn.Module:
@@ -39,7 +41,7 @@ def initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
     for prefix, module in model.named_modules():
         module._is_hf_initialized = False
         _make_real(module, f"{prefix}." if prefix else "", wanted)
-    with guard_torch_init_functions(), _DrawForMeta():
+    with guard_torch_init_functions(), _drawing_for_meta():
         _apply(model, model._initialize_weights)
     model.tie_weights()
     return model
@@ -79,16 +81,26 @@ def _apply(module: nn.Module, initialise_one: Any) -> None:
     initialise_one(module)
 
 
-class _DrawForMeta(TorchDispatchMode):
-    """Runs every random operation on a meta tensor on the CPU too, into a tensor that is dropped at once."""
+@contextmanager
+def _drawing_for_meta() -> Iterator[None]:
+    """Within it, transformers' random initialisers run for a meta tensor too, on a CPU tensor that is then dropped.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None):
-        kwargs = kwargs or {}
-        on_meta = args and isinstance(args[0], Tensor) and args[0].device.type == "meta"
-        if on_meta and torch.Tag.nondeterministic_seeded in func.tags:
-            func(*tree_map_only(Tensor, lambda x: torch.empty_like(x, device="cpu"), args), **kwargs)
-            return args[0]
-        return func(*args, **kwargs)
+    How many numbers they draw can depend on the numbers (trunc_normal_ rejects some), so they must really run.
+    """
+    from transformers import initialization
+
+    def drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if tensor.is_meta:
+                function(torch.empty_like(tensor, device="cpu"), *args, **kwargs)
+                return tensor
+            return function(tensor, *args, **kwargs)
+
+        return run
+
+    functions = initialization.TORCH_INIT_FUNCTIONS
+    with patch.dict(functions, {name: drawn(functions[name]) for name in set(functions) - set(_DRAWLESS)}):
+        yield
 
 
 @contextmanager
@@ -129,3 +141,18 @@ def _held_on_cpu(module: nn.Module) -> Iterator[None]:
     for key, parameter in parameters.items():
         gathered[key].copy_(parameter.data)
         parameter.data = gathered[key]
+
+
+def rotary_in_fp32(model: nn.Module) -> nn.Module:
+    """Keep the frequencies of rotary embeddings in fp32 when the model is cast, as an engine does for bf16 and fp16.
+
+    Rounded to bf16, angles at position 1000 would be off by whole radians.
+    """
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module._apply = types.MethodType(_apply_device_only, module)
+    return model
+
+
+def _apply_device_only(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    return nn.Module._apply(self, lambda t: t.to(function(t.new_empty(0)).device), recurse)

@@ -1,0 +1,211 @@
+"""A model as a list of layers, each one tensor in and one tensor out, for pipeline parallelism."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zerofit.models import blocks
+from zerofit.models.catalog import ModelError
+from zerofit.models.checkpointing import checkpoint_block
+from zerofit.models.initial import materialise
+
+__all__ = ["Layer", "as_layers", "materialise"]
+
+
+@dataclass(kw_only=True)
+class Layer:
+    """One step of the model, which holds the model's own submodules or parameters."""
+
+    name: str
+    module: nn.Module  # takes the layer before's tensor (the first: token ids or pixels) and gives one tensor
+    names: dict[str, str] = field(default_factory=dict)  # state dict key of `module` to its key in the whole model
+    tied: str | None = None  # layers with the same key share one parameter, and hold no other
+    tied_attr: str | None = None  # where in `module` that parameter is
+    block: bool = False  # one of the repeated blocks, whose activations checkpointing forgets
+
+
+def as_layers(model: nn.Module, checkpointing: bool = False) -> list[Layer]:
+    """The model as layers that, run one after the other, give the whole model's logits; on any device, also meta.
+
+    The submodules stay the model's own. With `checkpointing` each block recomputes its activations in backward.
+    What a mixture of experts adds to the loss for the balance of its router is not computed here. BERT adds its
+    output bias after its output matrix instead of along with it, so its logits may differ in the last bit.
+    """
+    layers = _maker(model)(model)
+    if checkpointing:
+        for layer in layers:
+            if layer.block:
+                checkpoint_block(layer.module)
+    return layers
+
+
+def _maker(model: nn.Module) -> Callable[[nn.Module], list[Layer]]:
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if (model_type, type(model).__name__) in HEADS:
+        return HEADS[model_type, type(model).__name__]
+    if type(model).__module__.startswith("torchvision.models.") and type(model).__name__ in TORCHVISION:
+        return TORCHVISION[type(model).__name__]
+    if isinstance(model, nn.Sequential):
+        return _sequential
+    what = f"{type(model).__name__} ({model_type})" if model_type else type(model).__name__
+    kinds = sorted({kind for kind, _ in HEADS})
+    raise ModelError(
+        "pipeline-model",
+        f"{what} cannot be cut into pipeline stages; these can: {', '.join(kinds)} of transformers, "
+        "torchvision's ResNets and VGGs, simplecnn, lenet, mlp, resnet18-small, and any torch.nn.Sequential",
+        "train without --pipeline (ZeRO stages 1 to 3 take every model), or take one of these models",
+    )
+
+
+def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: object) -> Layer:
+    """`paths` maps a submodule or parameter of the layer ("" is the layer itself) to its path in the whole model."""
+    names = {}
+    for key in module.state_dict():
+        inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
+        rest = key[len(inside) :].lstrip(".")
+        names[key] = ".".join(part for part in (paths[inside], rest) if part)
+    return Layer(name=name, module=module, names=names, **more)
+
+
+def _own(model: nn.Module, path: str, **more: object) -> Layer:
+    """A submodule that is a layer as it stands."""
+    return _layer(path, model.get_submodule(path), {"": path}, **more)
+
+
+def _tie(tied: bool) -> dict[str, str]:
+    return {"tied": "embedding", "tied_attr": "weight"} if tied else {}
+
+
+def _llama(model: nn.Module) -> list[Layer]:
+    body = model.model
+    tie = _tie(model.lm_head.weight is body.embed_tokens.weight)
+    decoder = [
+        _layer(
+            f"model.layers.{i}",
+            blocks.RotaryBlock(block, body.rotary_emb, model.config, i),
+            {"block": f"model.layers.{i}"},
+            block=True,
+        )
+        for i, block in enumerate(body.layers)
+    ]
+    return [
+        _own(model, "model.embed_tokens", **tie),
+        *decoder,
+        _own(model, "model.norm"),
+        _own(model, "lm_head", **tie),
+    ]
+
+
+def _gpt2(model: nn.Module) -> list[Layer]:
+    body = model.transformer
+    tie = _tie(model.lm_head.weight is body.wte.weight)
+    decoder = [
+        _layer(f"transformer.h.{i}", blocks.GPT2Block(b, model.config), {"block": f"transformer.h.{i}"}, block=True)
+        for i, b in enumerate(body.h)
+    ]
+    positions = blocks.GPT2Positions(body.wpe, body.drop)
+    return [
+        _own(model, "transformer.wte", **tie),
+        _layer("transformer.wpe", positions, {"wpe": "transformer.wpe"}),
+        *decoder,
+        _own(model, "transformer.ln_f"),
+        _own(model, "lm_head", **tie),
+    ]
+
+
+def _bert(model: nn.Module) -> list[Layer]:
+    if model.config.is_decoder:
+        raise ModelError("pipeline-model", "a BERT with is_decoder set cannot be cut into stages", "unset is_decoder")
+    embeddings, head = model.bert.embeddings, model.cls.predictions
+    tie = _tie(head.decoder.weight is embeddings.word_embeddings.weight)
+    encoder = [
+        _layer(
+            f"bert.encoder.layer.{i}",
+            blocks.EncoderBlock(block, model.config),
+            {"block": f"bert.encoder.layer.{i}"},
+            block=True,
+        )
+        for i, block in enumerate(model.bert.encoder.layer)
+    ]
+    predictions = "cls.predictions"
+    biases = {"decoder_bias": f"{predictions}.decoder.bias", "bias": f"{predictions}.bias"}
+    return [
+        _own(model, "bert.embeddings.word_embeddings", **tie),
+        _layer("bert.embeddings", blocks.BertEmbeddingSum(embeddings), {"": "bert.embeddings"}),
+        *encoder,
+        _own(model, f"{predictions}.transform"),
+        _layer(f"{predictions}.decoder", blocks.Matrix(head.decoder), {"": f"{predictions}.decoder"}, **tie),
+        _layer(f"{predictions}.bias", blocks.BertBias(head), biases),
+    ]
+
+
+def _vit(model: nn.Module) -> list[Layer]:
+    encoder = [
+        _layer(f"vit.layers.{i}", blocks.EncoderBlock(block, model.config), {"block": f"vit.layers.{i}"}, block=True)
+        for i, block in enumerate(model.vit.layers)
+    ]
+    return [
+        _own(model, "vit.embeddings"),
+        *encoder,
+        _own(model, "vit.layernorm"),
+        _layer("classifier", blocks.FirstToken(model.classifier), {"classifier": "classifier"}),
+    ]
+
+
+def _sequential(model: nn.Sequential) -> list[Layer]:
+    last = len(model) - 1
+    paths = [name for name, _ in model.named_children()]
+    return [_own(model, path, block=i < last) for i, path in enumerate(paths)]
+
+
+def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
+    """Some of the model's submodules in a row, then further modules without state."""
+    keys = {path.replace(".", "_"): path for path in paths}
+    modules = [(key, model.get_submodule(path)) for key, path in keys.items()]
+    return _layer(name, nn.Sequential(OrderedDict([*modules, *more])), keys, **flags)
+
+
+def _resnet(model: nn.Module) -> list[Layer]:
+    stages = [
+        _own(model, f"layer{n}.{i}", block=True) for n in range(1, 5) for i in range(len(getattr(model, f"layer{n}")))
+    ]
+    stem = _group("stem", model, ("conv1", "bn1", "relu", "maxpool"))
+    flat = nn.Sequential(OrderedDict(avgpool=model.avgpool, flatten=nn.Flatten(), fc=model.fc))
+    return [stem, *stages, _layer("fc", flat, {"fc": "fc"})]
+
+
+def _vgg(model: nn.Module) -> list[Layer]:
+    """A layer from each convolution or linear layer to the next."""
+    features = [
+        _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True) for g in _cuts(model.features)
+    ]
+    pool = _layer("avgpool", nn.Sequential(model.avgpool, nn.Flatten()), {})
+    head = [_group(f"classifier.{g[0]}", model, [f"classifier.{i}" for i in g]) for g in _cuts(model.classifier)]
+    return [*features, pool, *head]
+
+
+def _cuts(layers: nn.Sequential) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for i, layer in enumerate(layers):
+        if not groups or isinstance(layer, nn.Conv2d | nn.Linear):
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+TORCHVISION: dict[str, Callable[[nn.Module], list[Layer]]] = {"ResNet": _resnet, "VGG": _vgg}
+
+HEADS: dict[tuple[str, str], Callable[[nn.Module], list[Layer]]] = {
+    ("llama", "LlamaForCausalLM"): _llama,
+    ("qwen2", "Qwen2ForCausalLM"): _llama,
+    ("qwen3", "Qwen3ForCausalLM"): _llama,
+    ("mistral", "MistralForCausalLM"): _llama,
+    ("mixtral", "MixtralForCausalLM"): _llama,
+    ("gpt2", "GPT2LMHeadModel"): _gpt2,
+    ("bert", "BertForMaskedLM"): _bert,
+    ("vit", "ViTForImageClassification"): _vit,
+}
