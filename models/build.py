@@ -44,7 +44,7 @@ def build(
         raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
     model = BUILD[source.family](source, inputs, dict(args))
     if checkpointing:
-        _checkpoint(model, source)
+        _checkpoint(model)
     return model
 
 
@@ -56,9 +56,10 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     the model as it is (position_ids under sequence parallelism).
     """
     inner = getattr(model, "module", model)
-    config = getattr(inner, "config", None)
-    if not hasattr(config, "model_type"):
-        return model(x, **extra), None
+    inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
+    if not hasattr(inner, "main_input_name"):
+        out = model(x, **extra)
+        return getattr(out, "logits", out), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
     if "use_cache" in inspect.signature(inner.forward).parameters:
@@ -67,7 +68,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     aux = getattr(out, "aux_loss", None)
     if aux is None or not inner.training:
         return out.logits, None
-    return out.logits, config.router_aux_loss_coef * aux
+    return out.logits, inner.config.router_aux_loss_coef * aux
 
 
 @torch.no_grad()
@@ -153,21 +154,29 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
         message = f"{source.name}(**{args}) raised {type(error).__name__}: {error}"
         raise ModelError("model-args", message, "its arguments come from --model-args") from error
     if not isinstance(model, nn.Module):
-        raise ModelError("model-import", f"{source.name} gave a {type(model).__name__}, not a torch.nn.Module")
+        message = f"{source.name} gave a {type(model).__name__}, not a torch.nn.Module"
+        raise ModelError("model-import", message, "name a Module's class, or a function that returns a model")
     return model
 
 
-def _checkpoint(model: nn.Module, source: ModelSource) -> None:
+def _checkpoint(model: nn.Module) -> None:
     if hasattr(model, "gradient_checkpointing_enable"):
-        if not model.supports_gradient_checkpointing:
-            message = f"transformers has no activation checkpointing for {type(model).__name__}"
-            raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_transformers(model)
     elif isinstance(model, DCGAN):
         checkpoint_model(model.generator)
         checkpoint_model(model.discriminator)
     else:
         checkpoint_model(model)
+
+
+def _checkpoint_transformers(model: nn.Module) -> None:
+    if not model.supports_gradient_checkpointing:
+        message = f"transformers has no activation checkpointing for {type(model).__name__}"
+        raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name; the older one warns where both exist
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 BUILD = {

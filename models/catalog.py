@@ -157,10 +157,10 @@ def _unknown(name: str) -> tuple[str, str]:
     return message, nearest(name, names())
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint with up to three close names, or how to see them all."""
+def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` lists all names") -> str:
+    """A hint with up to three close names, or what to do without one."""
     close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else "`zerofit models` lists all names"
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
 
 
 ARCHITECTURE_ENDINGS: dict[str, Task] = {

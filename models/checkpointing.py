@@ -15,17 +15,17 @@ from zerofit.models.catalog import ModelError
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
-    """Checkpoint a CNN's repeated blocks; where it has none, its stages. Changes the model itself."""
-    for block in blocks(model):
+    """Checkpoint a model's repeated blocks; where it has none, its stages. Changes the model itself."""
+    for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules to checkpoint: outermost blocks of a class that occurs more than once, else the stages of a sequence.
+def cut_into_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules to checkpoint: the outermost of a class that occurs more than once, else the model's stages.
 
-    A stage is a child with parameters, or, in one long sequence of torch's own layers (AlexNet, VGG), what lies
-    between two poolings.
+    A stage is a child with parameters but the last. A long sequence of torch's own layers (AlexNet, VGG) is made to
+    run in groups up to each pooling, and those are its stages.
     """
     counts = Counter(type(module) for module in model.modules())
     found = list(_outermost_repeated(model, counts))
@@ -34,7 +34,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     features = getattr(model, "features", None)
     if isinstance(features, nn.Sequential):
         return _group_by_pooling(features)
-    stages = [child for child in model.children() if any(True for _ in child.parameters())]
+    stages = [child for child in model.children() if _is_called(child) and _has_parameters(child)]
     if len(stages) < 2:
         raise ModelError(
             "model-checkpointing",
@@ -89,10 +89,19 @@ def _statistics_untouched(module: nn.Module) -> Iterator[None]:
 def _outermost_repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
     for child in module.children():
         own = not type(child).__module__.startswith("torch.nn") and not isinstance(child, nn.Sequential)
-        if own and counts[type(child)] > 1 and any(True for _ in child.parameters()):
+        block = own or isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        if block and counts[type(child)] > 1 and _has_parameters(child):
             yield child
         else:
             yield from _outermost_repeated(child, counts)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 class _Group(nn.Sequential):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from zerofit.models.catalog import ModelError
 from zerofit.models.inputs import ImageInputs
 
 
@@ -34,6 +35,10 @@ def lenet(inputs: ImageInputs) -> nn.Sequential:
     """
     small = inputs.size < 16
     side = inputs.size // 4 if small else (inputs.size // 2 - 4) // 2
+    if side < 1:
+        raise ModelError(
+            "model-shape", f"lenet takes images of 4 pixels and more, got {inputs.size}", "set --image-size"
+        )
     second = nn.Conv2d(6, 16, 3, padding=1) if small else nn.Conv2d(6, 16, 5)
     return _stages(
         conv1=nn.Sequential(nn.Conv2d(inputs.channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),

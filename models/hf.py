@@ -51,7 +51,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
     base = dict(PRESETS[source.name]) if source.origin == "preset" else read_config(_config_file(source))
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
-        hint = nearest(model_type, CONFIG_MAPPING.keys())
+        hint = nearest(model_type, CONFIG_MAPPING.keys(), "take a model_type of this transformers version")
         raise ModelError("model-config", f"{source.name}: transformers has no model_type {model_type!r}", hint)
     cls = CONFIG_MAPPING[model_type]
     merged = _merge(cls, base, args, source.name)
@@ -85,9 +85,10 @@ def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> 
     known = set(cls().to_dict()) | set(canonical) | {"num_labels"} | set(base)
     for key in args:
         if key not in known:
-            hint = nearest(key, known - {"model_type", "architectures"}).replace("`zerofit models` lists all names", "")
+            documented = f"see transformers' documentation of {cls.__name__}"
+            hint = nearest(key, known - {"model_type", "architectures"}, documented)
             message = f"{name}: {key!r} is no key of {cls.__name__}"
-            raise ModelError("model-args", message, hint or f"see transformers' documentation of {cls.__name__}")
+            raise ModelError("model-args", message, hint)
     if "num_hidden_layers" in {canonical.get(key, key) for key in args} | set(args) and "layer_types" not in args:
         base = {key: value for key, value in base.items() if key != "layer_types"}  # one an old layer
     merged = {canonical.get(key, key): value for key, value in base.items()}
@@ -153,17 +154,23 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 def _pretrained(source: ModelSource, config: Any) -> nn.Module:
     """Weights from the folder, in fp32; only an image classifier's head may differ, and then starts anew."""
     try:
-        return _auto_class(source.task).from_pretrained(
+        model, loaded = _auto_class(source.task).from_pretrained(
             source.path,
             config=config,
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=source.task == "image",
+            output_loading_info=True,
         )
-    except Exception as error:
+    except Exception as error:  # a damaged or foreign file shows in many ways
         message = f"{source.path} cannot be loaded: {_first_line(error)}"
         raise ModelError("model-weights", message, "is the download complete, and made for this config?") from error
+    for name, saved, wanted in loaded["mismatched_keys"]:
+        if wanted[0] != config.num_labels:
+            message = f"{source.path} holds {name} of shape {tuple(saved)}, the config asks for {tuple(wanted)}"
+            raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
+    return model
 
 
 def _first_line(error: Exception) -> str:

@@ -42,7 +42,7 @@ TRANSFORMERS: dict[str, tuple[str, dict]] = {
     "vit": ("vit-b-16-hf", _ENCODER),
 }
 
-CNNS = ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18", "resnet50", "vgg11", "vgg11_bn"]
+CNNS = ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18", "resnet50", "vgg11_bn"]
 
 
 def inputs_of(task: str) -> Inputs:

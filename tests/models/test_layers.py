@@ -22,6 +22,8 @@ def made(case: str):
     for _ in range(2):
         torch.manual_seed(5)
         pair.append(build(source, inputs_of(source.task), args))
+        if name.startswith("vgg"):  # its first linear layer alone would be most of the test's time
+            pair[-1].classifier = nn.Sequential(nn.Linear(512 * 49, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 5))
     for module in [*pair[0].modules(), *pair[1].modules()]:
         if isinstance(module, nn.Dropout):
             module.p = 0.0

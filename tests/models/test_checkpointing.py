@@ -1,0 +1,98 @@
+"""Activation checkpointing changes memory, and nothing else: not even batch norm's running statistics."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.models.small import IMAGES, TRANSFORMERS, batch_of, inputs_of
+from zerofit.models.build import build, forward_logits
+from zerofit.models.catalog import ModelError, find
+from zerofit.models.checkpointing import checkpoint_model, cut_into_blocks
+
+CNNS = [
+    "simplecnn",
+    "lenet",
+    "mlp",
+    "resnet18-small",
+    "resnet18",
+    "densenet121",
+    "mobilenet_v3_small",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+    "regnet_y_400mf",
+]
+
+
+def trained_once(name, args, checkpointing):
+    source = find(name)
+    inputs = inputs_of(source.task)
+    torch.manual_seed(2)
+    model = build(source, inputs, args, checkpointing=checkpointing).train()
+    torch.manual_seed(3)  # dropout
+    saved = 0
+
+    def count(tensor):
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        logits, aux = forward_logits(model, batch_of(inputs))
+    (logits.square().mean() + (0 if aux is None else aux)).backward()
+    return model, logits, saved
+
+
+@pytest.mark.parametrize("case", [*CNNS, *TRANSFORMERS])
+def test_same_outputs_gradients_and_statistics(case):
+    name, args = TRANSFORMERS.get(case, (case, {}))
+    plain, expected, all_saved = trained_once(name, args, False)
+    model, got, saved = trained_once(name, args, True)
+    assert torch.equal(got, expected)
+    assert saved < all_saved
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    for key, tensor in plain.state_dict().items():
+        if "running" in key or "num_batches" in key:
+            assert torch.equal(model.state_dict()[key], tensor), key
+
+
+def test_statistics_move_once_a_step():
+    model, *_ = trained_once("resnet18", {}, True)
+    counts = {int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
+    assert counts == {1}
+
+
+def test_names_and_copies_are_untouched():
+    model, *_ = trained_once("resnet18", {}, True)
+    plain, *_ = trained_once("resnet18", {}, False)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    x = batch_of(IMAGES)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert not torch.equal(twin.eval()(x), plain.eval()(x))
+
+
+def test_vgg_recomputes_between_poolings():
+    with torch.device("meta"):
+        model = build(find("vgg16"), None, {})
+    names = list(model.state_dict())
+    checkpoint_model(model)
+    assert len(cut_into_blocks(model)) == 5
+    assert list(model.state_dict()) == names
+    assert model.eval()(torch.zeros(1, 3, 224, 224, device="meta")).shape == (1, 1000)
+
+
+def test_a_user_s_transformer_is_checkpointed_layer_by_layer():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+    model = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 3), torch.nn.Linear(8, 2))
+    assert cut_into_blocks(model) == list(model[0].layers)
+
+
+def test_a_model_without_blocks():
+    with pytest.raises(ModelError) as caught:
+        checkpoint_model(torch.nn.Linear(2, 2))
+    assert caught.value.kind == "model-checkpointing"

@@ -1,0 +1,99 @@
+"""Every image classifier takes other channels and class counts; wrong sizes are refused with the knob to turn."""
+
+import pytest
+import torch
+
+from zerofit.models.build import build, check_forward
+from zerofit.models.catalog import ModelError, find, names, torchvision_names
+from zerofit.models.inputs import ImageInputs
+
+OTHER_SIZES = {"inception_v3": 299}
+
+
+@pytest.mark.parametrize("name", torchvision_names())
+def test_three_classes_and_one_channel(name):
+    inputs = ImageInputs(channels=1, size=OTHER_SIZES.get(name, 224), classes=3)
+    with torch.device("meta"):
+        model = build(find(name), inputs, {}).eval()
+        assert model(torch.zeros(2, 1, inputs.size, inputs.size)).shape == (2, 3)
+    check_forward(model, find(name), inputs)
+
+
+@pytest.mark.parametrize("name", ["simplecnn", "lenet", "mlp", "resnet18-small"])
+@pytest.mark.parametrize(("channels", "size", "classes"), [(1, 8, 10), (1, 28, 10), (3, 32, 7), (3, 224, 2)])
+def test_our_classifiers_fit_their_images(name, channels, size, classes):
+    inputs = ImageInputs(channels=channels, size=size, classes=classes)
+    model = build(find(name), inputs, {})
+    assert model(torch.randn(2, channels, size, size)).shape == (2, classes)
+
+
+def test_simplecnn_takes_any_size():
+    for size in (1, 2, 3, 5, 17):
+        model = build(find("simplecnn"), ImageInputs(channels=2, size=size, classes=4), {})
+        assert model(torch.randn(2, 2, size, size)).shape == (2, 4)
+
+
+def test_weights_come_from_the_global_seed():
+    inputs = ImageInputs(channels=1, size=32, classes=3)
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(9)
+        weights.append(build(find("resnet18"), inputs, {}).state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+@pytest.mark.parametrize("size", [8, 28, 32, 64])
+def test_dcgan_draws_images_of_the_data_s_size(size):
+    inputs = ImageInputs(channels=3, size=size, classes=10)
+    torch.manual_seed(0)
+    pair = build(find("dcgan"), inputs, {})
+    images = pair.generator(torch.randn(4, pair.generator.latent_size, 1, 1))
+    assert images.shape == (4, 3, size, size) and images.abs().max() <= 1
+    assert pair.discriminator(images).shape == (4, 1)
+    assert pair.generator[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    check_forward(pair.to("meta"), find("dcgan"), inputs)
+
+
+def refused(name, size, args=None, channels=3):
+    inputs = ImageInputs(channels=channels, size=size, classes=3)
+    with pytest.raises(ModelError) as caught, torch.device("meta"):
+        check_forward(build(find(name), inputs, args or {}), find(name), inputs)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("alexnet", 8),
+        ("inception_v3", 32),
+        ("vit_b_16", 30),
+        ("maxvit_t", 100),
+        ("dcgan", 48),
+        ("lenet", 2),
+        ("vit-b-16-hf", 28),
+    ],
+)
+def test_wrong_image_sizes(name, size):
+    error = refused(name, size)
+    assert error.kind == "model-shape"
+    assert str(size) in error.message and "--image-size" in error.hint
+
+
+def test_wrong_arguments():
+    assert "width" in refused("simplecnn", 32, {"widht": 3}).hint
+    assert refused("simplecnn", 32, {"widht": 3}).kind == "model-args"
+    assert refused("resnet18", 32, {"depth": 3}).kind == "model-args"
+    assert refused("resnet18", 64, {"num_classes": 2}).kind == "model-shape"
+
+
+def test_a_small_image_gets_a_smaller_patch():
+    inputs = ImageInputs(channels=1, size=8, classes=10)
+    with torch.device("meta"):
+        model = build(find("vit-b-16-hf"), inputs, {})
+    config = model.config
+    assert (config.image_size, config.patch_size, config.num_channels, config.num_labels) == (8, 2, 1, 10)
+    check_forward(model, find("vit-b-16-hf"), inputs)
+
+
+def test_names_are_unique():
+    assert len(set(names())) == len(names())
