@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import Tensor, nn
@@ -77,22 +77,37 @@ class _Staged(PipelineModule):
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
         self._bounds = bounds
         topology = PipeDataParallelTopology(num_pp=job.layout.pp, num_dp=job.layout.dp)
-        super().__init__([_spec(layer) for layer in layers], topology=topology, loss_fn=loss_fn)
+        apart = _tied_apart(layers, bounds)
+        ready = [_Tied(layer) if layer.tied in apart else layer.module for layer in layers]
+        super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
     def _partition_layers(self, method: str = "parameters") -> None:
         self.parts = self._bounds
         self._set_bounds(start=self._bounds[self.stage_id], stop=self._bounds[self.stage_id + 1])
 
 
-def _spec(layer: Layer) -> LayerSpec:
-    """Specs hand out the module that exists already; DeepSpeed takes only those of its own stage."""
+def _tied_apart(layers: list[Layer], bounds: list[int]) -> set[str]:
+    """Keys of weights that different stages share.
 
-    def module() -> nn.Module:
-        return layer.module
+    Two layers of one stage share by being the same Parameter; given as specs, DeepSpeed would call the first one's
+    module in place of the second.
+    """
+    stages: dict[str, set[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.tied:
+            stages.setdefault(layer.tied, set()).add(sum(index >= bound for bound in bounds[1:]))
+    return {key for key, where in stages.items() if len(where) > 1}
 
-    if layer.tied is None:
-        return LayerSpec(module)
-    return TiedLayerSpec(layer.tied, module, tied_weight_attr=layer.tied_attr)
+
+class _Tied(TiedLayerSpec):
+    """A layer that exists already and shares its weight with another one; DeepSpeed takes it if it is this stage's."""
+
+    def __init__(self, layer: Layer):
+        super().__init__(layer.tied, nn.Module, tied_weight_attr=layer.tied_attr)
+        self._layer = layer
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._layer.module
 
 
 def _build_stage(job: Job, place: Place, inputs: Inputs) -> tuple[list[Layer], list[int]]:
