@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import checkpoint_model
@@ -71,25 +77,51 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     return out.logits, inner.config.router_aux_loss_coef * aux
 
 
-@torch.no_grad()
-def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> None:
-    """Raise ModelError("model-shape") unless the model, which is on meta, takes these inputs and gives fit logits."""
+def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
+    """Run a forward without data on a model that is on meta; the FLOPs of one sample, None where nothing is counted.
+
+    Raises ModelError("model-shape") unless the model takes these inputs and gives fit logits. FLOPs are multiply-adds
+    times two, counted op by op by torch's own counter.
+    """
     if isinstance(inputs, ImageInputs):
-        x = torch.zeros(2, inputs.channels, inputs.size, inputs.size, device="meta")
+        x = torch.zeros(2, inputs.channels, inputs.size, inputs.size, device="meta", dtype=torch.bfloat16)
         got, knob = f"images of shape {tuple(x.shape[1:])}", "--image-size"
     else:
         x = torch.zeros(2, inputs.seq_len, dtype=torch.long, device="meta")
         got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
-    training = model.training
+    # in bf16, since the grouped products of mixtures of experts have no other type on meta
+    trial = copy.deepcopy(model).bfloat16().eval()
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     try:
-        logits, _ = forward_logits(model.eval(), x)
+        with _no_data(), counter, torch.no_grad():
+            logits, _ = forward_logits(trial, x)
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
-    finally:
-        model.train(training)
     _check_logits(logits, source, inputs)
+    return counter.get_total_flops() // len(x) or None
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of a (tokens, k) by (experts, k, n) grouped product, which torch's counter does not know."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+@contextmanager
+def _no_data() -> Iterator[None]:
+    """transformers asks masks for their values, which meta tensors refuse; on fake ones it sees that there are none.
+
+    What goes wrong comes as an exception; torch would also log it with a traceback.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _check_logits(logits: Tensor, source: ModelSource, inputs: Inputs) -> None:

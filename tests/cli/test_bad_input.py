@@ -28,7 +28,7 @@ def problems_of(*args: str) -> list[dict]:
         (("lenet", "--data", "digits", "--ds-config", "zero22"), "unknown-ds-config", "zero2"),
         (("lenet", "--data", "digits", "--global-batch", "7", "--ranks", "2"), "batch-size", "6 or 8"),
         (("lenet", "--data", "digits", "--ranks", "2000"), "ranks", "2000"),
-        (("llama-tiny", "--data", "synthetic", "--seq-len", "4096"), "seq-len", "--seq-len"),
+        (("llama-tiny", "--data", "synthetic", "--seq-len", "4096"), "model-shape", "--seq-len"),
         (("llama-tiny", "--data", "text:/nowhere/*.txt"), "", "/nowhere"),
         (("lenet", "--data", "imagefolder:/nowhere"), "", "/nowhere"),
         (("lenet", "--data", "digits", "--steps", "5", "--epochs", "1"), "conflict", "give one"),
@@ -76,7 +76,7 @@ def test_a_broken_image_is_named(tmp_path):
         for n in range(8):
             Image.new("RGB", (16, 16), (n * 9, 0, 0)).save(tmp_path / "data" / label / f"{n}.png")
     broken = tmp_path / "data" / "cat" / "3.png"
-    broken.write_bytes(broken.read_bytes()[:60])
+    broken.write_bytes(broken.read_bytes()[:45])
     (problem,) = problems_of("lenet", "--data", f"imagefolder:{tmp_path / 'data'}", "--image-size", "28")
     assert problem["kind"] == "bad-image"
     assert "3.png" in problem["message"] + problem["where"]

@@ -24,7 +24,6 @@ LLAMA = ModelFacts(
     forward_flops=1,
     attention_heads=8,
     kv_heads=2,
-    max_positions=1024,
     model_type="llama",
     layers=6,
 )
@@ -155,7 +154,6 @@ def test_scheduler_blocks_are_filled_and_exclude_ours():
         ("zero1", {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}, "cannot be combined"),
         ("zero1", {"tensor_parallel": 4, "ranks": 4}, "2 key-value heads"),
         ("zero1", {"sequence_parallel": 2, "seq_len": 33}, "does not divide --seq-len 33"),
-        ("zero2", {"seq_len": 2048}, "1024 positions"),
         ("zero2", {"ranks": 3, "tensor_parallel": 2}, "no multiple"),
         ("pipeline", {"pipeline": 8, "ranks": 8}, "has 6"),
         ("zero2", {"precision": "fp16"}, "not supported"),

@@ -35,7 +35,8 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     folder = _catch(problems, lambda: _folder(asked.run))
     source = _catch(problems, lambda: _find_model(asked))
     config = _catch(problems, lambda: _ds_config(asked.run))
-    data_name = _catch(problems, lambda: _data_name(asked, source))
+    task = _catch(problems, lambda: _task(source, asked.run)) if source else None
+    data_name = _catch(problems, lambda: _data_name(asked, task))
     if asked.run.steps and asked.run.epochs:
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
@@ -43,10 +44,10 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
         decision = decide(asked, config, _ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
-    assert source and config is not None and decision and data_name and folder
-    decision = _with(decision, data=data_name, seq_len=_seq_len(decision.run, source))
-    data = open_data(decision.run, source.task, decision.run.seq_len, progress)
-    facts = _facts(source, data, decision.run)
+    assert source and task and config is not None and decision and data_name and folder
+    decision = _with(decision, data=data_name, seq_len=_seq_len(decision.run, source, task))
+    data = open_data(decision.run, task, decision.run.seq_len, progress)
+    facts = _facts(source, task, data, decision.run)
     check_model(decision.run, decision.layout, facts, problems)
     steps = _steps(decision, data, problems)
     ds_config = resolve(config, decision, facts, machine, steps, problems)
@@ -90,17 +91,23 @@ def _ds_config(run: RunSpec) -> dict[str, Any]:
     return read_config(find_config(run.ds_config or default))
 
 
-def _data_name(asked: Asked, source: ModelSource | None) -> str | None:
+def _task(source: ModelSource, run: RunSpec) -> str:
+    from zerofit.train.probe import task_of
+
+    return task_of(source, run)
+
+
+def _data_name(asked: Asked, task: str | None) -> str | None:
     if asked.run.data is not None:
         split_name(asked.run.data)  # refuses what it does not know
         return asked.run.data
-    return default_data(source.task) if source else None
+    return default_data(task) if task else None
 
 
-def _seq_len(run: RunSpec, source: ModelSource) -> int | None:
+def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:
     from zerofit.models.build import source_max_positions
 
-    if source.task not in ("causal-lm", "masked-lm", "custom"):
+    if task not in ("causal-lm", "masked-lm"):
         return None
     if run.seq_len:
         return run.seq_len
@@ -112,10 +119,10 @@ def _with(decision: Decision, **fields: Any) -> Decision:
     return Decision(run=run, layout=decision.layout, batch=decision.batch)
 
 
-def _facts(source: ModelSource, data: Data, run: RunSpec) -> ModelFacts:
+def _facts(source: ModelSource, task: str, data: Data, run: RunSpec) -> ModelFacts:
     from zerofit.train.probe import probe
 
-    return probe(source, data.inputs, run)
+    return probe(source, task, data.inputs, run)
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:

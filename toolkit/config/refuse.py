@@ -78,17 +78,13 @@ def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Probl
             f"take --pipeline {facts.layers} or less",
             "--pipeline",
         )
-    if facts.max_positions and run.seq_len and run.seq_len > facts.max_positions:
+    if layout.pp > 1 and (facts.own or facts.task == "gan"):
         problems.add(
-            "seq-len",
-            f"--seq-len {run.seq_len} is longer than the {facts.max_positions} positions that {run.model} takes",
-            f"take --seq-len {facts.max_positions} or less",
-            "--seq-len",
+            "layout",
+            f"--pipeline {layout.pp} needs a model that is a list of layers, which {run.model} is not",
+            "leave it at 1",
+            "--pipeline",
         )
-    if facts.task in ("gan", "custom"):
-        for name, degree in (("--tensor-parallel", layout.tp), ("--pipeline", layout.pp)):
-            if degree > 1 and name != "--tensor-parallel":
-                problems.add("layout", f"{name} {degree}: {run.model} is no list of layers", "leave it at 1", name)
     if facts.task == "gan" and layout.zero_stage == 3:
         problems.add(
             "layout",

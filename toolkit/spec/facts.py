@@ -9,17 +9,16 @@ from dataclasses import dataclass
 class ModelFacts:
     """Figures of one model, taken from it on the meta device (no memory used)."""
 
-    task: str  # "image", "causal-lm", "masked-lm", "gan" or "custom"
+    task: str  # what it is fed: "image", "causal-lm", "masked-lm" or "gan"
     parameters: int  # tied ones counted once
     largest_parameter: int  # elements
     hidden_size: int  # width of the residual stream; for CNNs the square root of the largest parameter
     forward_flops: int | None  # of one sample; None where the ops cannot be counted
     attention_heads: int | None = None
     kv_heads: int | None = None
-    max_positions: int | None = None
     model_type: str | None = None  # transformers' model_type
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
-    has_batch_norm: bool = False
+    own: bool = False  # the user's own model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 # part of the name torch reports -> peak TFLOP/s by precision. The first that matches is taken, so longer names
 # of a family stand first. Sources: NVIDIA data sheets of V100 (2020), T4 (2019), A100 (2021), A10 (2021), L4 and
 # L40S (2023), H100 (2023), H200 (2024), B200 (2024), GeForce Ampere GA102 (2020) and Ada (2022) white papers; AMD
-# Instinct MI250X (2021) and MI300X (2023) data sheets. fp32 is the figure without TF32, which torch leaves off by default.
+# Instinct MI250X (2021) and MI300X (2023) data sheets. fp32 is the figure without TF32, off by default.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "B200": {"bf16": 2250, "fp16": 2250, "fp32": 75},
     "H200": {"bf16": 989, "fp16": 989, "fp32": 67},

@@ -17,7 +17,7 @@ from zerofit.models.build import forward_logits
 from zerofit.models.inputs import Inputs
 from zerofit.spec.folder import Job
 from zerofit.train.build import DTYPES, build_whole, parameter_groups
-from zerofit.train.loss import counts, own_loss, weighted_cross_entropy
+from zerofit.train.loss import IGNORE, counts, own_loss, weighted_cross_entropy
 from zerofit.train.place import Place
 from zerofit.train.schedule import make_scheduler
 
@@ -46,6 +46,7 @@ class Driver:
         self.job, self.place = job, place
         self.device = torch.device(get_accelerator().current_device_name())
         model = build_whole(job, inputs)
+        self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
         self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
@@ -78,28 +79,37 @@ class Driver:
 
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
-        if self.job.facts.task == "custom" and takes_labels(self.module):
+        if self._own_loss:
             return own_loss(self._call_own(x, labels))
         logits, aux = forward_logits(self.engine, x, **extra)
         if self.job.run.loss == "mse":
-            return nn.functional.mse_loss(logits.float(), labels.float())
+            return nn.functional.mse_loss(logits.float().reshape(labels.shape), labels.float())
         loss = weighted_cross_entropy(logits, labels, batch["weight"])
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
-        real = (labels.reshape(len(labels), -1) != -100).any(dim=1).sum().double()
-        if self.job.facts.task == "custom" and takes_labels(self.module):
-            return torch.stack([own_loss(self._call_own(x, labels)).double() * real, real, real * 0])
+        real = (labels.reshape(len(labels), -1) != IGNORE).any(dim=1).sum().double()
+        if self._own_loss:
+            return self._own_eval(x, labels)
         logits, _ = forward_logits(self.engine, x, **extra)
         if self.job.run.loss == "mse":
-            error = nn.functional.mse_loss(logits.float(), labels.float()).double()
+            error = nn.functional.mse_loss(logits.float().reshape(labels.shape), labels.float()).double()
             return torch.stack([error * real, real, real * 0])
         return counts(logits, labels)
 
+    def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
+        real = (labels.reshape(len(labels), -1) != IGNORE).any(dim=1)
+        count = real.sum().double()
+        if not real.any():
+            real, labels = torch.ones_like(real), labels.clamp_min(0)
+        return torch.stack([own_loss(self._call_own(x[real], labels[real])).double() * count, count, count * 0])
+
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
-        if "input_ids" in inspect.signature(self.module.forward).parameters:
-            return self.engine(input_ids=x, labels=labels)
+        if self.job.facts.task == "causal-lm":
+            # as transformers has it: labels stand where their tokens do, and the model shifts them itself
+            return self.engine(input_ids=x, labels=torch.where(labels == IGNORE, IGNORE, x))
         return self.engine(x, labels=labels)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -127,8 +137,3 @@ class Driver:
             seq_length=self.job.run.seq_len,
             seq_length_is_variable=False,
         )
-
-
-def takes_labels(model: nn.Module) -> bool:
-    """Whether forward has a parameter named labels, so that the model gives its own loss."""
-    return "labels" in inspect.signature(model.forward).parameters

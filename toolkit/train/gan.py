@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class GanDriver:
         self.generator = start_engine(job, pair.generator, job.steps)
         self.engine = start_engine(job, pair.discriminator, job.steps)
         self._noise = torch.Generator().manual_seed(job.run.seed * 1_000_003 + place.dp_rank)
-        self.last_losses = (0.0, 0.0)
+        self.last_losses = torch.zeros(2)
 
     @property
     def module(self) -> nn.Module:
@@ -69,10 +70,9 @@ class GanDriver:
         self.generator.step()
         return loss.detach().float()
 
-    def extra(self) -> dict[str, float]:
-        """This rank's two losses of the last step."""
-        loss_d, loss_g = (float(x) for x in self.last_losses)
-        return {"loss_d": loss_d, "loss_g": loss_g}
+    def extra(self) -> dict[str, Tensor]:
+        """Rank 0's two losses of the last step."""
+        return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1]}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
@@ -95,6 +95,16 @@ class GanDriver:
         loss = (_judged(of_real, 1.0) + _judged(of_fake, 0.0)) * len(real)
         right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
+
+    @torch.no_grad()
+    def draw(self, count: int, file: Path) -> None:
+        """Save a grid of so many drawings as a PNG."""
+        from torchvision.utils import save_image
+
+        self.generator.eval()
+        drawn = self.generator.module(self._draw(count)).float().cpu()
+        self.generator.train()
+        save_image(functional.interpolate(drawn, scale_factor=4), file, nrow=8, normalize=True, value_range=(-1, 1))
 
     def _draw(self, count: int) -> Tensor:
         noise = torch.randn(count, self.latent_size, 1, 1, generator=self._noise)

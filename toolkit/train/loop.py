@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from zerofit.train.sinks import Events
 class AnyDriver(Protocol):
     """What the loop needs of a driver."""
 
+    job: Job
     engine: Any
     device: torch.device
     module: nn.Module
@@ -53,7 +55,7 @@ class Loop:
         for step in range(job.steps):
             lr = self.driver.engine.get_lr()[0]
             losses = self.driver.train_step(batches)
-            self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm())
+            self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm(), self._extra())
             seen.clear()
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
@@ -64,19 +66,28 @@ class Loop:
         self.recorder.flush()
         self.events("phase", text="evaluating")
         average_batch_statistics(self.driver.module, self.driver.engine.seq_data_parallel_group)
+        job, place = self.job, self.place
         batches = eval_batches(
-            self.data.valid, self.place.dp_rank, self.job.layout.dp, self.job.batch.micro, self.job.run.eval_samples
+            self.data.valid, place.dp_rank, job.layout.dp, job.batch.micro, job.run.eval_samples, self._workers()
         )
         total, targets, right = self.driver.evaluate(batches).tolist()
         loss = total / max(targets, 1.0)
         figures = {"loss": loss}
-        if self.job.facts.task == "image":
+        if self.job.facts.task in ("image", "gan"):
             figures["accuracy"] = right / max(targets, 1.0)
         else:
             figures["perplexity"] = math.exp(min(loss, 700.0))
         self.events("eval", step=step + 1, **figures)
         self.recorder.skip_time()
         return figures
+
+    def _extra(self) -> dict[str, Any]:
+        """What only some runs record: a GAN's two losses, fp16's loss scale and the steps it has skipped."""
+        extra = self.driver.extra() if hasattr(self.driver, "extra") else {}
+        if self.job.run.precision == "fp16":
+            engine = self.driver.engine
+            extra |= {"loss_scale": engine.optimizer.cur_scale, "skipped_steps": engine.skipped_steps}
+        return extra
 
     def _weighted(self) -> Iterator[dict[str, Any]]:
         """This rank's micro batches in order, each with the weight that makes the mean over all targets exact."""
@@ -90,17 +101,19 @@ class Loop:
                 for k in range(batch.accumulation)
             )
         )
-        workers = job.run.data_workers
-        if workers is None:
-            workers = default_workers(self.data, job.layout.world_size)
         step, weight = -1, 0.0
-        for micro in micro_batches(self.data.train, order, slices, workers):
+        for micro in micro_batches(self.data.train, order, slices, self._workers()):
             if micro["positions"].start // batch.total != step:
                 step = micro["positions"].start // batch.total
                 indices = order.indices(step * batch.total, (step + 1) * batch.total)
                 ranks = batch.dp * job.layout.sp
                 weight = batch.accumulation * ranks / max(1, self.data.train.targets(indices))
             yield micro | {"weight": weight}
+
+    def _workers(self) -> int:
+        """Loader processes of this rank."""
+        asked = self.job.run.data_workers
+        return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if asked is None else asked
 
     @staticmethod
     def _noting(batches: Iterator[dict[str, Any]], seen: list[np.ndarray]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class _Step:
     seconds: float
     lr: float
     grad_norm: Any  # a number, a tensor that is read only when the block is exchanged, or None
-    extra: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any]
 
 
 class Recorder:
@@ -51,10 +51,18 @@ class Recorder:
             self._peak = peak_flops(torch.cuda.get_device_name(device), job.run.precision or "fp32")
         self.last: dict[str, Any] = {}  # the newest record (rank 0), or its step and loss (all ranks)
 
-    def add(self, step: int, losses: Tensor, indices: Sequence[np.ndarray], lr: float, grad_norm: Any) -> None:
+    def add(
+        self,
+        step: int,
+        losses: Tensor,
+        indices: Sequence[np.ndarray],
+        lr: float,
+        grad_norm: Any,
+        extra: dict[str, Any],
+    ) -> None:
         """Note a step that has been issued; every so often, exchange and write what is pending."""
         now = time.perf_counter()
-        self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm))
+        self._block.append(_Step(step, losses, indices, now - self._last_end, lr, grad_norm, extra))
         self._last_end = now
         if len(self._block) >= self._block_steps:
             self.flush()
@@ -103,7 +111,7 @@ class Recorder:
             "mfu": mfu,
             "memory_bytes": host_bytes if on_cpu else torch.cuda.max_memory_allocated(self._device),
             "host_bytes": host_bytes,
-            **step.extra,
+            **{name: float(value) for name, value in step.extra.items()},
         }
 
     def _stop(self, step: _Step, loss: float) -> None:

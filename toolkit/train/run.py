@@ -19,10 +19,11 @@ from zerofit.train.place import Place, place_of
 from zerofit.train.record import Recorder
 from zerofit.train.sample import continue_text
 from zerofit.train.sinks import Events, make_sinks
-from zerofit.train.weights import save_model
+from zerofit.train.weights import check_replicas, save_model
 
 SAMPLE_TOKENS = 240
 PROMPT = "def "
+DRAWINGS = 64
 
 
 def train(job: Job, folder: RunFolder) -> dict[str, Any]:
@@ -39,13 +40,15 @@ def train(job: Job, folder: RunFolder) -> dict[str, Any]:
     events("training", steps=job.steps)
     figures = Loop(job=job, place=place, data=data, driver=driver, recorder=recorder, events=events).run()
     events("phase", text="saving the model")
-    if not isinstance(driver, GanDriver):
-        save_model(driver, job, data.inputs, folder.model)
+    check_replicas(driver)
+    save_model(driver, job, data.inputs, folder.model)
     result = _result(job, recorder, figures, data)
     if isinstance(driver, Driver) and job.facts.task == "causal-lm" and job.layout.sp == 1 and data.encode:
         events("phase", text="writing a sample")
         tokens = continue_text(driver, data.encode(PROMPT), SAMPLE_TOKENS, job.run.seed)
         result["sample"] = data.decode(tokens)
+    if isinstance(driver, GanDriver) and rank == 0:
+        driver.draw(DRAWINGS, folder.path / "drawings.png")
     if rank == 0:
         write_json(folder.result, result)
     return result

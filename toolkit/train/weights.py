@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
-from zerofit.train.driver import Driver
+from zerofit.train.loop import AnyDriver
 from zerofit.train.pipeline import PipelineDriver
 
 
-def save_model(driver: Driver | PipelineDriver, job: Job, inputs: Inputs, folder: Path) -> None:
+def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> None:
     """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
 
     All ranks call this; rank 0 writes, holding one whole copy of the weights in host memory.
     """
-    staged = isinstance(driver, PipelineDriver)
-    weights = _from_stages(driver, folder) if staged else _from_engine(driver)
+    weights = _from_stages(driver, folder) if isinstance(driver, PipelineDriver) else _from_engine(driver)
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
         source = find(job.run.model)
@@ -37,7 +37,27 @@ def save_model(driver: Driver | PipelineDriver, job: Job, inputs: Inputs, folder
     dist.barrier()
 
 
-def _from_engine(driver: Driver) -> dict[str, Tensor]:
+def check_replicas(driver: AnyDriver) -> None:
+    """Raise RunFailed unless all data parallel ranks hold the same weights, bit for bit.
+
+    They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
+    hold no replicas.
+    """
+    sums = [p.detach().double().sum() for p in driver.module.parameters()]
+    if driver.job.layout.zero_stage == 3 or not sums:
+        return
+    mine, group = torch.stack(sums), driver.engine.seq_data_parallel_group
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(least, most):
+        names = [name for name, _ in driver.module.named_parameters()]
+        apart = [name for name, same in zip(names, (least == most).tolist(), strict=True) if not same]
+        message = f"ranks have come apart: {len(apart)} of {len(names)} parameters differ, {apart[0]} the first"
+        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))
+
+
+def _from_engine(driver: AnyDriver) -> dict[str, Tensor]:
     """Whole weights on rank 0 (elsewhere the answer may be empty)."""
     engine, layout = driver.engine, driver.job.layout
     if layout.zero_stage == 3 or layout.tp > 1:
@@ -45,7 +65,7 @@ def _from_engine(driver: Driver) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in module_of(driver).state_dict().items()}
 
 
-def module_of(driver: Driver) -> nn.Module:
+def module_of(driver: AnyDriver) -> nn.Module:
     """The model itself, without the wrapper that torch.compile puts around it."""
     return getattr(driver.module, "_orig_mod", driver.module)
 

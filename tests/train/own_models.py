@@ -1,0 +1,49 @@
+"""Models as users bring them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """A number for each image that no two of them share."""
+    return x.flatten(1).double() @ torch.arange(x[0].numel()).double().sqrt()
+
+
+class Exploding(nn.Module):
+    """A classifier of digits that gives NaN for one sample: the one whose fingerprint is `poison`."""
+
+    def __init__(self, poison: float):
+        super().__init__()
+        self.poison = poison
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bad = (fingerprint(x) - self.poison).abs() < 1e-6
+        return self.linear(x.flatten(1)) + torch.where(bad, torch.nan, 0.0)[:, None]
+
+
+class OwnLoss(nn.Module):
+    """A classifier with a loss of its own: the mean of squared distances to a one-hot vector, given as a key."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x)
+        return {"loss": functional.mse_loss(out, functional.one_hot(labels, 10).to(out.dtype))}
+
+
+class Bigrams(nn.Module):
+    """A language model that takes labels as transformers' do: aligned with the tokens, shifted inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(260, 260)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.table(input_ids)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits

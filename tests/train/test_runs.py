@@ -1,0 +1,154 @@
+"""What a run does besides agreeing with plain PyTorch: it learns, watches, stops, and takes users' own models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from tests.train.own_models import OwnLoss, fingerprint
+from tests.train.reference import Plan, sample_order
+from zerofit.data import NullProgress, open_data
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import ImageInputs
+from zerofit.spec.run import RunSpec
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return open_data(RunSpec(data="digits"), "image", None, NullProgress())
+
+
+def test_lenet_learns_digits(pools, tmp_path):
+    how = {"data": "digits", "epochs": 20, "lr": 3e-3, "eval_every": 400}
+    trained = pools(2).train(tmp_path / "run", model="lenet", **how)
+    assert trained.result["eval"]["accuracy"] >= 0.97
+    assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
+    assert trained.job.steps == math.ceil(20 * len(open_data(RunSpec(), "image", None, NullProgress()).train) / 16)
+
+
+def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):
+    trained = pools(2).train(tmp_path / "run", model="resnet18-small", data="digits", steps=12, ds_config="zero3")
+    model = build(find("resnet18-small"), digits.inputs, {}).eval()
+    model.load_state_dict(load_file(trained.folder.model / "model.safetensors"))
+    batch = digits.valid.batch(range(len(digits.valid)), range(len(digits.valid)))
+    with torch.no_grad():
+        logits = model(batch["inputs"])
+    right = (logits.argmax(1) == batch["labels"]).float().mean().item()
+    assert trained.result["eval"]["accuracy"] == pytest.approx(right, abs=1e-6)
+    loss = functional.cross_entropy(logits, batch["labels"]).item()
+    assert trained.result["eval"]["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_evaluation_is_the_same_on_any_layout(pools, tmp_path):
+    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    how = {"model": "llama-tiny", "model_args": tiny, "data": "synthetic", "seq_len": 32, "steps": 2, "global_batch": 8}
+    how |= {"eval_samples": 13, "schedule": "constant", "warmup_steps": 0}
+    layouts = [{}, {"pipeline": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}]
+    losses = [
+        pools(2).train(tmp_path / str(n), **how, **layout).result["eval"]["loss"] for n, layout in enumerate(layouts)
+    ]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+def test_dcgan_trains_both_networks_on_all_ranks_alike(pools, tmp_path):
+    # save_model compares the weights of all ranks bit for bit before it writes them
+    trained = pools(2).train(tmp_path / "run", model="dcgan", data="digits", steps=30, lr=2e-4)
+    first, last = trained.steps[0], trained.steps[-1]
+    for name in ("loss_d", "loss_g"):
+        assert math.isfinite(last[name])
+        assert abs(last[name] - first[name]) > 1e-3
+    torch.manual_seed(0)
+    before = build(find("dcgan"), ImageInputs(channels=1, size=8, classes=10), {}).state_dict()
+    after = load_file(trained.folder.model / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.partition(".")[0] for name in changed} == {"generator", "discriminator"}
+    assert all(name in changed for name, tensor in before.items() if name.endswith("weight") and tensor.ndim == 4)
+    assert (trained.folder.path / "drawings.png").stat().st_size > 0
+
+
+def test_nan_stops_the_run_and_names_the_sample(pools, tmp_path, digits):
+    plan = Plan("", digits.inputs, {}, None, len(digits.train), global_batch=16)
+    culprit = int(sample_order(plan, range(64, 80))[5])  # in the fifth step
+    poison = fingerprint(digits.train.batch([culprit], [0])["inputs"]).item()
+    how = {"model": "tests.train.own_models:Exploding", "model_args": {"poison": poison}, "data": "digits"}
+    words = pools(2).fail(tmp_path / "run", **how, steps=20, micro_batch=4, gradient_accumulation_steps=2)
+    for word in words:
+        assert word["kind"] == "nan-loss"
+        assert "the loss of step 5 is nan" in word["message"]
+        assert f"{culprit}" in word["message"].partition("sample indices")[2].partition(";")[0]
+        assert "last good: step 4, loss 2." in word["message"]
+        assert "--lr" in word["hint"]
+
+
+def test_a_model_with_its_own_loss(pools, tmp_path, digits):
+    how = {"optimizer": "sgd", "lr": 0.1, "schedule": "constant", "warmup_steps": 0, "gradient_clipping": 0.0}
+    how |= {"model": "tests.train.own_models:OwnLoss", "model_args": {"width": 8}, "data": "digits", "steps": 5}
+    trained = pools(2).train(tmp_path / "run", **how)
+    plan = Plan("", digits.inputs, {}, None, len(digits.train), global_batch=16)
+    torch.manual_seed(0)
+    model = OwnLoss(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(5):
+        batch = digits.train.batch(sample_order(plan, range(16 * step, 16 * step + 16)), range(16))
+        for p in model.parameters():
+            decay = 0.01 if p.ndim > 1 else 0.0
+            p.grad = decay * p.detach().clone()
+        loss = model(batch["inputs"], batch["labels"])["loss"]
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    np.testing.assert_allclose(trained.losses, expected, rtol=1e-5)
+
+
+def test_an_own_language_model_learns(pools, tmp_path):
+    how = {"model": "tests.train.own_models:Bigrams", "data": "synthetic", "seq_len": 64, "lr": 0.1}
+    trained = pools(2).train(tmp_path / "run", **how, steps=30)
+    assert trained.losses[-1] < trained.losses[0] - 1
+
+
+def test_the_schedule_is_the_one_asked_for(pools, tmp_path):
+    how = {"model": "mlp", "data": "digits", "steps": 10, "warmup_steps": 4, "lr": 0.5, "optimizer": "sgd"}
+    trained = pools(2).train(tmp_path / "run", schedule="linear", min_lr=0.05, **how)
+    expected = [0.1, 0.2, 0.3, 0.4, 0.5, 0.425, 0.35, 0.275, 0.2, 0.125]
+    np.testing.assert_allclose([s["lr"] for s in trained.steps], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_muon_learns(pools, tmp_path, stage):
+    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    how = {"model": "llama-tiny", "model_args": tiny, "data": "synthetic", "seq_len": 32, "steps": 30}
+    trained = pools(2).train(tmp_path / "run", **how, optimizer="muon", ds_config=f"zero{stage}")
+    assert trained.losses[-1] < trained.losses[0] - 0.5
+
+
+def test_metrics_say_what_was_done(pools, tmp_path):
+    how = {"model": "mlp", "data": "digits", "steps": 3, "micro_batch": 4, "gradient_accumulation_steps": 2}
+    trained = pools(2).train(tmp_path / "run", **how, tensorboard=True)
+    for n, record in enumerate(trained.steps, 1):
+        assert (record["step"], record["samples"]) == (n, 16 * n)
+        assert record["samples_per_s"] == pytest.approx(16 / record["step_s"])
+        assert record["grad_norm"] > 0
+        assert record["memory_bytes"] > 2**26
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained.folder.tensorboard))
+    events.Reload()
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(trained.losses)
+
+
+def test_run_json_gives_the_same_run_again(pools, tmp_path):
+    from zerofit.spec.load import load_run
+
+    first = pools(2).train(tmp_path / "a", model="mlp", data="digits", steps=5)
+    again = load_run(first.folder.run, {"output": tmp_path / "b"}).run.model_dump(exclude={"output", "ranks"})
+    second = pools(2).train(Path(tmp_path / "b"), **{k: v for k, v in again.items() if v is not None})
+    assert second.losses == first.losses
+    assert second.folder.ds_config.read_text() == first.folder.ds_config.read_text()
