@@ -13,6 +13,7 @@ from zerofit.cli.prepare import prepare
 from zerofit.data import NullProgress
 from zerofit.launch.local import environment, free_port
 from zerofit.launch.machine import this_machine
+from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import load_run
 
@@ -49,7 +50,8 @@ class RankPool:
     def train(self, output: Path, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks. Raises what preparing raises."""
         run = load_run(None, {"output": output, "ranks": self.ranks, **options})
-        job, folder, _ = prepare(run, NullProgress())
+        job, folder, machine = prepare(run, NullProgress())
+        build_ops(needed_ops(job.ds_config, machine), environment(machine, self.ranks), print)
         words = self._submit(folder)
         assert words == ["ok"] * self.ranks, "\n".join(w for w in words if w != "ok")
         return Trained(folder, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.train.reference import Plan, relative_difference, text_windows, train
+from zerofit.config.ds_json import bundled
 from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.run import RunSpec
@@ -175,7 +177,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(pools, tmp_path, corpus, references, layout):
     plans, get = references
-    how = dict(LAYOUTS[layout])
+    how = LAYOUTS[layout]
     trained = pools(how["ranks"]).train(tmp_path / "run", **options(plans["llama"], corpus, **how))
     agree(trained, get("llama"))
 
@@ -204,3 +206,15 @@ def test_bf16_follows_fp32(pools, tmp_path, corpus, references, stage):
     )
     losses, _ = get("llama")
     np.testing.assert_allclose(trained.losses, losses, rtol=0.02)
+
+
+def test_nvme_offload(pools, tmp_path, corpus, references):
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("needs libaio (apt-get install libaio-dev)")
+    plans, get = references
+    config = Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(tmp_path))
+    trained = pools(2).train(tmp_path / "run", **options(plans["llama"], corpus, ds_config=json.loads(config)))
+    agree(trained, get("llama"))
+    assert (tmp_path / "zero_stage_3" / "optimizer").is_dir(), "nothing was written to the disk"

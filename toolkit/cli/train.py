@@ -77,6 +77,7 @@ def start(asked: Any) -> dict[str, Any]:
     ranks = job.layout.world_size
     with View(folder, job.run.log_every) as view:
         build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
+        view.phase("starting the ranks")
         with started(folder, ranks, machine) as process:
             while process.poll() is None:
                 view.update()

@@ -55,11 +55,10 @@ class View:
             disable=not self._live,
         )
         self._task = self._bar.add_task("starting the ranks", total=None, figures="")
-        self._phase, self._since = "starting the ranks", time.monotonic()
+        self._phase, self._since = "", time.monotonic()
 
     def __enter__(self) -> View:
         self._bar.start()
-        self.phase("starting the ranks")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,16 +70,17 @@ class View:
             self._on_record(record)
         for event in self._events.read():
             self._on_event(event)
-        if not self._live and self._phase and time.monotonic() - self._since > QUIET_S:
+        if self._phase:
             self.phase(self._phase)
 
     def phase(self, text: str) -> None:
-        """Say what is being done."""
+        """Say what is being done; a text that differs only in the seconds behind it is repeated now and then."""
         if self._live:
             self._bar.update(self._task, description=text)
-        else:
+        elif _topic(text) != _topic(self._phase) or time.monotonic() - self._since > QUIET_S:
             self._console.print(text + " ...")
-        self._phase, self._since = text, time.monotonic()
+            self._since = time.monotonic()
+        self._phase = text
 
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "training":
@@ -100,6 +100,10 @@ class View:
         elif record["step"] == 1 or record["step"] % self._log_every == 0:
             self._console.print(f"step {record['step']}: {_figures(record)}", soft_wrap=True)
             self._since = time.monotonic()
+
+
+def _topic(text: str) -> str:
+    return text.partition(" (")[0]
 
 
 def _figures(record: dict[str, Any]) -> str:

@@ -60,7 +60,10 @@ def free_port() -> int:
 
 @contextmanager
 def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher's process while the block runs; afterwards nothing of it is left, however the block ends."""
+    """The launcher's process while the block runs; afterwards nothing of it is left, however the block ends.
+
+    A request to stop (SIGTERM, a closed terminal) ends the block as Ctrl-C does, with KeyboardInterrupt.
+    """
     log = (folder.logs / "launcher.log").open("ab")
     process = subprocess.Popen(
         command(folder, ranks, free_port()),
@@ -71,10 +74,13 @@ def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subproc
         start_new_session=True,
     )
     log.close()
+    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield process
     finally:
         _stop(process)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

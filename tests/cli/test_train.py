@@ -1,0 +1,102 @@
+"""The whole path: from the command, through the deepspeed launcher, to the run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+KEYS = {
+    *("run_dir", "steps", "samples", "tokens", "train_loss", "eval", "samples_per_s", "tokens_per_s", "world_size"),
+    *("layout", "resumed_from"),
+}
+MLP = ("mlp", "--data", "digits", "--json")
+
+
+def zerofit(*args: str, cwd: Path) -> subprocess.Popen:
+    argv = [sys.executable, "-m", "zerofit.cli", "train", *args]
+    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_file_with_a_flag_over_it(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\nsteps: 7\nlr: 1.0e-2\nds_config: zero1\n")
+    process = zerofit("run.yaml", "--steps", "30", "--eval-every", "15", "--json", "--ranks", "2", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    result = json.loads(out.strip().splitlines()[-1])
+    assert set(result) >= KEYS
+    assert (result["steps"], result["samples"], result["tokens"], result["world_size"]) == (30, 480, None, 2)
+    assert result["layout"] == {"dp": 2, "tp": 1, "pp": 1, "sp": 1, "zero_stage": 1}
+    assert set(result["eval"]) == {"loss", "accuracy"}
+    assert "step 30" in err
+    assert "validation" in err
+
+    folder = Path(result["run_dir"])
+    assert folder.parent == tmp_path / "runs"
+    names = {p.name for p in folder.iterdir()}
+    assert names >= {"run.json", "ds_config.json", "metrics.jsonl", "logs", "env.json", "model", "result.json"}
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 30
+    assert json.loads((folder / "run.json").read_text())["lr"] == 0.01
+    assert json.loads((folder / "ds_config.json").read_text())["zero_optimization"]["stage"] == 1
+    assert {p.name for p in (folder / "logs").iterdir()} >= {"rank-0.log", "rank-1.log", "launcher.log"}
+    env = json.loads((folder / "env.json").read_text())
+    assert set(env["versions"]) == {"zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate"}
+
+
+def waiting_for_steps(process: subprocess.Popen, metrics: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [p for p in children if "zerofit.worker" in p.cmdline() and "deepspeed.launcher.launch" not in p.cmdline()]
+
+
+def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
+    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", cwd=tmp_path)
+    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    workers[1].send_signal(signal.SIGKILL)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 3
+    assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] in ("killed", "peer-lost")
+    assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_command_leaves_no_rank_behind(tmp_path, number):
+    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", cwd=tmp_path)
+    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    workers = workers_of(process)
+    os.kill(process.pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode not in (0, 2)
+    assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(64, 10)\n"
+        "    def forward(self, x):\n        raise ValueError('no luck today')\n"
+    )
+    process = zerofit("mine:Net", "--data", "digits", "--json", "--output", "run", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 3
+    error = json.loads(out.strip().splitlines()[-1])["error"]
+    assert "no luck today" in error["message"]
+    assert Path(error["where"]).read_text().count("Traceback") >= 1
+    assert "Traceback" not in err
