@@ -1,0 +1,240 @@
+"""One rank of one contender: `contenders.py NAME PLAN.json`, started by the deepspeed launcher.
+
+All of them train the same model from the same weights with the same DeepSpeed JSON on the same micro batches, with a
+learning rate that falls linearly from step to step. They differ in who wrote the loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from turns import Player, Turn
+
+from zerofit.data import NullProgress, Order, open_data
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs
+from zerofit.spec.folder import Job, RunFolder
+from zerofit.train.build import parameter_groups
+from zerofit.train.driver import Driver
+from zerofit.train.loop import Loop
+from zerofit.train.place import place_of
+from zerofit.train.process_group import start, stop
+from zerofit.train.record import Recorder
+from zerofit.train.sinks import Events, make_sinks
+
+LOG_EVERY = 10  # steps between the lines that the hand-written loop, Accelerate's and the Trainer write
+Batch = dict[str, Tensor]
+
+
+class Stream(Dataset):
+    """All samples of the run in the order in which it sees them, as two tensors: the cheapest loader there is."""
+
+    def __init__(self, job: Job):
+        data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+        order, count = Order(len(data.train), job.run.seed), job.steps * job.batch.total
+        samples = data.train.batch(order.indices(0, count), order.keys(0, count))
+        self.inputs: Inputs = data.inputs
+        self._x, self._labels = samples["inputs"], samples["labels"]
+        self._name = "input" if job.facts.task == "image" else "input_ids"  # as the model's forward calls it
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitems__(self, positions: list[int]) -> Batch:
+        """A whole batch at once, instead of a list of samples that a collator would put together again."""
+        return {self._name: self._x[positions], "labels": self._labels[positions]}
+
+
+def as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def make_model(job: Job, inputs: Inputs) -> nn.Module:
+    """The weights that zerofit starts from."""
+    torch.manual_seed(job.run.seed)
+    model = build(find(job.run.model), inputs, dict(job.run.model_args))
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    return model.train()
+
+
+def cross_entropy(output: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
+    logits = getattr(output, "logits", output)
+    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction=reduction)
+
+
+def falling(job: Job) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    return lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / job.steps)
+
+
+def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
+    """What one writes who knows DeepSpeed; the loss is read every LOG_EVERY steps."""
+    stream, micro, rank = Stream(job), job.batch.micro, dist.get_rank()
+    starts = range(rank * micro, len(stream), job.batch.total)
+    loader = DataLoader(stream, batch_sampler=[list(range(s, s + micro)) for s in starts], collate_fn=as_it_is)
+    model = make_model(job, stream.inputs)
+    groups = parameter_groups(model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=job.ds_config, lr_scheduler=falling(job)
+    )
+    losses = []
+    for step, batch in enumerate(loader):
+        player.step()
+        batch = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
+        labels = batch.pop("labels")
+        loss = cross_entropy(engine(**batch), labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+        if step % LOG_EVERY == 0 and rank == 0:
+            print(f"step {step} loss {loss.item():.4f} lr {engine.get_lr()[0]:.2e}", flush=True)
+    return torch.stack(losses).tolist()
+
+
+class PacedDriver(Driver):
+    """zerofit's driver, which takes turns with the others before each step."""
+
+    player: Player
+    recorder: Recorder
+
+    def train_step(self, batches: Iterator[dict[str, Any]]) -> Tensor:
+        if self.player.step():
+            self.recorder.skip_time()
+        return super().train_step(batches)
+
+
+def zerofit(job: Job, folder: RunFolder, player: Player) -> list[float] | None:
+    """`zerofit.train.run.train` up to the last step, with its records in metrics.jsonl."""
+    rank = dist.get_rank()
+    place = place_of(rank, job.layout)
+    data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+    driver = PacedDriver(job, place, data.inputs)
+    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [])
+    driver.player, driver.recorder = player, recorder
+    events = Events(folder.events if rank == 0 else None)
+    Loop(job=job, place=place, data=data, driver=driver, recorder=recorder, events=events).run()
+    if rank != 0:
+        return None
+    return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
+
+
+def tell_accelerate() -> None:
+    """The process group as it is: without a GPU, Accelerate under DeepSpeed would take each rank for the only one."""
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend=dist.get_backend())
+
+
+def accelerate(job: Job, folder: RunFolder, player: Player) -> list[float]:
+    """The loop of Accelerate's documentation with its DeepSpeed plugin; the loss is read every LOG_EVERY steps."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+    tell_accelerate()
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.ds_config))
+    stream = Stream(job)
+    model = make_model(job, stream.inputs)
+    optimizer = DummyOptim(parameter_groups(model.parameters()), lr=job.run.lr, weight_decay=job.run.weight_decay)
+    scheduler = DummyScheduler(optimizer, lr_scheduler_callable=falling(job))
+    loader = DataLoader(stream, batch_size=job.batch.micro, collate_fn=as_it_is)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses = []
+    for step, batch in enumerate(loader):
+        player.step()
+        labels = batch.pop("labels")
+        loss = cross_entropy(model(**batch), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step % LOG_EVERY == 0:
+            accelerator.print(f"step {step} loss {loss.item():.4f} lr {scheduler.get_last_lr()[0]:.2e}", flush=True)
+    return torch.stack(losses).tolist()
+
+
+def trainer(job: Job, folder: RunFolder, player: Player) -> list[float]:
+    """transformers.Trainer as it comes, with the same JSON; it logs every LOG_EVERY steps."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Pace(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            player.step()
+
+    losses = []
+
+    class Noting(Trainer):
+        def training_step(self, *args: Any, **more: Any) -> Tensor:
+            losses.append(super().training_step(*args, **more))
+            return losses[-1]
+
+    tell_accelerate()
+    arguments = TrainingArguments(
+        output_dir=str(folder.path / "trainer"),
+        deepspeed=job.ds_config,
+        per_device_train_batch_size=job.batch.micro,
+        max_steps=job.steps,
+        learning_rate=job.run.lr,
+        weight_decay=job.run.weight_decay,
+        max_grad_norm=job.run.gradient_clipping,
+        lr_scheduler_type="linear",
+        logging_steps=LOG_EVERY,
+        train_sampling_strategy="sequential",
+        accelerator_config={"use_configured_state": True},
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    stream = Stream(job)
+    own_loss = job.facts.task != "image"  # a transformers model has its own
+    Noting(
+        model=make_model(job, stream.inputs),
+        args=arguments,
+        train_dataset=stream,
+        data_collator=already_shifted if own_loss else as_it_is,
+        compute_loss_func=None if own_loss else mean_of_all,
+        callbacks=[Pace()],
+    ).train()
+    return torch.stack(losses).tolist()
+
+
+def already_shifted(batch: Batch) -> Batch:
+    """So that the model does not shift the labels once more."""
+    return {**batch, "shift_labels": batch["labels"]}
+
+
+def mean_of_all(output: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """The loss as the Trainer wants it: it multiplies by the number of ranks itself."""
+    return cross_entropy(output, labels, reduction="sum") / num_items_in_batch
+
+
+CONTENDERS = {"hand-written": hand_written, "zerofit": zerofit, "accelerate": accelerate, "trainer": trainer}
+
+
+def main() -> None:
+    name, plan = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    folder = RunFolder(Path(plan["run"]))
+    player = Player(Path(plan["socket"]), name, Turn(**plan["turn"]), plan["turns"])
+    start(timeout=timedelta(minutes=10))
+    player.finish(CONTENDERS[name](Job.read(folder), folder, player))
+    stop()
+
+
+if __name__ == "__main__":
+    main()
