@@ -66,6 +66,7 @@ def _is_run_file(target: str) -> bool:
 
 def start(asked: Any) -> dict[str, Any]:
     """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError and RunFailed."""
+    click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
     from zerofit.cli.prepare import prepare
     from zerofit.cli.view import View
     from zerofit.data import RichProgress

@@ -27,20 +27,11 @@ def this_machine() -> Machine:
             bf16=major >= 8,
         )
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    flags = _cpu_flags()
     return Machine(
         accelerator="cpu",
         devices=max(1, min(cores, max(2, nodes))),
         cores=cores,
         device_name=f"CPU ({platform.machine()})",
-        fp16=bool({"avx512_fp16", "amx_fp16", "fphp"} & flags),  # what DeepSpeed's CPU accelerator asks for
+        fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported(),  # what DeepSpeed's CPU accelerator asks
         bf16=True,  # torch computes it everywhere, slowly where the processor has no instructions for it
     )
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
