@@ -34,9 +34,23 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model.parameters()), config=job.ds_config, **more
     )
+    if job.layout.zero_stage == 0 and run.precision != "fp32":
+        _forget_dummy_step(engine)
     if run.compile:
         engine.compile()
     return engine
+
+
+def _forget_dummy_step(engine: Any) -> None:
+    """Without ZeRO, DeepSpeed's bf16 and fp16 optimizers make a step on zero gradients to allocate their states.
+
+    It counts as Adam's first, so that the bias correction makes the real first steps too small
+    (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
+    """
+    inner = engine.optimizer.optimizer
+    inner.state.clear()
+    for group in inner.param_groups:
+        group.pop("step", None)  # where FusedAdam counts
 
 
 class Driver:

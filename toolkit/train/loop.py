@@ -86,7 +86,7 @@ class Loop:
         extra = self.driver.extra() if hasattr(self.driver, "extra") else {}
         if self.job.run.precision == "fp16":
             engine = self.driver.engine
-            extra |= {"loss_scale": engine.optimizer.cur_scale, "skipped_steps": engine.skipped_steps}
+            extra |= {"loss_scale": engine.optimizer.loss_scale, "skipped_steps": engine.skipped_steps}
         return extra
 
     def _weighted(self) -> Iterator[dict[str, Any]]:
