@@ -166,8 +166,41 @@ def accept(server: socket.socket, contenders: dict[str, Contender]) -> socket.so
     raise SystemExit("some ranks did not start")
 
 
-def measure(name: str, workload: Workload, rounds: int, machine: Machine, folder: Path) -> dict[str, Any]:
-    """All rounds of one workload; the first, which warms up, is not counted."""
+def measure(
+    name: str, workload: Workload, launches: int, rounds: int, machine: Machine, folder: Path
+) -> dict[str, Any]:
+    """One workload: some launches of all contenders, since a process may be lucky in where its memory lies."""
+    played = [launch(workload, rounds, machine, folder / str(number)) for number in range(launches)]
+    job, losses = played[0].job, played[0].losses
+    taken = [each for one in played for each in one.taken]
+    return {
+        "workload": name,
+        "ranks": job.layout.world_size,
+        "global_batch": job.batch.total,
+        "seq_len": job.run.seq_len,
+        "turn": asdict(workload.turn),
+        "launches": launches,
+        "rounds_a_launch": rounds,
+        "ds_config": job.ds_config,
+        **figures(taken, workload.amount(job) * workload.turn.timed, workload.unit, workload.turn.timed),
+        "losses": losses,
+        "largest_relative_loss_difference": {
+            c: max(difference(one.losses[c], one.losses[CONTENDERS[0]]) for one in played) for c in CONTENDERS[1:]
+        },
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """One launch of all contenders: what each turn took, round by round, and the loss of each step."""
+
+    job: Job
+    taken: list[dict[str, Taken]]
+    losses: dict[str, list[float]]
+
+
+def launch(workload: Workload, rounds: int, machine: Machine, folder: Path) -> Played:
+    """Start all contenders and play all rounds; the first, which warms up, is not counted."""
     ranks = min(2, machine.devices)
     steps = (rounds + 1) * workload.turn.steps + 1  # the last turn ends where one more step begins
     options = {**COMMON, **workload.options, "ranks": ranks, "steps": steps, "ds_config": DS_CONFIG}
@@ -180,19 +213,9 @@ def measure(name: str, workload: Workload, rounds: int, machine: Machine, folder
         plan.write_text(json.dumps(make_plan(run, folder / "socket", workload.turn, rounds + 1)))
         contenders = {c: stack.enter_context(started(c, plan, ranks, machine)) for c in CONTENDERS}
         greet(server, contenders, ranks)
-        taken = [play_round(r, contenders) for r in range(rounds + 1)][1:]
+        taken = [play_round(number, contenders) for number in range(rounds + 1)][1:]
         losses = {c: mean_losses(contender.answers()) for c, contender in contenders.items()}
-    return {
-        "workload": name,
-        "ranks": ranks,
-        "global_batch": job.batch.total,
-        "seq_len": job.run.seq_len,
-        "turn": asdict(workload.turn),
-        "ds_config": job.ds_config,
-        **figures(taken, workload.amount(job) * workload.turn.timed, workload.unit, workload.turn.timed),
-        "losses": losses,
-        "largest_relative_loss_difference": {c: difference(losses[c], losses[CONTENDERS[0]]) for c in CONTENDERS[1:]},
-    }
+    return Played(job=job, taken=taken, losses=losses)
 
 
 def make_plan(run: RunFolder, path: Path, turn: Turn, turns: int) -> dict[str, Any]:
@@ -283,7 +306,8 @@ def by_cpu(result: dict[str, Any], name: str) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
-    parser.add_argument("--rounds", type=int, default=24, help="rounds that are counted (default 24)")
+    parser.add_argument("--launches", type=int, default=3, help="times that all ranks are started anew (default 3)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of a launch that are counted (default 8)")
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file and the losses beside it")
     return parser.parse_args()
@@ -296,8 +320,8 @@ def main() -> int:
     for name in asked.workload or WORKLOADS:
         print(f"{name}:", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            rounds = 2 if asked.quick else asked.rounds
-            results.append(measure(name, WORKLOADS[name], rounds, machine, Path(folder)))
+            launches, rounds = (1, 2) if asked.quick else (asked.launches, asked.rounds)
+            results.append(measure(name, WORKLOADS[name], launches, rounds, machine, Path(folder)))
     print("\n| workload | contender | throughput | step | zerofit's ratio to it | CPU time a step (ratio) |")
     print("|---|---|---|---|---|---|")
     print("\n".join(table(result) for result in results))

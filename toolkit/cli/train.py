@@ -19,11 +19,11 @@ DEFAULT_JOB = {
     "model": "llama-tiny",
     "data": "pysource",
     "ds_config": "zero2",
-    "steps": 500,
+    "steps": 400,
     "micro_batch": 8,
     "seq_len": 256,
     "lr": 3e-3,
-    "eval_every": 250,
+    "eval_every": 200,
     "eval_samples": 256,
 }
 
