@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
         return getattr(out, "logits", out), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
-    if "use_cache" in inspect.signature(inner.forward).parameters:
+    if _takes_use_cache(type(inner)):
         extra["use_cache"] = False
     out = model(input_ids=x, **extra)
     aux = getattr(out, "aux_loss", None)
@@ -101,6 +102,11 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
     _check_logits(logits, source, inputs)
     return counter.get_total_flops() // len(x) or None
+
+
+@cache
+def _takes_use_cache(cls: type[nn.Module]) -> bool:
+    return "use_cache" in inspect.signature(cls.forward).parameters
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
 from zerofit.config.ds_json import find_config, read_config
 from zerofit.config.refuse import check_machine, check_model
 from zerofit.config.resolve import Decision, decide, resolve
@@ -47,6 +49,8 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     assert source and task and config is not None and decision and data_name and folder
     decision = _with(decision, data=data_name, seq_len=_seq_len(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)
+    for note in data.notes:
+        click.echo(f"note: {note}", err=True)
     facts = _facts(source, task, data, decision.run)
     check_model(decision.run, decision.layout, facts, problems)
     steps = _steps(decision, data, problems)

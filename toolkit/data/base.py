@@ -20,6 +20,7 @@ class Dataset(ABC):
     """Samples by index. Can be pickled (loader processes get a copy) and is never changed."""
 
     decodes = False  # True where a batch costs so much time that loader processes pay
+    draws = True  # False where samples have no randomness, so that `keys` need not be made
 
     @abstractmethod
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ class _MicroBatches:
 
     def __getitem__(self, positions: range) -> dict:
         indices = self.order.indices(positions.start, positions.stop)
-        keys = self.order.keys(positions.start, positions.stop)
+        keys = self.order.keys(positions.start, positions.stop) if self.dataset.draws else indices
         return {**self.dataset.batch(indices, keys), "positions": positions, "indices": indices}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,6 +39,17 @@ class PixelImages(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def draws(self) -> bool:  # type: ignore[override]
+        """Whether images are shifted or mirrored by chance."""
+        return bool(self.shift or self.mirror)
+
+    @cached_property
+    def _mean_and_std(self) -> tuple:
+        import torch
+
+        return tuple(torch.tensor(v).view(1, -1, 1, 1) for v in (self.scaling.mean, self.scaling.std))
+
     def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
         """See Dataset.batch."""
         import torch
@@ -49,7 +61,7 @@ class PixelImages(Dataset):
         if self.mirror:
             pixels = _mirrored(pixels, keys)
         images = _resized(torch.from_numpy(pixels).float(), self.size)
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.scaling.mean, self.scaling.std))
+        mean, std = self._mean_and_std
         return {"inputs": images.sub_(mean).div_(std), "labels": torch.from_numpy(self.labels[chosen])}
 
     def targets(self, indices: Sequence[int]) -> int:

@@ -19,6 +19,8 @@ class CausalText(Dataset):
     Every token but the row's very first is a label exactly once. The last window's rest is padding, labels -100.
     """
 
+    draws = False
+
     file: TokenFile
     tokens: int
     seq_len: int  # L

@@ -78,7 +78,7 @@ class Driver:
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach().float())
-        return torch.stack(losses)
+        return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,14 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Train all steps; the last evaluation's figures."""
+        gc.collect()
+        gc.freeze()  # what exists by now stays until the end: collections in the loop need not walk it
+        try:
+            return self._train()
+        finally:
+            gc.unfreeze()
+
+    def _train(self) -> dict[str, float]:
         job, every = self.job, self.job.run.eval_every
         seen: list[np.ndarray] = []
         batches = self._noting(self._weighted(), seen)

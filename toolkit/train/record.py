@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from zerofit.spec.errors import Problem, RunFailed
@@ -45,10 +44,10 @@ class Recorder:
         self._job, self._device, self._sinks = job, device, sinks
         self._block: list[_Step] = []
         self._block_steps = 1
+        self._process = psutil.Process()
         self._last_end = time.perf_counter()
-        self._peak = peak_flops(get_accelerator().device_name(), job.run.precision or "fp32")
-        if device.type == "cuda":
-            self._peak = peak_flops(torch.cuda.get_device_name(device), job.run.precision or "fp32")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak = peak_flops(name, job.run.precision or "fp32")
         self.last: dict[str, Any] = {}  # the newest record (rank 0), or its step and loss (all ranks)
 
     def add(
@@ -76,28 +75,27 @@ class Recorder:
         if not self._block:
             return
         block, self._block = self._block, []
-        rows = [torch.stack([s.losses.mean(), s.losses.new_tensor(s.seconds)]) for s in block]
-        shared = torch.stack(rows).to(self._device)  # (steps, 2)
+        losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
+        shared = torch.stack([losses, losses.new_tensor([s.seconds for s in block])])  # (2, steps)
         dist.all_reduce(shared)
-        means = (shared / dist.get_world_size()).tolist()
-        seconds = sum(s for _, s in means) / len(means)
-        self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S / max(seconds, 1e-6))))
-        for step, (loss, step_s) in zip(block, means, strict=True):
+        means, seconds = (shared / dist.get_world_size()).tolist()
+        self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
+        host_bytes = self._process.memory_info().rss
+        for step, loss, step_s in zip(block, means, seconds, strict=True):
             if not math.isfinite(loss):
                 self._stop(step, loss)
-            self.last = self._record(step, loss, step_s)
+            self.last = self._record(step, loss, step_s, host_bytes)
             for sink in self._sinks:
                 sink(self.last)
         self._last_end = time.perf_counter()
 
-    def _record(self, step: _Step, loss: float, step_s: float) -> dict[str, Any]:
+    def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> dict[str, Any]:
         job = self._job
         samples_per_s = job.batch.total / step_s
         tokens = job.run.seq_len if job.facts.task in ("causal-lm", "masked-lm") else None
         mfu = None
         if self._peak and job.facts.forward_flops:  # backward costs twice the forward
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
-        host_bytes = psutil.Process().memory_info().rss
         on_cpu = self._device.type == "cpu"
         return {
             "step": step.step + 1,
