@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.folder import RunFolder, write_json
 
 
 def main() -> int:
@@ -57,7 +56,7 @@ def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
     else:
         problems = [translate(error, folder.rank_log(rank))]
     word = {"rank": rank, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
-    folder.rank_error(rank).write_text(json.dumps(word))
+    write_json(folder.rank_error(rank), word)
 
 
 def translate(error: BaseException, log: Path) -> Problem:

@@ -37,6 +37,7 @@ def resolved(config: dict | str, machine=CPU, facts=LLAMA, **flags):
     problems = Problems()
     decision = decide(load_run(None, flags), config, "ds.json", machine, problems)
     check_machine(decision.run, decision.layout, machine, problems)
+    problems.raise_if_any()
     check_model(decision.run, decision.layout, facts, problems)
     plain = resolve(config, decision, facts, machine, 100, problems)
     problems.raise_if_any()
@@ -160,7 +161,12 @@ def test_scheduler_blocks_are_filled_and_exclude_ours():
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "ignores it silently"),
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, "ignores it silently"),
         ("zero3_nvme", {}, "no folder"),
-        ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2, 3"),
+        ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2 or 3"),
+        ("zero0", {"pipeline": 2}, "first stage's gradient norm"),
+        ("zero2", {"optimizer": "muon", "gradient_clipping": 1.0}, "--gradient-clipping 0"),
+        ("pipeline", {"pipeline": 2, "optimizer": "muon"}, "embedding and head"),
+        ("zero2", {"momentum": 0.9}, "no momentum"),
+        ("zero2", {"loss": "mse"}, "leave --loss out"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both true"),
     ],
 )
@@ -191,3 +197,62 @@ def test_an_unknown_name_offers_the_nearest():
     with pytest.raises(UserError) as error:
         find_config("zero2_ofload")
     assert "zero2_offload" in error.value.problems[0].hint
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"train_batch_size": "32"}, "train_batch_size"),
+        ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"bf16": True}, "bf16"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled"),
+        ({"optimizer": "AdamW"}, "optimizer"),
+        ({"optimizer": {"type": None}}, "optimizer.type"),
+        ({"optimizer": {"type": "Adam", "params": "auto"}}, "optimizer.params"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr"),
+        ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, "scheduler.params"),
+        ({"tensor_parallel": {"autotp_size": 0}}, "tensor_parallel.autotp_size"),
+        ({"zero_optimization": 2}, "zero_optimization"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
+    ],
+)
+def test_values_of_wrong_types_and_ranges(config, path):
+    (problem,) = refused(config)
+    assert problem.where == f"ds.json: {path}"
+    assert "allowed" in problem.message
+
+
+def test_a_precision_that_the_json_switches_off():
+    (problem,) = refused({"bf16": {"enabled": False}}, precision="bf16")
+    assert problem.where == "--precision and ds.json: bf16.enabled"
+
+
+def test_an_optimizer_block_keeps_what_it_leaves_out():
+    _, plain = resolved({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, machine=GPUS)
+    assert plain["optimizer"]["params"] == {"lr": 0.1}
+    _, plain = resolved({"optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": "auto"}}}, machine=GPUS)
+    assert plain["optimizer"]["params"] == {"lr": 1e-3, "weight_decay": 0.01}
+
+
+def test_a_resolved_run_with_a_scheduler_block_can_be_fed_back():
+    block = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
+    decision, _ = resolved(block)
+    again = decision.run.model_dump(exclude={"ds_config"})
+    assert resolved(block, **{k: v for k, v in again.items() if v is not None})[0].run == decision.run
+
+
+def test_an_odd_parameter_count_gets_an_even_bucket():
+    from dataclasses import replace
+
+    _, plain = resolved("zero2", facts=replace(LLAMA, parameters=7_000_001))
+    assert plain["zero_optimization"]["allgather_bucket_size"] == 7_000_002
+
+
+def test_tensor_parallelism_is_for_models_that_were_tried():
+    from dataclasses import replace
+
+    problems = refused("tensor_parallel", facts=replace(LLAMA, model_type="gpt2"), tensor_parallel=2)
+    assert "bert, llama" in problems[0].hint

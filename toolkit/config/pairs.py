@@ -35,7 +35,7 @@ def merge(asked: Asked, config: Mapping[str, Any], ds_place: str, problems: Prob
         theirs = get(config, path, "auto")
         _settle(asked, field, None if theirs == "auto" else theirs, f"{ds_place}: {path}", merged, problems)
     _settle(asked, "optimizer", _optimizer_of(config), f"{ds_place}: optimizer.type", merged, problems)
-    theirs, path = _precision_of(config, ds_place, problems)
+    theirs, path = _precision_of(asked, config, ds_place, problems)
     _settle(asked, "precision", theirs, f"{ds_place}: {path}", merged, problems)
     return merged
 
@@ -64,7 +64,8 @@ def _optimizer_of(config: Mapping[str, Any]) -> str | None:
     return {t.lower(): name for name, t in OPTIMIZER_TYPES.items()}.get(str(kind).lower(), str(kind))
 
 
-def _precision_of(config: Mapping[str, Any], ds_place: str, problems: Problems) -> tuple[str | None, str]:
+def _precision_of(asked: Asked, config: Mapping[str, Any], ds_place: str, problems: Problems) -> tuple[str | None, str]:
+    """The precision that the JSON settles, and where; None where the run decides."""
     bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
     if bf16 is True and fp16 is True:
         problems.add(
@@ -73,9 +74,9 @@ def _precision_of(config: Mapping[str, Any], ds_place: str, problems: Problems) 
             "set one of them to false",
             f"{ds_place}: bf16.enabled and {ds_place}: fp16.enabled",
         )
-    if bf16 is True:
-        return "bf16", "bf16.enabled"
-    if fp16 is True:
-        return "fp16", "fp16.enabled"
-    definite = bf16 is False and fp16 is False
-    return ("fp32" if definite else None), "bf16.enabled and fp16.enabled"
+    for name, enabled in (("bf16", bf16), ("fp16", fp16)):
+        if enabled is True:
+            return name, f"{name}.enabled"
+        if enabled is False and asked.run.precision == name:
+            return "fp32" if bf16 is False and fp16 is False else f"not {name}", f"{name}.enabled"
+    return ("fp32" if bf16 is False and fp16 is False else None), "bf16.enabled and fp16.enabled"

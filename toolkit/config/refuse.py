@@ -17,6 +17,8 @@ from zerofit.spec.run import RunSpec
 
 # model types whose attention takes position ids down to the kernel and names its kv heads, as Ulysses needs
 SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+# model types that AutoTP has been seen to train like one device does; GPT-2 it refuses, ViT fails in forward
+TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 
 
 def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -59,6 +61,36 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
                 )
 
 
+def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """The optimizer against clipping and layout; `run` has everything settled."""
+    if layout.pp > 1 and layout.zero_stage == 0 and run.precision == "fp32" and run.gradient_clipping:
+        problems.add(
+            "layout",
+            "a pipeline at ZeRO stage 0 in fp32 clips by the first stage's gradient norm alone (runtime/utils.py:394)",
+            "take stage 1 (--ds-config pipeline), or --gradient-clipping 0",
+            "zero_optimization.stage",
+        )
+    if run.momentum is not None and run.optimizer == "adamw":
+        problems.add(
+            "conflict", "AdamW takes no momentum, it has betas", "leave it out, or take --optimizer sgd", "--momentum"
+        )
+    if run.optimizer == "muon" and layout.zero_stage and run.gradient_clipping:
+        problems.add(
+            "layout",
+            f"gradient clipping {run.gradient_clipping} with muon at ZeRO stage {layout.zero_stage}: DeepSpeed clips "
+            "the orthogonalised update, whose norm is always large, and so shrinks every step",
+            "take --gradient-clipping 0",
+            "--gradient-clipping",
+        )
+    if run.optimizer == "muon" and layout.pp > 1:
+        problems.add(
+            "layout",
+            "muon with --pipeline: DeepSpeed cannot tell embedding and head by name there, and Muon trains them too",
+            "take another optimizer, or leave --pipeline at 1",
+            "--optimizer",
+        )
+
+
 def _check_nvme(path: Any, part: str, problems: Problems) -> None:
     where = f"zero_optimization.{part}.nvme_path"
     if not isinstance(path, str) or not Path(path).is_dir():
@@ -68,7 +100,7 @@ def _check_nvme(path: Any, part: str, problems: Problems) -> None:
 def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """The layout against the model: what must divide, and what a kind of model cannot do."""
     if layout.tp > 1:
-        _check_heads("--tensor-parallel", layout.tp, facts, problems)
+        _check_tensor_parallel(layout.tp, run, facts, problems)
     if layout.sp > 1:
         _check_sequence_parallel(layout.sp, run, facts, problems)
     if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
@@ -78,6 +110,8 @@ def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Probl
             f"take --pipeline {facts.layers} or less",
             "--pipeline",
         )
+    if run.loss == "mse" and not facts.own:
+        problems.add("loss", f"--loss mse on {run.model}, which gives logits of classes", "leave --loss out", "--loss")
     if layout.pp > 1 and (facts.own or facts.task == "gan"):
         problems.add(
             "layout",
@@ -92,6 +126,19 @@ def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Probl
             "take stage 0, 1 or 2",
             "zero_optimization.stage",
         )
+
+
+def _check_tensor_parallel(degree: int, run: RunSpec, facts: ModelFacts, problems: Problems) -> None:
+    name = "--tensor-parallel"
+    if facts.attention_heads is not None and (facts.own or facts.model_type not in TENSOR_PARALLEL_TYPES):
+        problems.add(
+            "layout",
+            f"{name} {degree}: DeepSpeed's AutoTP is not known to split {facts.model_type or run.model} rightly",
+            f"model types that it splits: {', '.join(TENSOR_PARALLEL_TYPES)}",
+            name,
+        )
+        return
+    _check_heads(name, degree, facts, problems)
 
 
 def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) -> None:
@@ -116,7 +163,7 @@ def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) 
 
 def _check_sequence_parallel(degree: int, run: RunSpec, facts: ModelFacts, problems: Problems) -> None:
     name = "--sequence-parallel"
-    if facts.model_type not in SEQUENCE_PARALLEL_TYPES:
+    if facts.own or facts.model_type not in SEQUENCE_PARALLEL_TYPES:
         problems.add(
             "layout",
             f"{name} {degree}: DeepSpeed's Ulysses attention does not fit {facts.model_type or 'this model'}",

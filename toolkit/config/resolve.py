@@ -10,7 +10,8 @@ from typing import Any
 from zerofit.config.batch import solve
 from zerofit.config.ds_json import autos, drop, get, put
 from zerofit.config.pairs import OPTIMIZER_TYPES, merge
-from zerofit.config.refuse import check_combination
+from zerofit.config.refuse import check_combination, check_optimizer
+from zerofit.config.shape import check_shapes
 from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Batch, Layout
@@ -32,21 +33,30 @@ class Decision:
 
 
 def decide(asked: Asked, config: Mapping[str, Any], ds_place: str, machine: Machine, problems: Problems) -> Decision:
-    """Settle degrees, batch sizes, precision and optimizer; notes what contradicts in `problems`."""
+    """Settle degrees, batch sizes, precision and optimizer; notes what contradicts in `problems`.
+
+    Where values have wrong types, only those are noted, and the answer is of no use.
+    """
+    if not check_shapes(config, ds_place, problems):
+        config = {}
     merged = merge(asked, config, ds_place, problems)
     layout = _layout(asked, merged, config, machine, problems)
     where = ", ".join(asked.place(f) for f in ("global_batch", "micro_batch", "gradient_accumulation_steps"))
     batch = solve(merged, layout.dp, layout.pp, where, problems)
+    run = _settled(asked.run, merged, config, layout, batch)
     check_combination(layout, config, problems)
+    check_optimizer(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
+            if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
+                continue  # run.json has them all
             problems.add(
                 "conflict",
                 f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate's curve",
                 "remove the scheduler block, or leave the schedule to it",
                 f"{asked.place(field)} and {ds_place}: scheduler",
             )
-    return Decision(run=_settled(asked.run, merged, layout, batch), layout=layout, batch=batch)
+    return Decision(run=run, layout=layout, batch=batch)
 
 
 def _layout(
@@ -64,22 +74,18 @@ def _layout(
             asked.place("ranks"),
         )
     stage = get(config, "zero_optimization.stage", 0)
-    if stage not in (0, 1, 2, 3):
-        problems.add(
-            "bad-value",
-            f"zero_optimization.stage is {stage!r}",
-            "allowed: 0, 1, 2, 3",
-            "zero_optimization.stage",
-        )
-        stage = 0
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
 
 
-def _settled(run: RunSpec, merged: Mapping[str, Any], layout: Layout, batch: Batch) -> RunSpec:
+def _settled(
+    run: RunSpec, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch
+) -> RunSpec:
     """The run with everything filled in that does not depend on the data."""
     optimizer = merged.get("optimizer", "adamw")
-    known = optimizer in DEFAULT_LR
-    lr = merged.get("lr", DEFAULT_LR.get(optimizer, 1e-3))
+    clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
+    defaults = {"weight_decay": 0.01, "momentum": DEFAULT_MOMENTUM.get(optimizer)}
+    if get(config, "optimizer.type", "auto") != "auto":  # a block of the user's own keeps what it leaves out
+        defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
         update={
             "ranks": layout.world_size,
@@ -89,11 +95,11 @@ def _settled(run: RunSpec, merged: Mapping[str, Any], layout: Layout, batch: Bat
             "gradient_accumulation_steps": batch.accumulation,
             "global_batch": batch.total,
             "precision": merged.get("precision", "fp32"),
-            "optimizer": optimizer if known else None,
-            "lr": lr,
-            "momentum": merged.get("momentum", DEFAULT_MOMENTUM.get(optimizer)),
-            "weight_decay": merged.get("weight_decay", 0.01),
-            "gradient_clipping": merged.get("gradient_clipping", 1.0),
+            "optimizer": optimizer if optimizer in DEFAULT_LR else None,
+            "lr": merged.get("lr", DEFAULT_LR.get(optimizer, 1e-3)),
+            "momentum": merged.get("momentum", defaults.get("momentum")),
+            "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),
+            "gradient_clipping": merged.get("gradient_clipping", clipping),
         }
     )
 
@@ -165,6 +171,7 @@ def _fill_optimizer(config: dict[str, Any], run: RunSpec, machine: Machine, layo
 def _fill_sizes(config: dict[str, Any], facts: ModelFacts) -> None:
     """Buckets no larger than the model; prefetch and persistence by the width, as transformers chooses them."""
     bucket = max(facts.largest_parameter, min(facts.parameters, BUCKET_LIMIT))
+    bucket += bucket % 2  # DeepSpeed asserts an even size (runtime/zero/stage_1_and_2.py:390)
     width = facts.hidden_size
     sizes = {
         "reduce_bucket_size": bucket,

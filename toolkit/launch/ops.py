@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.facts import Machine
@@ -39,24 +44,46 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
-    """Compile (or find compiled) each op, saying every half second how long it has taken. Raises RunFailed."""
-    for op in ops:
-        start = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-c", BUILD, op],
-            env={**env, "MAX_JOBS": env.get("MAX_JOBS", str(os.cpu_count() or 1))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    """Compile (or find compiled) each op, saying every half second how long it has taken. Raises RunFailed.
+
+    One process builds at a time; torch's lock files that a killed build has left in our folder are removed, since later
+    builds would wait for them without a word.
+    """
+    if not ops:
+        return
+    folder = Path(env["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    show("waiting for another process that compiles DeepSpeed's ops")
+    with FileLock(folder / ".zerofit.lock"):
+        for stale in folder.glob("*/lock"):
+            stale.unlink()
+        for op in ops:
+            _build(op, env, show)
+
+
+def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILD, op],
+        env={**env, "MAX_JOBS": env.get("MAX_JOBS", str(os.cpu_count() or 1))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
         while True:
+            show(f"compiling DeepSpeed's {op.removesuffix('Builder')} op ({time.monotonic() - start:.0f} s)")
             try:
                 output, _ = process.communicate(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:
-                show(f"compiling DeepSpeed's {op.removesuffix('Builder')} op ({time.monotonic() - start:.0f} s)")
-        if process.returncode:
-            raise RunFailed(_failure(op, output))
+                continue
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # ninja and the compilers it has started
+    if process.returncode:
+        raise RunFailed(_failure(op, output))
 
 
 def _failure(op: str, output: str) -> Problem:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-# part of the name torch reports -> peak TFLOP/s by precision. The first that matches is taken, so longer names
+import re
+
+# words of the name torch reports -> peak TFLOP/s by precision. The first that matches is taken, so longer names
 # of a family stand first. Sources: NVIDIA data sheets of V100 (2020), T4 (2019), A100 (2021), A10 (2021), L4 and
 # L40S (2023), H100 (2023), H200 (2024), B200 (2024), GeForce Ampere GA102 (2020) and Ada (2022) white papers; AMD
 # Instinct MI250X (2021) and MI300X (2023) data sheets. fp32 is the figure without TF32, off by default.
@@ -15,6 +17,7 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "A10G": {"bf16": 70, "fp16": 70, "fp32": 35},
     "A10": {"bf16": 125, "fp16": 125, "fp32": 31.2},
     "L40S": {"bf16": 362, "fp16": 362, "fp32": 91.6},
+    "L40": {"bf16": 181, "fp16": 181, "fp32": 90.5},
     "L4": {"bf16": 121, "fp16": 121, "fp32": 30.3},
     "V100": {"fp16": 125, "fp32": 15.7},
     "T4": {"fp16": 65, "fp32": 8.1},
@@ -28,6 +31,6 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device at a precision, or None where it is not known (a CPU, a device not in the table)."""
     for name, peaks in PEAK_TFLOPS.items():
-        if name in device_name:
+        if re.search(rf"\b{re.escape(name)}\b", device_name):
             return peaks[precision] * 1e12 if precision in peaks else None
     return None

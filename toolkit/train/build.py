@@ -79,7 +79,7 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
         return out.to(x.dtype)
 
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             module.forward = types.MethodType(forward, module)
 
 

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
 from zerofit.config.resolve import warmup_steps
@@ -34,8 +35,8 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model.parameters()), config=job.ds_config, **more
     )
-    if job.layout.zero_stage == 0 and run.precision != "fp32":
-        _forget_dummy_step(engine)
+    if job.layout.zero_stage == 0:
+        _keep_gradient_norm(engine) if run.precision == "fp32" else _forget_dummy_step(engine)
     if run.compile:
         engine.compile()
     return engine
@@ -44,13 +45,41 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
 def _forget_dummy_step(engine: Any) -> None:
     """Without ZeRO, DeepSpeed's bf16 and fp16 optimizers make a step on zero gradients to allocate their states.
 
-    It counts as Adam's first, so that the bias correction makes the real first steps too small
-    (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
+    It counts as Adam's first, so that the bias correction makes the real first steps too small, and it decays the
+    master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
     """
-    inner = engine.optimizer.optimizer
-    inner.state.clear()
-    for group in inner.param_groups:
+    optimizer = engine.optimizer
+    optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where FusedAdam counts
+    if hasattr(optimizer, "fp32_groups_flat"):
+        pairs = list(zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True))
+    else:
+        groups = zip(optimizer.fp16_groups, getattr(optimizer, "fp32_groups", []), strict=False)
+        pairs = [pair for low, high in groups for pair in zip(low, high, strict=True)]
+    for low, master in pairs:
+        master.data.copy_(low.data)
+
+
+def _keep_gradient_norm(engine: Any) -> None:
+    """Without ZeRO in fp32, DeepSpeed clips and drops the norm (runtime/engine.py, clip_fp32_gradients)."""
+
+    def clip() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip
+
+
+def _sequence_parallel_excess(job: Job) -> int:
+    """By how much DeepSpeed's gradients are too large under sequence parallelism: it averages over dp ranks only.
+
+    Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878).
+    """
+    zero = job.ds_config.get("zero_optimization", {})
+    averages = job.layout.zero_stage == 3 and zero.get("reduce_scatter", True)
+    return 1 if averages else job.layout.sp
 
 
 class Driver:
@@ -63,6 +92,7 @@ class Driver:
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
         self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
+        self._excess = _sequence_parallel_excess(job)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
     @property
@@ -75,14 +105,14 @@ class Driver:
         losses = []
         for _ in range(self.job.batch.accumulation):
             loss = self._loss(next(batches))
-            self.engine.backward(loss)
+            self.engine.backward(loss / self._excess)
             self.engine.step()
             losses.append(loss.detach().float())
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """float64 (3,): summed loss, targets and right answers over all ranks' batches."""
+    def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
+        """float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
         self.engine.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -103,13 +133,13 @@ class Driver:
 
     def _eval_counts(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
-        real = (labels.reshape(len(labels), -1) != IGNORE).any(dim=1).sum().double()
         if self._own_loss:
             return self._own_eval(x, labels)
         logits, _ = forward_logits(self.engine, x, **extra)
         if self.job.run.loss == "mse":
-            error = nn.functional.mse_loss(logits.float().reshape(labels.shape), labels.float()).double()
-            return torch.stack([error * real, real, real * 0])
+            real = labels.reshape(-1) != IGNORE
+            errors = (logits.float().reshape(-1) - labels.float().reshape(-1))[real].double().square()
+            return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
         return counts(logits, labels)
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class GanDriver:
         self.job, self.place = job, place
         self.device = torch.device(get_accelerator().current_device_name())
         torch.manual_seed(job.run.seed)
-        pair = build(find(job.run.model), inputs, dict(job.run.model_args))
+        checkpointing = job.run.activation_checkpointing
+        pair = build(find(job.run.model), inputs, dict(job.run.model_args), checkpointing=checkpointing)
         if job.run.precision != "fp32":
             batch_norm_in_fp32(pair)
         self.latent_size = pair.generator.latent_size
@@ -75,7 +76,7 @@ class GanDriver:
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1]}
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
         """float64 (3,): the discriminator's summed loss on images and drawings, images, half its right verdicts."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()

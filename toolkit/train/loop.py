@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zerofit.data import Data, Order, default_workers, eval_batches, micro_batches
+from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.spec.folder import Job
 from zerofit.train.batch_stats import average_batch_statistics
 from zerofit.train.place import Place
@@ -32,8 +32,8 @@ class AnyDriver(Protocol):
     def train_step(self, batches: Iterator[dict[str, Any]]) -> Tensor:
         """One optimizer step; the losses of its micro batches on this rank."""
 
-    def evaluate(self, batches: Iterable[dict[str, Any]]) -> Tensor:
-        """Summed loss, targets and right answers over all ranks."""
+    def evaluate(self, batches: Iterable[dict[str, Any]], count: int) -> Tensor:
+        """Summed loss, targets and right answers over all ranks, of `count` batches on each."""
 
 
 @dataclass
@@ -79,10 +79,13 @@ class Loop:
         batches = eval_batches(
             self.data.valid, place.dp_rank, job.layout.dp, job.batch.micro, job.run.eval_samples, self._workers()
         )
-        total, targets, right = self.driver.evaluate(batches).tolist()
+        count = eval_batch_count(len(self.data.valid), job.layout.dp, job.batch.micro, job.run.eval_samples)
+        total, targets, right = self.driver.evaluate(batches, count).tolist()
         loss = total / max(targets, 1.0)
+        if not math.isfinite(loss):
+            self.recorder.stop_at_evaluation(step, loss)
         figures = {"loss": loss}
-        if self.job.facts.task in ("image", "gan"):
+        if job.facts.task in ("image", "gan"):
             figures["accuracy"] = right / max(targets, 1.0)
         else:
             figures["perplexity"] = math.exp(min(loss, 700.0))

@@ -48,12 +48,11 @@ class PipelineDriver:
         """One optimizer step; float32 (1,), the loss over the whole pipeline and all its replicas."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
 
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """float64 (3,): summed loss, targets and right answers over all ranks' batches."""
-        pairs = [self._pair(batch) for batch in batches]
+    def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
+        """float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
         self._counts.zero_()
-        if pairs:
-            self.engine.eval_batch(iter(pairs), num_micro_batches=len(pairs))
+        if count:
+            self.engine.eval_batch((self._pair(batch) for batch in batches), num_micro_batches=count)
         sums = self._counts.clone()  # only last stages have counted
         dist.all_reduce(sums)
         return sums
@@ -153,6 +152,7 @@ def _walk(layers: list[Layer], job: Job, inputs: Inputs) -> Iterator[tuple[Layer
         yield layer, x
         with torch.no_grad():
             x = layer.module(x)
+        layer.module.to("cpu")  # the device need not hold the whole model
 
 
 def _time_layer(layer: Layer, x: Tensor) -> float:
@@ -163,4 +163,6 @@ def _time_layer(layer: Layer, x: Tensor) -> float:
         if out.requires_grad:
             out.float().sum().backward()
         get_accelerator().synchronize()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    layer.module.zero_grad(set_to_none=True)
+    return seconds

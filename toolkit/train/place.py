@@ -17,7 +17,6 @@ class Place:
 
     rank: int
     dp_rank: int
-    tp_rank: int
     pp_rank: int
     sp_rank: int
 
@@ -29,7 +28,6 @@ def place_of(rank: int, layout: Layout) -> Place:
     return Place(
         rank=rank,
         dp_rank=within_stage // inner,
-        tp_rank=within_stage % layout.tp,
         sp_rank=within_stage % layout.sp,
         pp_rank=rank // (layout.dp * inner),
     )

@@ -28,7 +28,9 @@ def probe(source: ModelSource, task: str, inputs: Inputs, run: RunSpec) -> Model
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from None
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
-    largest = max(p.numel() for p in model.parameters())
+    largest = max((p.numel() for p in model.parameters()), default=0)
+    if not largest:
+        raise UserError(Problem(kind="model-empty", message=f"{run.model} has no parameters to train", where="MODEL"))
     return ModelFacts(
         task=task,
         parameters=parameter_count(model),

@@ -45,6 +45,7 @@ class Recorder:
         self._block: list[_Step] = []
         self._block_steps = 1
         self._process = psutil.Process()
+        self._stretch = 1.0  # a step's real time over the time it took to issue; above 1 where a device lags behind
         self._last_end = time.perf_counter()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak = peak_flops(name, job.run.precision or "fp32")
@@ -76,10 +77,15 @@ class Recorder:
             return
         block, self._block = self._block, []
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
-        shared = torch.stack([losses, losses.new_tensor([s.seconds for s in block])])  # (2, steps)
+        issued = sum(s.seconds for s in block)
+        shared = torch.stack([losses, losses.new_tensor([s.seconds * self._stretch for s in block])])  # (2, steps)
         dist.all_reduce(shared)
-        means, seconds = (shared / dist.get_world_size()).tolist()
+        means, seconds = (shared / dist.get_world_size()).tolist()  # waits for the device
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
+        synced = time.perf_counter()
+        waited = synced - self._last_end
+        stretch, self._stretch = (issued + waited) / issued / self._stretch, (issued + waited) / issued
+        seconds = [step_s * stretch for step_s in seconds]
         host_bytes = self._process.memory_info().rss
         for step, loss, step_s in zip(block, means, seconds, strict=True):
             if not math.isfinite(loss):
@@ -87,7 +93,7 @@ class Recorder:
             self.last = self._record(step, loss, step_s, host_bytes)
             for sink in self._sinks:
                 sink(self.last)
-        self._last_end = time.perf_counter()
+        self._last_end = synced  # so that what watching costs is part of the next step
 
     def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> dict[str, Any]:
         job = self._job
@@ -97,12 +103,13 @@ class Recorder:
         if self._peak and job.facts.forward_flops:  # backward costs twice the forward
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
         on_cpu = self._device.type == "cpu"
+        norm = None if step.grad_norm is None else float(step.grad_norm)
         return {
             "step": step.step + 1,
             "samples": (step.step + 1) * job.batch.total,
             "loss": loss,
             "lr": step.lr,
-            "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+            "grad_norm": norm if norm is None or math.isfinite(norm) else None,  # none where fp16 overflowed
             "step_s": step_s,
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
@@ -112,18 +119,32 @@ class Recorder:
             **{name: float(value) for name, value in step.extra.items()},
         }
 
+    def stop_at_evaluation(self, step: int, loss: float) -> None:
+        """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""
+        raise RunFailed(
+            Problem(
+                kind="nan-loss",
+                message=f"the validation loss after step {step + 1} is {loss}; {self._last_good()}",
+                hint="lower --lr, lengthen --warmup-steps, or set --gradient-clipping",
+                where=f"step {step + 1}",
+            )
+        )
+
+    def _last_good(self) -> str:
+        good = self.last
+        return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
+
     def _stop(self, step: _Step, loss: float) -> None:
         """All ranks are here together: name the samples whose own loss was not finite."""
         bad = [step.indices[i] for i in range(len(step.indices)) if not _finite(step.losses, i)]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
         samples = sorted({n for part in gathered for n in part})
-        good = self.last
-        last = f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
         raise RunFailed(
             Problem(
                 kind="nan-loss",
-                message=f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; {last}",
+                message=f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
+                + self._last_good(),
                 hint="lower --lr, lengthen --warmup-steps, set --gradient-clipping, or look at these samples",
                 where=f"step {step.step + 1}",
             )

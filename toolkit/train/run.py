@@ -43,15 +43,22 @@ def train(job: Job, folder: RunFolder) -> dict[str, Any]:
     check_replicas(driver)
     save_model(driver, job, data.inputs, folder.model)
     result = _result(job, recorder, figures, data)
-    if isinstance(driver, Driver) and job.facts.task == "causal-lm" and job.layout.sp == 1 and data.encode:
-        events("phase", text="writing a sample")
-        tokens = continue_text(driver, data.encode(PROMPT), SAMPLE_TOKENS, job.run.seed)
-        result["sample"] = data.decode(tokens)
-    if isinstance(driver, GanDriver) and rank == 0:
-        driver.draw(DRAWINGS, folder.path / "drawings.png")
     if rank == 0:
         write_json(folder.result, result)
+    if isinstance(driver, GanDriver) and rank == 0:
+        driver.draw(DRAWINGS, folder.path / "drawings.png")
+    if _can_write(driver, job, data):
+        events("phase", text="writing a sample")
+        tokens = continue_text(driver, data.encode(PROMPT), SAMPLE_TOKENS, job.run.seed)
+        if rank == 0:
+            write_json(folder.result, result | {"sample": data.decode(tokens)})
     return result
+
+
+def _can_write(driver: AnyDriver, job: Job, data: Data) -> bool:
+    """Whether one call of the engine gives the next token: not for stages, slices of sequences, and own models."""
+    whole = isinstance(driver, Driver) and job.layout.sp == 1 and not job.facts.own
+    return whole and job.facts.task == "causal-lm" and data.encode is not None
 
 
 def _driver(job: Job) -> type[AnyDriver]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -38,14 +38,14 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
 
 
 def check_replicas(driver: AnyDriver) -> None:
-    """Raise RunFailed unless all data parallel ranks hold the same weights, bit for bit.
+    """Raise RunFailed unless every parameter has the same float64 sum on all data parallel ranks.
 
     They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
     hold no replicas.
     """
-    sums = [p.detach().double().sum() for p in driver.module.parameters()]
-    if driver.job.layout.zero_stage == 3 or not sums:
+    if driver.job.layout.zero_stage == 3:
         return
+    sums = [p.detach().double().sum() for p in driver.module.parameters()]
     mine, group = torch.stack(sums), driver.engine.seq_data_parallel_group
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -62,12 +62,7 @@ def _from_engine(driver: AnyDriver) -> dict[str, Tensor]:
     engine, layout = driver.engine, driver.job.layout
     if layout.zero_stage == 3 or layout.tp > 1:
         return engine._consolidated_16bit_state_dict() or {}
-    return {name: tensor.detach().cpu() for name, tensor in module_of(driver).state_dict().items()}
-
-
-def module_of(driver: AnyDriver) -> nn.Module:
-    """The model itself, without the wrapper that torch.compile puts around it."""
-    return getattr(driver.module, "_orig_mod", driver.module)
+    return {name: tensor.detach().cpu() for name, tensor in driver.module.state_dict().items()}
 
 
 def _from_stages(driver: PipelineDriver, folder: Path) -> dict[str, Tensor]:
