@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.train.reference import Plan, relative_difference, text_windows, train
 from zerofit.config.ds_json import bundled
+from zerofit.config.refuse import TENSOR_PARALLEL_TYPES
 from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.run import RunSpec
@@ -193,6 +194,18 @@ def test_pipeline_of_models(pools, tmp_path, corpus, references, name):
         tmp_path / "run", **options(plans[name], corpus, pipeline=2, gradient_accumulation_steps=1)
     )
     agree(trained, get(name))
+
+
+@pytest.mark.parametrize("model_type", TENSOR_PARALLEL_TYPES)
+def test_tensor_parallel_of_models(pools, tmp_path, corpus, references, model_type):
+    plans, _ = references
+    path = tmp_path / "config.json"
+    heads = {} if model_type == "bert" else {"num_key_value_heads": 2, "head_dim": 16}
+    path.write_text(json.dumps({"model_type": model_type, **TINY_BERT, **heads}))
+    name = "bert" if model_type == "bert" else "llama-sgd"
+    plan = replace(plans[name], model=str(path), args={}, **SGD)
+    how = {"tensor_parallel": 2, "ds_config": "zero1"}
+    agree(pools(2).train(tmp_path / "run", **options(plan, corpus, **how)), train(plan))
 
 
 def test_sgd(pools, tmp_path, corpus, references):
