@@ -9,7 +9,7 @@ here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 needs='import zerofit.cli.main' extra=''
 if [[ ${1-} == test ]]; then needs+=', pytest, ruff' extra='[dev]'; fi
 
-usable() { "$1" -c "$needs" >/dev/null 2>&1; }
+usable() { "$1" -P -c "$needs" >/dev/null 2>&1; }
 
 python=python3
 if ! usable "$python"; then
@@ -22,7 +22,7 @@ if ! usable "$python"; then
 fi
 
 case ${1-} in
-    '') exec "$python" -m zerofit.cli train ;;
+    '') exec "$python" -P -m zerofit.cli train ;;
     test) shift && cd -- "$here" && exec "$python" -m pytest "$@" ;;
-    *) exec "$python" -m zerofit.cli "$@" ;;
+    *) exec "$python" -P -m zerofit.cli "$@" ;;
 esac

@@ -183,7 +183,7 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
     module_name, _, attribute = source.name.partition(":")
     try:
         target = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a user's own module can raise anything, a SyntaxError with its line among them
         hint = "give package.module:callable, seen from the current folder"
         raise ModelError("model-import", f"{source.name} cannot be imported: {error}", hint) from error
     try:

@@ -117,6 +117,8 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
     if isinstance(patch, int) and isinstance(getattr(config, "image_size", None), int):
         if inputs.size < patch and "patch_size" not in args:
             config.patch_size = patch = max(1, inputs.size // 4)
+        if patch < 1:
+            raise ModelError("model-args", f"{source.name}: patch_size is {patch}", "take one from 1 on")
         if config.image_size % patch:
             message = f"{source.name}: image size {config.image_size} is no multiple of the patch size {patch}"
             nearest_size = max(1, round(config.image_size / patch)) * patch

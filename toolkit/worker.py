@@ -12,6 +12,8 @@ from pathlib import Path
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import RunFolder, write_json
 
+LINES = 3  # of a library's message: validators name the key in the second
+
 
 def main() -> int:
     """Run one rank; exit code 0 done, 3 failed (the reason lies in the run folder)."""
@@ -62,7 +64,7 @@ def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
 def translate(error: BaseException, log: Path) -> Problem:
     """A library's exception in words that name the knob; the traceback is in the rank's log."""
     text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
+    first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "out of memory" in text.lower():
         hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
         hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
@@ -75,7 +77,9 @@ def translate(error: BaseException, log: Path) -> Problem:
             hint="the other ranks' logs say why",
             where=str(log),
         )
-    return Problem(kind="rank-failed", message=f"{type(error).__name__}: {first}", hint="", where=str(log))
+    return Problem(
+        kind="rank-failed", message=f"{type(error).__name__}: {first}", hint="its log has the traceback", where=str(log)
+    )
 
 
 if __name__ == "__main__":

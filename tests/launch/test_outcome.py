@@ -62,4 +62,4 @@ def test_library_errors_are_translated(tmp_path):
     peer = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234")
     assert translate(peer, tmp_path).kind == "peer-lost"
     other = translate(ValueError("first\nsecond"), tmp_path)
-    assert (other.kind, other.message) == ("rank-failed", "ValueError: first")
+    assert (other.kind, other.message) == ("rank-failed", "ValueError: first; second")

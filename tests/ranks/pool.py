@@ -91,7 +91,7 @@ class RankPool:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *argv],
                 cwd=ROOT,
-                env=environment(this_machine(), self.ranks),
+                env=environment(this_machine(), self.ranks) | {"PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,
             )

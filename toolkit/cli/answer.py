@@ -1,4 +1,4 @@
-"""How every command answers: a last line of JSON if asked, errors in one form, exit codes 0, 2 and 3."""
+"""How every command answers: a last line of JSON if asked, errors in one form, exit codes 0, 2, 3 and 130."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import click
 
+from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import Problem, RunFailed, UserError
 
-BAD_INPUT, FAILED = 2, 3
+BAD_INPUT, FAILED, STOPPED = 2, 3, 130
 
 
 def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
@@ -20,10 +21,14 @@ def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[di
         result = work()
     except UserError as error:
         fail(list(error.problems), BAD_INPUT, as_json)
+    except ModelError as error:
+        fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
     except RunFailed as error:
         fail([error.problem], FAILED, as_json)
-    except KeyboardInterrupt:
-        fail([Problem(kind="interrupted", message="stopped by Ctrl-C")], 130, as_json)
+    except KeyboardInterrupt as request:
+        where = str(request)
+        hint = f"`zerofit plot {where}` shows how far it came" if where else ""
+        fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
         print(json.dumps(result), flush=True)
     else:

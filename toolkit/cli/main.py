@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from zerofit.cli.models import models
 from zerofit.cli.plot import plot
 from zerofit.cli.train import train
+from zerofit.spec.errors import Problem
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class Commands(click.Group):
+    """A group whose usage errors are JSON too where a command is asked for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Remember whether `--json` stands among the arguments."""
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; click prints the error and exits with 2."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if ctx.meta["json"]:
+                problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
+                print(json.dumps({"error": problem.as_dict()}), flush=True)
+            raise
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="zerofit")
 def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""

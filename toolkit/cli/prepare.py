@@ -51,6 +51,10 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     data = open_data(decision.run, task, decision.run.seq_len, progress)
     for note in data.notes:
         click.echo(f"note: {note}", err=True)
+    if task == "image" and data.inputs.classes < 2:
+        message = f"{data.name} holds one class: there is nothing to tell apart"
+        problems.add("data-classes", message, "give each class a folder of its own", "--data")
+        problems.raise_if_any()
     facts = _facts(source, task, data, decision.run)
     check_model(decision.run, decision.layout, facts, problems)
     steps = _steps(decision, data, problems)

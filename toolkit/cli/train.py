@@ -79,13 +79,21 @@ def start(asked: Any) -> dict[str, Any]:
     with View(folder, job.run.log_every) as view:
         build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
         view.phase("starting the ranks")
-        with started(folder, ranks, machine) as process:
-            while process.poll() is None:
-                view.update()
-                time.sleep(POLL_S)
-            view.update()
-            code = process.returncode
+        try:
+            code = _watch(started(folder, ranks, machine), view)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(str(folder.path)) from None
     return {"run_dir": str(folder.path), **outcome(folder, code)}
+
+
+def _watch(ranks: Any, view: Any) -> int:
+    """Show what the ranks do until they end; the launcher's exit code."""
+    with ranks as process:
+        while process.poll() is None:
+            view.update()
+            time.sleep(POLL_S)
+        view.update()
+        return process.returncode
 
 
 def _show(result: dict[str, Any]) -> None:

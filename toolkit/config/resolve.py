@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofit.config.batch import solve
 from zerofit.config.ds_json import autos, drop, get, put
-from zerofit.config.pairs import OPTIMIZER_TYPES, merge
+from zerofit.config.pairs import OPTIMIZER_TYPES, PAIRS, merge
 from zerofit.config.refuse import check_combination, check_optimizer
 from zerofit.config.shape import check_shapes
 from zerofit.spec.errors import Problems
@@ -41,7 +41,8 @@ def decide(asked: Asked, config: Mapping[str, Any], ds_place: str, machine: Mach
         config = {}
     merged = merge(asked, config, ds_place, problems)
     layout = _layout(asked, merged, config, machine, problems)
-    where = ", ".join(asked.place(f) for f in ("global_batch", "micro_batch", "gradient_accumulation_steps"))
+    sizes = ("global_batch", "micro_batch", "gradient_accumulation_steps")
+    where = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in sizes if f in merged)
     batch = solve(merged, layout.dp, layout.pp, where, problems)
     run = _settled(asked.run, merged, config, layout, batch)
     check_combination(layout, config, problems)

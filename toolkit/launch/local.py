@@ -37,7 +37,7 @@ def environment(machine: Machine, ranks: int) -> dict[str, str]:
     env.setdefault("DS_ACCELERATOR", machine.accelerator)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.getcwd()]))
+    env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not stand in for the standard library's
     if machine.accelerator == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // ranks)))
         env.setdefault("LOCAL_SIZE", str(ranks))

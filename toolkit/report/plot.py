@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerofit.spec.errors import Problems
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.folder import RunFolder
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def draw(runs: list[Path], out: Path) -> dict[str, Any]:
@@ -16,9 +18,14 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
     histories = {str(run): _read(run, problems) for run in runs}
     if out.is_dir() or not out.absolute().parent.is_dir():
         problems.add("bad-value", f"{out} is no file that can be written", "name a PNG in an existing folder", "--out")
+    if out.suffix.lower() not in PICTURES:
+        problems.add("bad-value", f"{out} is no picture", f"end its name in {', '.join(PICTURES)}", "--out")
     problems.raise_if_any()
     figure = _figure(histories, {str(run): _evaluations(run) for run in runs})
-    figure.savefig(out, dpi=120)
+    try:
+        figure.savefig(out, dpi=120)
+    except OSError as error:
+        raise UserError(Problem(kind="unwritable", message=f"cannot write {out}: {error}", where="--out")) from None
     return {"picture": str(out), "runs": {name: len(steps) for name, steps in histories.items()}}
 
 

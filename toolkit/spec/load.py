@@ -39,7 +39,8 @@ def load_run(file: Path | None, flags: Mapping[str, Any]) -> Asked:
     values, places = _read_file(file) if file else ({}, {})
     problems = Problems()
     for key in [k for k in values if k not in RunSpec.model_fields]:
-        problems.add("unknown-key", f"unknown key {key!r}", nearest(key, RunSpec.model_fields), places[key])
+        hint = nearest(str(key), RunSpec.model_fields)
+        problems.add("unknown-key", f"unknown key {key!r}", hint, places.get(str(key), str(file)))
         del values[key]
     values |= flags
     places = {k: p for k, p in places.items() if values.get(k) is not None} | {k: flag(k) for k in flags}
@@ -83,6 +84,6 @@ def _from_pydantic(error: ValidationError, places: Mapping[str, str]) -> list[Pr
     for entry in error.errors():
         field = str(entry["loc"][0])
         message = f"{field}: got {entry['input']!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}"
-        hint = RunSpec.model_fields[field].description or ""
+        hint = f"{flag(field)} is: {RunSpec.model_fields[field].description}"
         problems.append(Problem(kind="bad-value", message=message, hint=hint, where=places.get(field, flag(field))))
     return problems

@@ -64,7 +64,9 @@ class RunSpec(BaseModel):
     gradient_clipping: NonNegativeFloat | None = Field(
         None, description="largest gradient norm; 0 is off (default 1.0)"
     )
-    seed: NonNegativeInt = Field(0, description="seed of initial weights, sample order, dropout and augmentation")
+    seed: NonNegativeInt = Field(
+        0, le=2**32 - 1, description="seed of initial weights, sample order, dropout and augmentation"
+    )
 
     # numbers and memory
     precision: Precision | None = Field(

@@ -18,7 +18,7 @@ from zerofit.models.build import forward_logits
 from zerofit.models.inputs import Inputs
 from zerofit.spec.folder import Job
 from zerofit.train.build import DTYPES, build_whole, parameter_groups
-from zerofit.train.loss import IGNORE, counts, own_loss, weighted_cross_entropy
+from zerofit.train.loss import IGNORE, counts, output_logits, own_loss, weighted_cross_entropy
 from zerofit.train.place import Place
 from zerofit.train.schedule import make_scheduler
 
@@ -125,9 +125,9 @@ class Driver:
         x, labels, extra = self._inputs(batch)
         if self._own_loss:
             return own_loss(self._call_own(x, labels))
-        logits, aux = forward_logits(self.engine, x, **extra)
+        logits, aux = self._logits(x, extra)
         if self.job.run.loss == "mse":
-            return nn.functional.mse_loss(logits.float().reshape(labels.shape), labels.float())
+            return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
         loss = weighted_cross_entropy(logits, labels, batch["weight"])
         return loss if aux is None else loss + aux
 
@@ -135,12 +135,16 @@ class Driver:
         x, labels, extra = self._inputs(batch)
         if self._own_loss:
             return self._own_eval(x, labels)
-        logits, _ = forward_logits(self.engine, x, **extra)
+        logits, _ = self._logits(x, extra)
         if self.job.run.loss == "mse":
             real = labels.reshape(-1) != IGNORE
-            errors = (logits.float().reshape(-1) - labels.float().reshape(-1))[real].double().square()
+            errors = (_one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
         return counts(logits, labels)
+
+    def _logits(self, x: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        logits, aux = forward_logits(self.engine, x, **extra)
+        return (output_logits(logits) if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
         """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
@@ -181,3 +185,11 @@ class Driver:
             seq_length=self.job.run.seq_len,
             seq_length_is_variable=False,
         )
+
+
+def _one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    """Float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
+    if logits.numel() != labels.numel():
+        message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
+        raise ValueError(message)
+    return logits.float().reshape(labels.shape)

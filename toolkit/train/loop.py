@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from zerofit.train.batch_stats import average_batch_statistics
 from zerofit.train.place import Place
 from zerofit.train.record import Recorder
 from zerofit.train.sinks import Events
+
+EVAL_WORD_S = 2.0
 
 
 class AnyDriver(Protocol):
@@ -80,7 +83,7 @@ class Loop:
             self.data.valid, place.dp_rank, job.layout.dp, job.batch.micro, job.run.eval_samples, self._workers()
         )
         count = eval_batch_count(len(self.data.valid), job.layout.dp, job.batch.micro, job.run.eval_samples)
-        total, targets, right = self.driver.evaluate(batches, count).tolist()
+        total, targets, right = self.driver.evaluate(self._counted(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
@@ -90,8 +93,18 @@ class Loop:
         else:
             figures["perplexity"] = math.exp(min(loss, 700.0))
         self.events("eval", step=step + 1, **figures)
+        self.recorder.evaluated(step, figures)
         self.recorder.skip_time()
         return figures
+
+    def _counted(self, batches: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+        """The batches, with a word on how many are done every few seconds."""
+        said = time.monotonic()
+        for done, batch in enumerate(batches):
+            if time.monotonic() - said > EVAL_WORD_S:
+                self.events("phase", text=f"evaluating ({done} of {count} batches; --eval-samples takes fewer)")
+                said = time.monotonic()
+            yield batch
 
     def _extra(self) -> dict[str, Any]:
         """What only some runs record: a GAN's two losses, fp16's loss scale and the steps it has skipped."""

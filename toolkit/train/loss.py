@@ -38,3 +38,12 @@ def own_loss(output: Any) -> Tensor:
     if hasattr(output, "loss"):
         return output.loss
     return output[0]
+
+
+def output_logits(output: Any) -> Tensor:
+    """The logits in what a model without labels gave: a tensor, `.logits`, the key "logits", or the first of a tuple."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    if hasattr(output, "logits"):
+        return output.logits
+    return output[0] if isinstance(output, tuple | list) else output

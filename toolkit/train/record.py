@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
 from zerofit.spec.hardware import peak_flops
+from zerofit.train.sinks import Sink
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
@@ -40,7 +41,7 @@ class _Step:
 class Recorder:
     """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
 
-    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Callable[[dict[str, Any]], None]]):
+    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Sink]):
         self._job, self._device, self._sinks = job, device, sinks
         self._block: list[_Step] = []
         self._block_steps = 1
@@ -92,7 +93,7 @@ class Recorder:
                 self._stop(step, loss)
             self.last = self._record(step, loss, step_s, host_bytes)
             for sink in self._sinks:
-                sink(self.last)
+                sink(self.last, "train")
         self._last_end = synced  # so that what watching costs is part of the next step
 
     def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> dict[str, Any]:
@@ -118,6 +119,11 @@ class Recorder:
             "host_bytes": host_bytes,
             **{name: float(value) for name, value in step.extra.items()},
         }
+
+    def evaluated(self, step: int, figures: dict[str, float]) -> None:
+        """Hand an evaluation's figures to those sinks that draw them."""
+        for sink in self._sinks:
+            sink({"step": step + 1, **figures}, "valid")
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
         """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""

@@ -10,18 +10,19 @@ from typing import Any
 
 from zerofit.spec.folder import Job, RunFolder
 
-Sink = Callable[[dict[str, Any]], None]
+Sink = Callable[[dict[str, Any], str], None]  # a record and what it is of: "train" (a step) or "valid"
 
 
 class JsonLines:
-    """Appends one JSON object a line; each line is whole on disk before the next one starts."""
+    """Appends one JSON object a line; each line is written before the next one starts. Evaluations are events."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def __call__(self, record: dict[str, Any]) -> None:
-        """Write one record."""
-        self._file.write(json.dumps(record) + "\n")
+    def __call__(self, record: dict[str, Any], part: str = "train") -> None:
+        """Write one record of a step."""
+        if part == "train":
+            self._file.write(json.dumps(record) + "\n")
 
 
 class Events:
@@ -51,10 +52,10 @@ def _tensorboard(path: Path) -> Sink:
 
     writer = SummaryWriter(str(path), flush_secs=5)
 
-    def write(record: dict[str, Any]) -> None:
+    def write(record: dict[str, Any], part: str) -> None:
         for name, value in record.items():
             if name != "step" and value is not None:
-                writer.add_scalar(f"train/{name}", value, record["step"])
+                writer.add_scalar(f"{part}/{name}", value, record["step"])
 
     return write
 
@@ -64,7 +65,8 @@ def _wandb(job: Job, folder: RunFolder) -> Sink:
 
     run = wandb.init(project=job.run.wandb, dir=str(folder.path), config=job.run.model_dump(mode="json"))
 
-    def write(record: dict[str, Any]) -> None:
-        run.log({k: v for k, v in record.items() if k != "step" and v is not None}, step=record["step"])
+    def write(record: dict[str, Any], part: str) -> None:
+        values = {f"{part}/{k}": v for k, v in record.items() if k != "step" and v is not None}
+        run.log(values, step=record["step"])
 
     return write
