@@ -136,9 +136,7 @@ def read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         hint = "name the folder that holds config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
-            hint = (
-                f"it is a run folder: take {file.parent}/model (its weights) or {file.parent}/run.json (the run again)"
-            )
+            hint = f"a run folder: take {file.parent}/model (its weights) or {file.parent}/run.json (the run again)"
         raise ModelError("unknown-model", f"{file.parent} holds no config.json", hint)
     try:
         config = json.loads(file.read_text())

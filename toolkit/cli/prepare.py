@@ -47,7 +47,8 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
     assert source and task and config is not None and decision and data_name and folder
-    decision = _with(decision, data=data_name, seq_len=_seq_len(decision.run, source, task))
+    tokenizer = _tokenizer(asked, source)
+    decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=_seq_len(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)
     for note in data.notes:
         click.echo(f"note: {note}", err=True)
@@ -110,6 +111,14 @@ def _data_name(asked: Asked, task: str | None) -> str | None:
         split_name(asked.run.data)  # refuses what it does not know
         return asked.run.data
     return default_data(task) if task else None
+
+
+def _tokenizer(asked: Asked, source: ModelSource) -> str:
+    """The tokenizer as asked for; else the one that lies with a pretrained model."""
+    own = Path(source.path or "")
+    if "tokenizer" not in asked.places and source.path and (own / "tokenizer.json").is_file():
+        return source.path
+    return asked.run.tokenizer
 
 
 def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:

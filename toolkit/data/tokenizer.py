@@ -59,7 +59,7 @@ def _bytes_tokenizer() -> Tokenizer:
 
 
 def _transformers_tokenizer(name: str) -> Tokenizer:
-    loaded = _load(name)
+    loaded = load_transformers(name)
     vocab = loaded.get_vocab()
     end = _first_id(vocab, (loaded.eos_token, loaded.sep_token, *_END_TOKENS))
     if end is None:
@@ -80,7 +80,8 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     )
 
 
-def _load(name: str):
+def load_transformers(name: str):
+    """A transformers tokenizer from a folder, a tokenizer.json or the hub. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name).expanduser()

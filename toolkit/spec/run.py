@@ -40,7 +40,9 @@ class RunSpec(BaseModel):
     data_root: Path | None = Field(None, description="folder that holds (or gets) the torchvision data sets")
     download: bool = Field(False, description="download a torchvision data set that data_root does not hold")
     text_field: str = Field("text", description="the field that holds the text, for jsonl: and hf:")
-    tokenizer: str = Field("bytes", description="bytes, a local tokenizer folder, or a hub name")
+    tokenizer: str = Field(
+        "bytes", description="bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
+    )
     image_size: PositiveInt | None = Field(None, description="pixels to which images are resized (height and width)")
     skip_bad: bool = Field(False, description="count and skip unreadable images instead of refusing to start")
     data_workers: NonNegativeInt | None = Field(None, description="loader processes a rank (default: by the data)")
@@ -64,9 +66,7 @@ class RunSpec(BaseModel):
     gradient_clipping: NonNegativeFloat | None = Field(
         None, description="largest gradient norm; 0 is off (default 1.0)"
     )
-    seed: NonNegativeInt = Field(
-        0, le=2**32 - 1, description="seed of initial weights, sample order, dropout and augmentation"
-    )
+    seed: NonNegativeInt = Field(0, le=2**32 - 1, description="seed of weights, sample order, dropout and augmentation")
 
     # numbers and memory
     precision: Precision | None = Field(

@@ -41,7 +41,7 @@ def own_loss(output: Any) -> Tensor:
 
 
 def output_logits(output: Any) -> Tensor:
-    """The logits in what a model without labels gave: a tensor, `.logits`, the key "logits", or the first of a tuple."""
+    """The logits in what a model gave: a tensor, `.logits`, the key "logits", or the first of a tuple."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     if hasattr(output, "logits"):

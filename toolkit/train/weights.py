@@ -9,9 +9,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
 from zerofit.train.loop import AnyDriver
@@ -32,6 +33,8 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
             with torch.device("meta"):
                 model = build(source, inputs, dict(job.run.model_args))
             model.save_pretrained(folder, state_dict=weights)
+            if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
+                load_transformers(job.run.tokenizer).save_pretrained(folder)
         else:
             save_file(_without_shared(weights), folder / "model.safetensors")
     dist.barrier()
