@@ -37,6 +37,9 @@ def problems_of(*args: str) -> list[dict]:
         (("lenet", "--data", "pysource"), "", "pysource"),
         (("lenet", "--data", "digits", "--model-args", '{"widht": 3}'), "model-args", "widht"),
         (("no_such_module:make", "--data", "digits"), "", "no_such_module"),
+        (("gpt2", "--data", "synthetic", "--model-args", '{"n_layerz": 1}'), "model-args", "n_layer"),
+        (("vit-b-16-hf", "--data", "digits", "--model-args", '{"patch_size": 0}'), "model-args", "patch_size"),
+        (("lenet", "--data", "digits", "--seed", "99999999999999"), "bad-value", "--seed"),
     ],
 )
 def test_each_fault_names_its_knob(args, kind, word, tmp_path):
@@ -87,6 +90,46 @@ def test_an_unknown_flag_is_a_usage_error():
     done = CliRunner().invoke(main, ["train", "lenet", "--micro-bach", "3"])
     assert done.exit_code == 2
     assert "--micro-batch" in done.output
+
+
+def test_usage_errors_are_json_too():
+    done = CliRunner().invoke(main, ["train", "lenet", "--steps", "many", "--json"])
+    assert done.exit_code == 2
+    error = json.loads(done.stdout.strip().splitlines()[-1])["error"]
+    assert error["kind"] == "usage"
+    assert "'many'" in error["message"]
+
+
+def test_a_module_of_the_users_that_does_not_parse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_broken.py").write_text("def make(:\n")
+    (problem,) = problems_of("own_broken:make", "--data", "digits")
+    assert "own_broken.py, line 1" in problem["message"]
+
+
+def test_a_run_folder_is_no_model_but_nearly(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (problem,) = problems_of(str(tmp_path), "--data", "digits", "--output", str(tmp_path / "new"))
+    assert "/model" in problem["hint"]
+
+
+def test_a_key_that_is_no_word(tmp_path):
+    (tmp_path / "run.yaml").write_text("1: 2\nmodel: lenet\n")
+    (problem,) = problems_of(str(tmp_path / "run.yaml"), "--data", "digits")
+    assert problem["message"] == "unknown key 1"
+    assert problem["where"].endswith("run.yaml:1")
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "data" / "only").mkdir(parents=True)
+    for n in range(8):
+        Image.new("L", (28, 28), n).save(tmp_path / "data" / "only" / f"{n}.png")
+    kinds = {
+        p["kind"] for p in problems_of("lenet", "--data", f"imagefolder:{tmp_path / 'data'}", "--image-size", "28")
+    }
+    assert kinds == {"data-classes"}
 
 
 def test_help_lists_every_field_of_the_run():

@@ -47,3 +47,14 @@ class Bigrams(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.table(input_ids)
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
+
+
+class Pair(nn.Module):
+    """A classifier that gives its logits and something else beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.net(x), None

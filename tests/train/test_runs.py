@@ -108,6 +108,11 @@ def test_a_model_with_its_own_loss(pools, tmp_path, digits):
     np.testing.assert_allclose(trained.losses, expected, rtol=1e-5)
 
 
+def test_a_model_that_gives_more_than_logits(pools, tmp_path):
+    trained = pools(2).train(tmp_path / "run", model="tests.train.own_models:Pair", data="digits", steps=40, lr=0.01)
+    assert trained.losses[-1] < trained.losses[0] - 0.5
+
+
 def test_an_own_language_model_learns(pools, tmp_path):
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy\n" * 500)
     how = {"model": "tests.train.own_models:Bigrams", "data": f"text:{tmp_path}/text.txt", "seq_len": 64, "lr": 0.1}
@@ -143,6 +148,7 @@ def test_metrics_say_what_was_done(pools, tmp_path):
     events = EventAccumulator(str(trained.folder.tensorboard))
     events.Reload()
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(trained.losses)
+    assert events.Scalars("valid/accuracy")[0].value == pytest.approx(trained.result["eval"]["accuracy"])
 
 
 def test_run_json_gives_the_same_run_again(pools, tmp_path):
