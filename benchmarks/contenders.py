@@ -87,7 +87,7 @@ def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
     starts = range(rank * micro, len(stream), job.batch.total)
     loader = DataLoader(stream, batch_sampler=[list(range(s, s + micro)) for s in starts], collate_fn=as_it_is)
     model = make_model(job, stream.inputs)
-    groups = parameter_groups(model.parameters())
+    groups = parameter_groups(model.parameters(), decay=False)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=job.ds_config, lr_scheduler=falling(job)
     )
@@ -149,7 +149,9 @@ def accelerate(job: Job, folder: RunFolder, player: Player) -> list[float]:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.ds_config))
     stream = Stream(job)
     model = make_model(job, stream.inputs)
-    optimizer = DummyOptim(parameter_groups(model.parameters()), lr=job.run.lr, weight_decay=job.run.weight_decay)
+    optimizer = DummyOptim(
+        parameter_groups(model.parameters(), decay=False), lr=job.run.lr, weight_decay=job.run.weight_decay
+    )
     scheduler = DummyScheduler(optimizer, lr_scheduler_callable=falling(job))
     loader = DataLoader(stream, batch_size=job.batch.micro, collate_fn=as_it_is)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

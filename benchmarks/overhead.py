@@ -128,7 +128,7 @@ def started(name: str, plan: Path, ranks: int, machine: Machine) -> Iterator[Con
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", *argv, str(HERE / "contenders.py"), name, str(plan)],
-            env=environment(machine, ranks),
+            env=environment(machine, ranks) | {"PYTHONPATH": str(HERE)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -83,9 +83,14 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
             module.forward = types.MethodType(forward, module)
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay, and vectors (norms, biases), which do not."""
+def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
+    """Two groups: matrices, which decay, and vectors (norms, biases), which do not; one where nothing decays.
+
+    Each group costs the engine buckets and collectives of its own.
+    """
     trained = [p for p in parameters if p.requires_grad]
+    if not decay:
+        return [{"params": trained}]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -32,9 +32,9 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
         curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model.parameters()), config=job.ds_config, **more
-    )
+    decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
+    groups = parameter_groups(model.parameters(), decay)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
     if job.layout.zero_stage == 0:
         _keep_gradient_norm(engine) if run.precision == "fp32" else _forget_dummy_step(engine)
     if run.compile:
