@@ -105,7 +105,7 @@ class Driver:
         losses = []
         for _ in range(self.job.batch.accumulation):
             loss = self._loss(next(batches))
-            self.engine.backward(loss / self._excess)
+            self.engine.backward(loss if self._excess == 1 else loss / self._excess)
             self.engine.step()
             losses.append(loss.detach().float())
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
