@@ -9,7 +9,6 @@ turns of a second or so, so that whatever else the machine does hits all of them
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime
 import importlib.metadata
 import json
@@ -33,7 +32,7 @@ from turns import TIMEOUT_S, Line, Turn
 
 from zerofit.cli.prepare import prepare
 from zerofit.data import NullProgress
-from zerofit.launch.local import environment, free_port
+from zerofit.launch.local import environment, free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder
@@ -122,12 +121,10 @@ class Contender:
 @contextmanager
 def started(name: str, plan: Path, ranks: int, machine: Machine) -> Iterator[Contender]:
     """A contender's ranks behind the deepspeed launcher; none is left afterwards."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    argv = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={free_port()}", "--no_local_rank"]
     log = plan.with_name(f"{name}.log")
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", *argv, str(HERE / "contenders.py"), name, str(plan)],
+            [*launcher(ranks, free_port()), str(HERE / "contenders.py"), name, str(plan)],
             env=environment(machine, ranks) | {"PYTHONPATH": str(HERE)},
             stdin=subprocess.DEVNULL,
             stdout=out,

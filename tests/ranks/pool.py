@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from zerofit.cli.prepare import prepare
 from zerofit.data import NullProgress
-from zerofit.launch.local import environment, free_port
+from zerofit.launch.local import environment, free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.spec.folder import Job, RunFolder
@@ -84,12 +82,9 @@ class RankPool:
         self._inbox = self._inbox / f"pool-{time.time_ns()}"
         self._inbox.mkdir(parents=True)
         self._number = 0
-        world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(self.ranks))}).encode()).decode()
-        argv = ["deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={free_port()}"]
-        argv += ["--no_local_rank", "--module", "tests.ranks.server", str(self._inbox)]
         with (self._inbox / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *argv],
+                [*launcher(self.ranks, free_port()), "--module", "tests.ranks.server", str(self._inbox)],
                 cwd=ROOT,
                 env=environment(this_machine(), self.ranks) | {"PYTHONPATH": str(ROOT)},
                 stdout=log,

@@ -7,9 +7,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -18,14 +17,15 @@ from zerofit.config.refuse import check_machine, check_model
 from zerofit.config.resolve import Decision, decide, resolve
 from zerofit.data import Data, Progress, default_data, open_data, split_name
 from zerofit.launch.machine import this_machine
-from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.models.build import source_max_positions
+from zerofit.models.catalog import ModelSource, find
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.facts import Machine, ModelFacts
+from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder, write_json
 from zerofit.spec.load import Asked
 from zerofit.spec.run import RunSpec
+from zerofit.train.probe import models_say, probe, task_of
 
-T = TypeVar("T")
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 DEFAULT_EPOCHS = 1.0
 
@@ -34,11 +34,11 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong."""
     problems = Problems()
     machine = this_machine()
-    folder = _catch(problems, lambda: _folder(asked.run))
-    source = _catch(problems, lambda: _find_model(asked))
-    config = _catch(problems, lambda: _ds_config(asked.run))
-    task = _catch(problems, lambda: _task(source, asked.run)) if source else None
-    data_name = _catch(problems, lambda: _data_name(asked, task))
+    folder = problems.attempt(lambda: _folder(asked.run))
+    source = problems.attempt(lambda: _find_model(asked))
+    config = problems.attempt(lambda: _ds_config(asked.run))
+    task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
+    data_name = problems.attempt(lambda: _data_name(asked, task))
     if asked.run.steps and asked.run.epochs:
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
@@ -56,7 +56,7 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
         message = f"{data.name} holds one class: there is nothing to tell apart"
         problems.add("data-classes", message, "give each class a folder of its own", "--data")
         problems.raise_if_any()
-    facts = _facts(source, task, data, decision.run)
+    facts = probe(source, task, data.inputs, decision.run)
     check_model(decision.run, decision.layout, facts, problems)
     steps = _steps(decision, data, problems)
     ds_config = resolve(config, decision, facts, machine, steps, problems)
@@ -68,20 +68,9 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     return job, folder, machine
 
 
-def _catch(problems: Problems, work: Callable[[], T]) -> T | None:
-    try:
-        return work()
-    except UserError as error:
-        problems.extend(error.problems)
-        return None
-
-
 def _find_model(asked: Asked) -> ModelSource:
-    try:
+    with models_say(asked.place("model")):
         return find(asked.run.model)
-    except ModelError as error:
-        problem = Problem(kind=error.kind, message=error.message, hint=error.hint, where=asked.place("model"))
-        raise UserError(problem) from None
 
 
 def _ds_place(run: RunSpec) -> str:
@@ -100,12 +89,6 @@ def _ds_config(run: RunSpec) -> dict[str, Any]:
     return read_config(find_config(run.ds_config or default))
 
 
-def _task(source: ModelSource, run: RunSpec) -> str:
-    from zerofit.train.probe import task_of
-
-    return task_of(source, run)
-
-
 def _data_name(asked: Asked, task: str | None) -> str | None:
     if asked.run.data is not None:
         split_name(asked.run.data)  # refuses what it does not know
@@ -122,8 +105,6 @@ def _tokenizer(asked: Asked, source: ModelSource) -> str:
 
 
 def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:
-    from zerofit.models.build import source_max_positions
-
     if task not in ("causal-lm", "masked-lm"):
         return None
     if run.seq_len:
@@ -134,12 +115,6 @@ def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:
 def _with(decision: Decision, **fields: Any) -> Decision:
     run = decision.run.model_copy(update=fields)
     return Decision(run=run, layout=decision.layout, batch=decision.batch)
-
-
-def _facts(source: ModelSource, task: str, data: Data, run: RunSpec) -> ModelFacts:
-    from zerofit.train.probe import probe
-
-    return probe(source, task, data.inputs, run)
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:

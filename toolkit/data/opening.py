@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -77,8 +76,8 @@ def _open_text(
     from zerofit.data.text_sources import TEXT_SOURCES
 
     problems = Problems()
-    source: Source | None = _attempt(problems, lambda: TEXT_SOURCES[word](run, argument))
-    tokenizer: Tokenizer | None = _attempt(problems, lambda: _tokenizer_for(run.tokenizer, task))
+    source: Source | None = problems.attempt(lambda: TEXT_SOURCES[word](run, argument))
+    tokenizer: Tokenizer | None = problems.attempt(lambda: _tokenizer_for(run.tokenizer, task))
     problems.raise_if_any()
     assert source is not None and tokenizer is not None
     tokens = open_tokens(source, tokenizer, progress)
@@ -95,15 +94,6 @@ def _open_text(
         encode=tokenizer.encode,
         notes=tuple(_notes(tokens, task, seq_len)),
     )
-
-
-def _attempt(problems: Problems, action: Callable[[], T]) -> T | None:
-    """Data and tokenizer are opened apart, so that one attempt tells about both."""
-    try:
-        return action()
-    except UserError as error:
-        problems.extend(error.problems)
-        return None
 
 
 def _tokenizer_for(name: str, task: TaskName) -> Tokenizer:

@@ -21,14 +21,14 @@ from zerofit.spec.folder import RunFolder
 GRACE_S = 10.0  # between the request to stop and the kill
 
 
-def command(folder: RunFolder, ranks: int, port: int) -> list[str]:
+def launcher(ranks: int, port: int) -> list[str]:
     """The deepspeed launcher of one node (`deepspeed.launcher.launch`), without the multi-node runner before it.
 
     The runner looks for a hostfile of the machine's and exits 0 when this launcher is killed; one node needs neither.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={port}"]
-    return [*launcher, "--no_local_rank", "--module", "zerofit.worker", str(folder.path)]
+    argv = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={port}"]
+    return [*argv, "--no_local_rank"]
 
 
 def environment(machine: Machine, ranks: int) -> dict[str, str]:
@@ -66,7 +66,7 @@ def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subproc
     """
     log = (folder.logs / "launcher.log").open("ab")
     process = subprocess.Popen(
-        command(folder, ranks, free_port()),
+        [*launcher(ranks, free_port()), "--module", "zerofit.worker", str(folder.path)],
         env=environment(machine, ranks),
         stdin=subprocess.DEVNULL,
         stdout=log,

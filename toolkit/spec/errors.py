@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,14 @@ class Problems:
     def extend(self, problems: Iterable[Problem]) -> None:
         """Note what another check has found."""
         self._found.extend(problems)
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """What the work gives; None where it raised a UserError, whose problems are noted."""
+        try:
+            return work()
+        except UserError as error:
+            self.extend(error.problems)
+            return None
 
     def __bool__(self) -> bool:
         return bool(self._found)

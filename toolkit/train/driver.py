@@ -18,7 +18,7 @@ from zerofit.models.build import forward_logits
 from zerofit.models.inputs import Inputs
 from zerofit.spec.folder import Job
 from zerofit.train.build import DTYPES, build_whole, parameter_groups
-from zerofit.train.loss import IGNORE, counts, output_logits, own_loss, weighted_cross_entropy
+from zerofit.train.loss import IGNORE, counts, part_of, weighted_cross_entropy
 from zerofit.train.place import Place
 from zerofit.train.schedule import make_scheduler
 
@@ -124,7 +124,7 @@ class Driver:
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
         if self._own_loss:
-            return own_loss(self._call_own(x, labels))
+            return part_of(self._call_own(x, labels), "loss")
         logits, aux = self._logits(x, extra)
         if self.job.run.loss == "mse":
             return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
@@ -144,7 +144,7 @@ class Driver:
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         logits, aux = forward_logits(self.engine, x, **extra)
-        return (output_logits(logits) if self.job.facts.own else logits), aux
+        return (part_of(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
         """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
@@ -152,7 +152,7 @@ class Driver:
         count = real.sum().double()
         if not real.any():
             real, labels = torch.ones_like(real), labels.clamp_min(0)
-        return torch.stack([own_loss(self._call_own(x[real], labels[real])).double() * count, count, count * 0])
+        return torch.stack([part_of(self._call_own(x[real], labels[real]), "loss").double() * count, count, count * 0])
 
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
         if self.job.facts.task == "causal-lm":

@@ -31,19 +31,10 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([total.double(), real.sum().double(), right.sum().double()])
 
 
-def own_loss(output: Any) -> Tensor:
-    """The loss in what a model's forward with labels gave: `.loss`, the key "loss", or the first of a tuple."""
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    if hasattr(output, "loss"):
-        return output.loss
-    return output[0]
-
-
-def output_logits(output: Any) -> Tensor:
-    """The logits in what a model gave: a tensor, `.logits`, the key "logits", or the first of a tuple."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    if hasattr(output, "logits"):
-        return output.logits
+def part_of(output: Any, name: str) -> Tensor:
+    """The "loss" or "logits" in what a user's model gave: an attribute, a key, the first of a tuple, or all of it."""
+    if isinstance(output, Mapping) and name in output:
+        return output[name]
+    if hasattr(output, name):
+        return getattr(output, name)
     return output[0] if isinstance(output, tuple | list) else output

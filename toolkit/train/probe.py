@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,13 +21,11 @@ from zerofit.spec.run import RunSpec
 
 def probe(source: ModelSource, task: str, inputs: Inputs, run: RunSpec) -> ModelFacts:
     """The facts of a model for these inputs. Raises UserError where model and data do not go together."""
-    try:
+    with models_say("MODEL"):
         with torch.device("meta"):
             model = build(source, inputs, dict(run.model_args))
         flops = None if source.family == "custom" else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=run.pipeline > 1)
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from None
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     largest = max((p.numel() for p in model.parameters()), default=0)
@@ -49,12 +49,18 @@ def task_of(source: ModelSource, run: RunSpec) -> str:
     """What a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
     if source.family != "custom":
         return source.task
-    try:
-        with torch.device("meta"):
-            model = build(source, None, dict(run.model_args))
-    except ModelError as error:
-        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")) from None
+    with models_say("MODEL"), torch.device("meta"):
+        model = build(source, None, dict(run.model_args))
     return "causal-lm" if "input_ids" in inspect.signature(model.forward).parameters else "image"
+
+
+@contextmanager
+def models_say(where: str) -> Iterator[None]:
+    """Turns what models/ has to say (a ModelError) into a UserError about this place."""
+    try:
+        yield
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where=where)) from None
 
 
 def _layer_count(model: nn.Module, needed: bool) -> int | None:
