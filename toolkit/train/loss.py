@@ -19,6 +19,8 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | floa
     mean over micro batches and ranks is exactly the mean over all targets, however they are spread.
     """
     flat = logits.reshape(-1, logits.shape[-1]).float()  # (targets, classes)
+    if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored: the mean, a kernel less
+        return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE, reduction="sum") * weight
 
 
