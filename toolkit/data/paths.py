@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run import RunSpec
-
-
-def cache_root() -> Path:
-    """The folder for what can be computed again: $ZEROFIT_CACHE, else ~/.cache/zerofit."""
-    chosen = os.environ.get("ZEROFIT_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zerofit"
 
 
 def data_root(run: RunSpec) -> Path:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerofit.spec.cache import cache_root
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import RunFolder
 
@@ -48,7 +49,7 @@ def ops_folder() -> Path:
     """Where this environment's compiled C++ ops lie; two environments that shared one would rebuild each other's."""
     versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
     key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
-    return Path(os.environ.get("ZEROFIT_CACHE", Path.home() / ".cache" / "zerofit")) / "ops" / key
+    return cache_root() / "ops" / key
 
 
 def free_port() -> int:

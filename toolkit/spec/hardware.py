@@ -34,3 +34,31 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         if re.search(rf"\b{re.escape(name)}\b", device_name):
             return peaks[precision] * 1e12 if precision in peaks else None
     return None
+
+
+# `--gpu KIND` -> a name from PEAK_TFLOPS and the memory that its maker states, in GiB (the sheets of above)
+GPUS: dict[str, tuple[str, int]] = {
+    "b200": ("B200", 192),
+    "h200": ("H200", 141),
+    "h100-80gb": ("H100", 80),
+    "h100-pcie-80gb": ("H100 PCIe", 80),
+    "a100-80gb": ("A100", 80),
+    "a100-40gb": ("A100", 40),
+    "a10": ("A10", 24),
+    "a10g": ("A10G", 24),
+    "l40s": ("L40S", 48),
+    "l40": ("L40", 48),
+    "l4": ("L4", 24),
+    "v100-32gb": ("V100", 32),
+    "v100-16gb": ("V100", 16),
+    "t4": ("T4", 16),
+    "rtx4090": ("RTX 4090", 24),
+    "rtx3090": ("RTX 3090", 24),
+    "mi300x": ("MI300X", 192),
+    "mi250x": ("MI250X", 128),
+}
+
+
+def supports(kind: str, precision: str) -> bool:
+    """Whether a kind of GPU has arithmetic of a precision ("bf16", "fp16", "fp32")."""
+    return precision in PEAK_TFLOPS[GPUS[kind][0]]

@@ -1,0 +1,143 @@
+"""Every file in ds_configs/ trains as it is; on the CPU where its feature runs there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zerofit.config.ds_json import autos, bundled, get, read_config
+from zerofit.launch.machine import this_machine
+
+NEEDS_GPU = {
+    "zeropp": "quantized weights go through a CUDA kernel",
+    "zenflow": "its stage 3 allocates on the CUDA device by name (runtime/zenflow/engine_stage3.py:192)",
+    "superoffload": "DeepSpeed refuses every other device (runtime/superoffload/superoffload_stage3.py:23)",
+    "deepcompile": "its C++ op includes CUDA's headers",
+}
+ON_CPU = sorted(set(bundled()) - set(NEEDS_GPU))
+LOW_PRECISION = {"bf16": "bf16", "bf16_master_weights": "bf16", "fp16": "fp16", "zeropp": "fp16"}
+DEGREES = {
+    "pipeline": "pipeline",
+    "sequence_parallel": "sequence_parallel",
+    "tensor_parallel": "tensor_parallel",
+    "tensor_parallel_zero2": "tensor_parallel",
+    "tensor_parallel_zero3": "tensor_parallel",
+}
+TOP_LEVEL = {
+    *("zero_optimization", "bf16", "fp16", "aio", "tensor_parallel", "sequence_parallel_size", "compile"),
+    *("activation_checkpointing", "flops_profiler", "comms_logger", "wall_clock_breakdown", "log_level"),
+}
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+HOW = {"model": "llama-tiny", "model_args": TINY, "data": "synthetic", "seq_len": 32, "steps": 3, "global_batch": 8}
+HOW |= {"eval_samples": 4}
+
+
+@pytest.fixture(scope="module")
+def plain_losses(pools, tmp_path_factory):
+    return pools(2).train(tmp_path_factory.mktemp("plain") / "run", **HOW, ds_config="zero0").losses
+
+
+def test_nvme_holds_parameters_and_states(pools, tmp_path):
+    wide = HOW | {"model_args": TINY | {"hidden_size": 512}}  # DeepSpeed keeps what is below aio's block size in memory
+    trained = pools(2).train(tmp_path / "run", **wide, ds_config=on_this_disk("zero3_nvme", tmp_path))
+    plain = pools(2).train(tmp_path / "plain", **wide, ds_config="zero0")
+    np.testing.assert_allclose(trained.losses, plain.losses, rtol=1e-4)
+    assert list(tmp_path.glob("zero_stage_3/float32params/rank*/*_param.tensor.swp"))
+    assert list(tmp_path.glob("zero_stage_3/optimizer/rank*/*.tensor.swp"))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_file_trains_on_the_cpu(pools, tmp_path, plain_losses, name):
+    if name == "fp16" and not this_machine().fp16:
+        pytest.skip("this CPU has no fp16 instructions, DeepSpeed refuses it")
+    degree = {DEGREES[name]: 2} if name in DEGREES else {}
+    trained = pools(2).train(tmp_path / "run", **HOW, **degree, ds_config=on_this_disk(name, tmp_path))
+    assert len(trained.losses) == 3
+    np.testing.assert_allclose(trained.losses, plain_losses, rtol=1e-2 if name in LOW_PRECISION else 1e-4)
+    assert as_written(read_config(bundled()[name]), trained.job.ds_config)
+    assert trained.job.run.precision == LOW_PRECISION.get(name, "fp32")
+    assert trained.job.layout.world_size == 2
+    assert max(trained.job.layout.tp, trained.job.layout.pp, trained.job.layout.sp) == (2 if degree else 1)
+    if name == "diagnose":
+        log = (pools(2)._inbox / "log").read_text()
+        pools(2).close()  # the comms logger and the log level stay as they are in a process
+        assert len(re.findall(r"time \(ms\) \| fwd: ", log)) == 3
+        assert "fwd FLOPS per GPU = " in log
+        assert "comm op: all_gather_into_tensor | time (ms)" in log
+
+
+def test_bf16_master_weights_are_bf16(pools, tmp_path):
+    """Rounded masters take another way than float32 ones, by no more than bf16's precision."""
+    rounded, full = (
+        pools(2).train(tmp_path / name, **HOW, lr=1e-4, ds_config=name).losses
+        for name in ("bf16_master_weights", "bf16")
+    )
+    assert rounded != full
+    np.testing.assert_allclose(rounded, full, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(NEEDS_GPU))
+def test_a_file_trains_on_a_gpu(pools, tmp_path, name):
+    ranks = min(2, torch.cuda.device_count())
+    how = HOW | {"compile": name == "deepcompile"}
+    if name == "zenflow":  # it cannot start from a model that zero.Init has partitioned
+        how = {"model": "mlp", "data": "digits", "steps": 3, "global_batch": 8}
+    trained = pools(ranks).train(tmp_path / "run", **how, ds_config=name)
+    assert len(trained.losses) == 3
+    assert np.isfinite(trained.losses).all()
+    assert as_written(read_config(bundled()[name]), trained.job.ds_config)
+
+
+def test_the_files_that_need_a_gpu_exist():
+    assert set(NEEDS_GPU) <= set(bundled())
+    assert set(DEGREES) | set(LOW_PRECISION) <= set(bundled())
+
+
+def test_the_readme_names_every_file_once():
+    table = [line for line in (bundled()["zero0"].parent / "README.md").read_text().splitlines() if line[:3] == "| `"]
+    assert sorted(line.split("`")[1] for line in table) == sorted(bundled())
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_deepspeed_knows_every_key(name):
+    """Unknown keys inside DeepSpeed's strict sections raise; at the top level it would drop them without a word."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = read_config(bundled()[name])
+    for path in list(autos(config)):
+        _forget(config, path)
+    DeepSpeedConfig(config | {"train_batch_size": 1})
+    assert set(config) <= TOP_LEVEL
+
+
+def on_this_disk(name: str, folder: Path) -> dict[str, Any] | str:
+    """The file's name; where it has a path on an NVMe disk, its content with a path that exists here."""
+    config = read_config(bundled()[name])
+    parts = [part for part in config["zero_optimization"].values() if isinstance(part, dict) and "nvme_path" in part]
+    for part in parts:
+        part["nvme_path"] = str(folder)
+    return config if parts else name
+
+
+def as_written(source: dict[str, Any], resolved: dict[str, Any], path: str = "") -> bool:
+    """Whether every value of the file that is neither "auto" nor a path stands in the engine's JSON."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            if not as_written(value, resolved, f"{path}{key}."):
+                return False
+        elif value != "auto" and key != "nvme_path" and get(resolved, f"{path}{key}") != value:
+            return False
+    return True
+
+
+def _forget(config: dict[str, Any], path: str) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        config = config[key]
+    del config[last]

@@ -1,0 +1,106 @@
+"""The keys that the installed DeepSpeed knows, as data: shipped for the versions we know, derived for any other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from zerofit.spec.cache import cache_root
+from zerofit.spec.errors import Problem, RunFailed
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalog:
+    """What `zerofit.check.derive` found in one version of DeepSpeed, with our descriptions and refinements laid in."""
+
+    version: str
+    schema: Schema  # JSON Schema of the whole configuration
+    strict: frozenset[str]  # sections that refuse unknown keys; all others ignore them
+    deprecated: Mapping[str, str]  # dotted path of an old or second name -> the name that the documentation has
+    removed: frozenset[str]  # dotted paths that an older DeepSpeed knew and that this one refuses
+    optimizers: Mapping[str, Mapping[str, list[str]]]  # name -> variant ("fused", "cpu", "torch") -> parameters
+    schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
+
+    def node(self, path: str) -> Schema | None:
+        """The schema of the key at a dotted path, or None where DeepSpeed knows no such key."""
+        node: Schema | None = self.schema
+        for key in path.split("."):
+            node = (node or {}).get("properties", {}).get(key)
+        return node
+
+    def default(self, path: str) -> Any:
+        """The value that DeepSpeed takes where the key is missing; None where there is none."""
+        return (self.node(path) or {}).get("default")
+
+
+@lru_cache(maxsize=1)
+def catalog() -> Catalog:
+    """The installed DeepSpeed's catalogue. Takes seconds once per version that zerofit does not ship."""
+    version = importlib.metadata.version("deepspeed")
+    found = _shipped(version) or _derived(version)
+    _lay_in(found["schema"], found["deprecated"])
+    names = ("strict", "removed")
+    return Catalog(**{k: frozenset(v) if k in names else v for k, v in found.items()})
+
+
+def _data(name: str) -> Any:
+    """A file of data/, or None where there is none of that name."""
+    path = files("zerofit.check") / "data" / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _shipped(version: str) -> dict[str, Any] | None:
+    return _data(f"deepspeed-{version}.json")
+
+
+def _derived(version: str) -> dict[str, Any]:
+    """From the cache, else asked of DeepSpeed in a process of its own."""
+    path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    print(f"reading the configuration keys of DeepSpeed {version} (once) ...", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "zerofit.check.derive"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        message = f"cannot read the configuration keys of DeepSpeed {version}: {done.stderr.strip()[-600:]}"
+        raise RunFailed(Problem(kind="deepspeed", message=message, hint="does `python -c 'import deepspeed'` work?"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(done.stdout, encoding="utf-8")
+    aside.replace(path)
+    return json.loads(done.stdout)
+
+
+def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
+    """Our descriptions, and our types where DeepSpeed's own code tells none; second names get those of the first."""
+    descriptions, refinements = _data("descriptions.json") or {}, _data("refinements.json") or {}
+
+    def walk(node: Schema, prefix: str, told: str) -> None:
+        for key, child in node.get("properties", {}).items():
+            path = f"{prefix}{key}"
+            known_as = told + _documented(prefix, key, deprecated)
+            child.update(refinements.get(path, {}))
+            text = descriptions.get(path) or descriptions.get(known_as)
+            if text:
+                child["description"] = text if path in descriptions else f"Another name of {known_as}. {text}"
+            if path in deprecated:
+                child["deprecated"] = True
+            walk(child, f"{path}.", f"{known_as}.")
+
+    walk(schema, "", "")
+
+
+def _documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
+    """The name of a key that the documentation has; some old names lead to it in two steps."""
+    for _ in range(2):
+        new = deprecated.get(f"{prefix}{key}", key)
+        key = new if new.isidentifier() else key
+    return key

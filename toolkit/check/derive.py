@@ -1,0 +1,384 @@
+"""What the installed DeepSpeed knows: its configuration keys with types, defaults and bounds, as it shows them itself.
+
+DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) is handed a dictionary that notes what it is
+asked for and says of sections that they are there; a section that ends in a pydantic class has that class's fields.
+Parameters of optimizers and schedulers are those of their constructors.
+
+`python -m zerofit.check.derive` prints the catalogue as JSON. It imports DeepSpeed, which takes seconds: everybody else
+reads the stored answer through `zerofit.check.catalog`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import math
+import sys
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+Schema = dict[str, Any]
+
+# Optimizers whose parameters the engine picks out one by one instead of handing them to a constructor.
+MUON_PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon")
+# Sections below which DeepSpeed copies what it finds, without asking for keys by name.
+OPEN = (
+    "data_efficiency.data_sampling.curriculum_learning",
+    "data_efficiency.data_sampling.dynamic_batching",
+    "data_efficiency.data_routing.random_ltd",
+    "datastates_ckpt",
+    "optimizer.params",
+    "scheduler.params",
+    "tensor_parallel.partition_config",
+)
+
+
+class Asking(dict):
+    """A JSON object that notes which keys DeepSpeed asks of it, with the default that it would take.
+
+    Keys at the paths in `sections` are said to be there and hold another `Asking`; all others are said to be missing.
+    """
+
+    def __init__(self, path: str, reading: Reading):
+        super().__init__()
+        self._path, self._reading, self._children = path, reading, {}
+
+    def _note(self, key: Any, default: Any = None) -> str | None:
+        """The path of a key that is a section, else None."""
+        path = f"{self._path}.{key}" if self._path else str(key)
+        if default is not None or path not in self._reading.asked:
+            self._reading.asked[path] = dict(default) if isinstance(default, dict) else default  # it writes into them
+        return path if path in self._reading.sections else None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, key: object) -> bool:
+        return self._note(key) is not None
+
+    def __getitem__(self, key: Any) -> Any:
+        path = self._note(key)
+        if path is None:
+            raise KeyError(key)
+        return self._children.setdefault(path, Asking(path, self._reading))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """DeepSpeed makes the sections that it misses: then this key is one."""
+        if value == {}:
+            self._reading.sections.add(f"{self._path}.{key}" if self._path else str(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As a dictionary's."""
+        return self[key] if self._note(key, default) else default
+
+    def pop(self, key: Any, default: Any = None) -> Any:
+        """As a dictionary's, with a default always."""
+        return self.get(key, default)
+
+    def keys(self) -> Any:
+        """What `in` can be asked of; `**` walks over it, which means that all keys go to a pydantic class."""
+        return _Keys(self)
+
+    def __iter__(self) -> Iterator[str]:  # without it, `**` would not ask for the keys
+        return iter(())
+
+    def unpacked(self) -> Iterator[str]:
+        """The keys, on their way into a call."""
+        self._reading.unpacked = self._path
+        return iter(())
+
+    def items(self) -> Any:
+        """Nothing is there to walk over."""
+        return ()
+
+    def __copy__(self) -> Asking:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Asking:
+        return self
+
+
+class _Keys:
+    def __init__(self, owner: Asking):
+        self._owner = owner
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._owner
+
+    def __iter__(self) -> Iterator[str]:
+        return self._owner.unpacked()
+
+
+class Reading:
+    """One reading of a configuration by DeepSpeed, with what it asked for."""
+
+    def __init__(self, sections: set[str]):
+        from deepspeed.runtime import config as ds
+
+        self.sections = sections
+        self.asked: dict[str, Any] = {}  # dotted path -> default
+        self.models: dict[str, type] = {}  # dotted path -> pydantic class of that section
+        self.unpacked: str | None = None
+        root = Asking("", self)
+        with self._noted_models():
+            reader = object.__new__(ds.DeepSpeedConfig)
+            reader._param_dict, reader.global_rank, reader.world_size = root, 0, 1
+            reader._initialize_params(root)
+            reader._do_warning_check()
+        self.pipeline = dict(reader.pipeline)
+
+    @contextmanager
+    def _noted_models(self) -> Iterator[None]:
+        from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+        made = DeepSpeedConfigModel.__init__
+
+        def init(model: Any, *args: Any, **data: Any) -> None:
+            path, self.unpacked = self.unpacked, None
+            if path is not None:
+                self.models[path] = type(model)
+            for name, value in data.items():
+                inner = _model_in(type(model).model_fields[name].annotation) if isinstance(value, Asking) else None
+                if inner:
+                    self.models[value._path] = inner
+            made(model, *args, **data)
+
+        with mock.patch.object(DeepSpeedConfigModel, "__init__", init):
+            yield
+
+
+def derive() -> dict[str, Any]:
+    """The catalogue, as `zerofit.check.catalog.Catalog` holds it."""
+    reading = _explored()
+    deprecated = _old_sections()
+    strict: set[str] = set()
+    root: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    for path, default in sorted(reading.asked.items()):
+        _put(root, path, _of_default(default))
+    for path, model in sorted(reading.models.items()):
+        _put(root, path, _of_model(model, path, deprecated, strict))
+    for key, default in reading.pipeline.items():
+        _put(root, f"pipeline.{key}", _of_default(default))
+    for path in _read_elsewhere():
+        _put(root, path, {})
+    for path in OPEN:
+        _put(root, path, {"type": "object", "properties": {}, "additionalProperties": True})
+    return {
+        "version": importlib.metadata.version("deepspeed"),
+        "schema": root,
+        "deprecated": deprecated,
+        "strict": sorted(strict),
+        "removed": sorted(_removed()),
+        "optimizers": _optimizers(),
+        "schedulers": _schedulers(),
+    }
+
+
+def _explored() -> Reading:
+    """Readings with one more key said to be a section each time, until no further section turns up."""
+    sections: set[str] = set()
+    tried: set[str] = set()
+    reading = Reading(sections)
+    while todo := [p for p in reading.asked if p not in tried]:
+        found = [_as_section(path, sections) for path in todo if _may_be_section(reading.asked[path])]
+        tried |= set(todo)
+        asked, models = dict(reading.asked), dict(reading.models)
+        for one in filter(None, found):
+            sections |= one.sections
+            asked, models = {**one.asked, **asked}, {**one.models, **models}
+        reading = Reading(sections)
+        # of all readings: an old name is asked for only while the new one is missing
+        reading.asked, reading.models = {**asked, **reading.asked}, {**models, **reading.models}
+    return reading
+
+
+def _may_be_section(default: Any) -> bool:
+    return default in (None, {}) or isinstance(default, bool)
+
+
+def _as_section(path: str, sections: set[str]) -> Reading | None:
+    """A reading in which that key is a section, if DeepSpeed can read one there and asks for something in it."""
+    parents = {p for p in sections if path.startswith(f"{p}.")}
+    try:
+        found = Reading({*parents, path})
+    except Exception:  # a number or a list was wanted there; each getter fails in its own way
+        return None
+    inside = any(asked.startswith(f"{path}.") for asked in found.asked)
+    return found if inside or path in found.models else None
+
+
+def _put(root: Schema, path: str, schema: Schema) -> None:
+    """Lay a schema at a dotted path; objects on the way are closed ones."""
+    *parents, last = path.split(".")
+    for key in parents:
+        root = root["properties"].setdefault(key, {})
+        if "properties" not in root:
+            root.clear()
+            root.update({"type": "object", "properties": {}, "additionalProperties": False})
+    if "properties" in root["properties"].get(last, {}) and "properties" not in schema:
+        return  # a section whose getter named no default
+    root["properties"][last] = schema
+
+
+def _of_default(default: Any) -> Schema:
+    """What a default tells about a key; nothing where it is null."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    kind = names.get(type(default))
+    if kind is None:
+        return {}
+    return {"default": default} if default == "auto" else {"type": kind, "default": default}
+
+
+def _model_in(annotation: Any) -> type | None:
+    """The pydantic class that an annotation is, or may be."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    options = typing.get_args(annotation) or (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, DeepSpeedConfigModel)), None)
+
+
+def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
+    """Fields under each name that DeepSpeed takes, their own and their alias; notes aliases and strict sections."""
+    strict.add(path)
+    properties: dict[str, Schema] = {}
+    for name, field in model.model_fields.items():
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        inner = _model_in(field.annotation)
+        key = f"{path}.{field.alias or name}"
+        schema = _of_model(inner, key, deprecated, strict) if inner else _of_field(field)
+        if inner and type(None) in typing.get_args(field.annotation):
+            schema["type"] = ["object", "null"]
+        properties[field.alias or name] = schema
+        if field.alias:
+            properties[name] = {**schema}
+            deprecated[f"{path}.{name}"] = field.alias  # both are taken; the documentation has the alias
+        if extra.get("deprecated"):
+            deprecated[key] = str(extra.get("new_param", ""))
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _of_field(field: Any) -> Schema:
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+
+    annotation = typing.Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    try:
+        schema = _inlined(TypeAdapter(annotation).json_schema())
+    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
+        schema = {}  # a Python object: nothing that a JSON can hold
+    default = field.get_default()
+    if hasattr(default, "value"):
+        default = default.value
+    if isinstance(default, bool | int | float | str) and not (isinstance(default, float) and math.isinf(default)):
+        schema["default"] = int(default) if type(default) is not bool and isinstance(default, int) else default
+    return schema
+
+
+def _inlined(schema: Schema) -> Schema:
+    """Without titles, descriptions and references; `X or null` as one list of types."""
+    definitions = schema.get("$defs", {})
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(n) for n in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return walk(definitions[node["$ref"].rpartition("/")[2]])
+        node = {k: walk(v) for k, v in node.items() if k not in ("title", "description", "$defs", "format")}
+        options = node.get("anyOf", [])
+        if len(options) == 2 and {"type": "null"} in options:
+            other = next(o for o in options if o != {"type": "null"})
+            if isinstance(other.get("type"), str):
+                node = {**{k: v for k, v in node.items() if k != "anyOf"}, **other, "type": [other["type"], "null"]}
+                if "enum" in node:
+                    node["enum"] = [*node["enum"], None]
+        return node
+
+    return walk(schema)
+
+
+def _read_elsewhere() -> tuple[str, ...]:
+    """Keys that DeepSpeed reads outside its reader (config.py:468, __init__.py:543, pipe/engine.py:206)."""
+    return ("sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant")
+
+
+def _old_sections() -> dict[str, str]:
+    from deepspeed.runtime import precision_config
+
+    return {precision_config.BFLOAT16_OLD: precision_config.BFLOAT16}
+
+
+def _removed() -> set[str]:
+    from deepspeed.runtime import config as ds
+
+    zero = {f"zero_optimization.{key}" for key in getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", ())}
+    return set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())) | zero
+
+
+def _optimizers() -> dict[str, dict[str, list[str]]]:
+    """DeepSpeed's names in lower case, torch's as they are: variant -> parameters that its constructor takes."""
+    import torch
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+    from deepspeed.runtime import config as ds
+
+    steering = {ds.TORCH_ADAM_PARAM, ds.ADAM_W_MODE}
+    adam = {"fused": FusedAdam, "cpu": DeepSpeedCPUAdam, "torch": torch.optim.AdamW}
+    variants: dict[str, dict[str, Any]] = {
+        "adam": adam,
+        "adamw": adam,
+        "adagrad": {"fused": torch.optim.Adagrad, "cpu": DeepSpeedCPUAdagrad},
+        "lamb": {"fused": FusedLamb},
+        "lion": {"fused": FusedLion, "cpu": DeepSpeedCPULion},
+    }
+    known: dict[str, dict[str, list[str]]] = {}
+    for name in ds.DEEPSPEED_OPTIMIZERS:
+        known[name] = {v: _parameters(kind) for v, kind in variants.get(name, {}).items()}
+        if name in ("adam", "adamw"):
+            known[name] = {v: sorted({*p, *steering, "fp32_optimizer_states"}) for v, p in known[name].items()}
+    known["muon"] = {"fused": sorted({*MUON_PARAMS, *known["adam"]["cpu"]})}
+    for name, kind in vars(torch.optim).items():
+        optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if optimizer and kind is not torch.optim.Optimizer and name.lower() not in known:
+            known[name] = {"torch": _parameters(kind)}
+    return known
+
+
+def _schedulers() -> dict[str, dict[str, list[str]]]:
+    """Name -> `required` and `optional` parameters: DeepSpeed's own, then torch's."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    kinds = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    for name, kind in vars(torch.optim.lr_scheduler).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+            kinds.setdefault(name, kind)
+    found = {}
+    for name, kind in kinds.items():
+        needed = _parameters(kind, required=True)
+        found[name] = {
+            "required": needed,
+            "optional": [p for p in _parameters(kind) if p not in needed],
+            "own": name in lr_schedules.VALID_LR_SCHEDULES,
+        }
+    return found
+
+
+def _parameters(kind: Any, required: bool = False) -> list[str]:
+    """Names that a constructor takes beside self and what it works on."""
+    skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
+    signature = inspect.signature(kind.__init__).parameters.values()
+    chosen = [p for p in signature if p.name not in skipped]
+    return [p.name for p in chosen if not required or p.default is inspect.Parameter.empty]
+
+
+if __name__ == "__main__":
+    told, sys.stdout = sys.stdout, sys.stderr  # DeepSpeed logs to standard output
+    print(json.dumps(derive(), indent=1, sort_keys=True), file=told)

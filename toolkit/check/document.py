@@ -1,0 +1,176 @@
+"""A DeepSpeed JSON as text: parsed with comments tolerated, every key and value with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from lark import Lark, Token, Tree
+from lark.exceptions import UnexpectedCharacters, UnexpectedEOF, UnexpectedInput, UnexpectedToken
+
+# As DeepSpeed's own reader (hjson) takes it: comments and a comma after the last member do no harm.
+GRAMMAR = r"""
+    start: value
+    ?value: object | array | STRING | NUMBER | CONSTANT
+    object: "{" [pair ("," pair)*] [comma] "}"
+    array: "[" [value ("," value)*] [comma] "]"
+    pair: STRING ":" value
+    comma: COMMA
+    COMMA: ","
+    CONSTANT: "true" | "false" | "null"
+    STRING: /"(?:[^"\\\x00-\x1f]|\\(?:["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/
+    NUMBER: /-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?/
+    COMMENT: /\/\/[^\n]*|#[^\n]*|\/\*(?:[^*]|\*(?!\/))*\*\//
+    %ignore COMMENT
+    %ignore /[ \t\r\n\ufeff]+/
+"""
+_SPOKEN = {"COMMA": "a comma", "COLON": "a colon", "RBRACE": "}", "RSQB": "]", "STRING": "a string in double quotes"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where something stands: line and column from 1 on, offsets into the text from 0 on."""
+
+    line: int
+    column: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A value with its place; objects and arrays hold their parts."""
+
+    place: Place
+    data: Any  # as json.loads gives it; of a key that stands twice, the last value
+    members: tuple[Member, ...] = ()
+    items: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One `"key": value` of an object."""
+
+    key: str
+    place: Place  # of the key
+    value: Value
+
+
+class SyntaxFault(Exception):
+    """The text is no JSON; says where and what was expected."""
+
+    def __init__(self, message: str, line: int, column: int):
+        super().__init__(message)
+        self.message, self.line, self.column = message, line, column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A parsed JSON: its text, its root and what is tolerated but not strict JSON."""
+
+    text: str
+    root: Value
+    commas: tuple[Place, ...] = field(default=())  # after the last member of an object or array
+
+    @property
+    def config(self) -> Any:
+        """The plain value, as json.loads gives it."""
+        return self.root.data
+
+    def member(self, path: str) -> Member | None:
+        """The member at a dotted path (the last one of that key), or None."""
+        found = None
+        value = self.root
+        for key in path.split("."):
+            found = next((m for m in reversed(value.members) if m.key == key), None)
+            if found is None:
+                return None
+            value = found.value
+        return found
+
+    def place(self, path: str) -> Place:
+        """Where a key stands; of a missing one, where the innermost object around it does."""
+        while path:
+            member = self.member(path)
+            if member:
+                return member.place
+            path = path.rpartition(".")[0]
+        return self.root.place
+
+    def duplicates(self) -> Iterator[tuple[str, Member, Member]]:
+        """Dotted path of each key that stands more than once in one object, an earlier member and the last."""
+        yield from _duplicates(self.root, "")
+
+
+def _duplicates(value: Value, prefix: str) -> Iterator[tuple[str, Member, Member]]:
+    last = {m.key: m for m in value.members}
+    for member in value.members:
+        path = f"{prefix}{member.key}"
+        if member is not last[member.key]:
+            yield path, member, last[member.key]
+        yield from _duplicates(member.value, f"{path}.")
+    for item in value.items:
+        yield from _duplicates(item, f"{prefix}[].")
+
+
+def parse(text: str) -> Document:
+    """The document. Raises SyntaxFault with line, column and what was expected there."""
+    try:
+        tree = _parser().parse(text)
+        commas: list[Place] = []
+        root = _value(tree.children[0], commas)
+    except UnexpectedInput as error:
+        raise _fault(error, text) from None
+    except RecursionError:
+        raise SyntaxFault("objects or arrays are nested too deeply to be a configuration", 1, 1) from None
+    return Document(text=text, root=root, commas=tuple(commas))
+
+
+def of_data(config: Any) -> Document:
+    """A document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
+    return parse(json.dumps(config, indent=2))
+
+
+@lru_cache(maxsize=1)
+def _parser() -> Lark:
+    return Lark(GRAMMAR, parser="lalr", propagate_positions=True, maybe_placeholders=False)
+
+
+def _value(node: Tree | Token, commas: list[Place]) -> Value:
+    if isinstance(node, Token):
+        return Value(place=_place(node), data=json.loads(node))
+    place = _place(node.meta)
+    parts = [c for c in node.children if not (isinstance(c, Tree) and c.data == "comma")]
+    commas.extend(_place(c.meta) for c in node.children if isinstance(c, Tree) and c.data == "comma")
+    if node.data == "array":
+        items = tuple(_value(part, commas) for part in parts)
+        return Value(place=place, data=[i.data for i in items], items=items)
+    members = tuple(_member(part, commas) for part in parts)
+    return Value(place=place, data={m.key: m.value.data for m in members}, members=members)
+
+
+def _member(pair: Tree, commas: list[Place]) -> Member:
+    key, value = pair.children
+    return Member(key=json.loads(key), place=_place(key), value=_value(value, commas))
+
+
+def _place(mark: Any) -> Place:
+    """Of a token or a tree's meta, which name their places alike."""
+    return Place(line=mark.line, column=mark.column, start=mark.start_pos, end=mark.end_pos)
+
+
+def _fault(error: UnexpectedInput, text: str) -> SyntaxFault:
+    if isinstance(error, UnexpectedEOF) or (isinstance(error, UnexpectedToken) and error.token.type == "$END"):
+        lines = text.split("\n")
+        return SyntaxFault("the text ends where more is expected (a closing bracket?)", len(lines), len(lines[-1]) + 1)
+    if isinstance(error, UnexpectedCharacters):
+        got = text[error.pos_in_stream : error.pos_in_stream + 12].split("\n")[0]
+        expected = error.allowed
+    else:
+        assert isinstance(error, UnexpectedToken)
+        got, expected = str(error.token), error.accepts or error.expected
+    spoken = sorted(_SPOKEN.get(name, name.lower()) for name in expected or () if not name.startswith("_"))
+    return SyntaxFault(f"got {got!r} where JSON has {' or '.join(spoken[:6])}", error.line, error.column)

@@ -1,0 +1,157 @@
+"""Mending a JSON in place: small edits to its text that leave everything else, comments too, as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.check.document import Document, Member, Value, parse
+
+
+@dataclass(frozen=True)
+class Set:
+    """Give the key at a dotted path this value; objects on the way are made."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Take the key at a dotted path out; nothing happens where it is not there."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Call the key at a dotted path something else, in the same object."""
+
+    path: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Take out what stands at these offsets of the text that was checked."""
+
+    start: int
+    end: int
+
+
+Edit = Set | Remove | Rename | Cut
+
+
+def apply(document: Document, edits: Iterable[Edit]) -> str:
+    """The mended text. Cuts, whose offsets are of the old text, come first."""
+    text = document.text
+    todo = list(dict.fromkeys(_Hashable(e) for e in edits))
+    cuts = sorted({(h.edit.start, h.edit.end) for h in todo if isinstance(h.edit, Cut)}, reverse=True)
+    for start, end in cuts:
+        text = text[:start] + text[end:]
+    for hashed in todo:
+        if not isinstance(hashed.edit, Cut):
+            text = _apply(parse(text), hashed.edit)
+    return text
+
+
+class _Hashable:
+    """An edit that is compared by what it says, whatever type its value has."""
+
+    def __init__(self, edit: Edit):
+        self.edit, self._said = edit, repr(edit)
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashable) and self._said == other._said
+
+
+def _apply(document: Document, edit: Edit) -> str:
+    if isinstance(edit, Set):
+        return _set(document, edit)
+    assert not isinstance(edit, Cut)
+    member = document.member(edit.path)
+    text = document.text
+    if member is None:
+        return text
+    if isinstance(edit, Rename):
+        return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]
+    start, end = span_of(document, edit.path, member)
+    return text[:start] + text[end:]
+
+
+def span_of(document: Document, path: str, member: Member) -> tuple[int, int]:
+    """Offsets of a member together with the one comma and the line that go with it."""
+    parent = path.rpartition(".")[0]
+    owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
+    text, start, end = document.text, member.place.start, member.value.place.end
+    number = next(i for i, m in enumerate(owner.members) if m is member)
+    if number + 1 < len(owner.members):  # up to where the next member starts, but keep that one's indentation
+        comma = _comma(text, end)
+        rest = re.match(r"[ \t]*\n", text[comma:])
+        if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
+            return text.rfind("\n", 0, start) + 1, comma + rest.end()
+        return start, comma + len(re.match(r"[ \t]*", text[comma:]).group())  # type: ignore[union-attr]
+    if number:
+        return _comma(text, owner.members[number - 1].value.place.end) - 1, end
+    return start, end
+
+
+def _comma(text: str, end: int) -> int:
+    """The offset behind the comma that follows a value, comments in between or not."""
+    found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
+    assert found, "a member that is not the last is followed by a comma"
+    return end + found.end()
+
+
+def _set(document: Document, edit: Set) -> str:
+    text, path, value = document.text, edit.path, edit.value
+    member = document.member(path)
+    if member:
+        place = member.value.place
+        return text[: place.start] + _dumps(value, _indent_at(text, member.place.start)) + text[place.end :]
+    parent, _, key = path.rpartition(".")
+    while parent and not _is_object(document, parent):
+        value, (parent, _, key) = {key: value}, (parent.rpartition("."))
+    owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
+    if parent and not isinstance(owner.data, dict):
+        return _set(document, Set(parent, {key: value}))
+    return _insert(text, owner, key, value)
+
+
+def _is_object(document: Document, path: str) -> bool:
+    member = document.member(path)
+    return member is not None and isinstance(member.value.data, dict)
+
+
+def _insert(text: str, owner: Value, key: str, value: Any) -> str:
+    """A new last member, laid out like the ones before it."""
+    if owner.members:
+        last = owner.members[-1]
+        indent, end = _indent_at(text, last.place.start), last.value.place.end
+        multiline = "\n" in text[owner.place.start : last.place.start]
+        glue = f",\n{indent}" if multiline else ", "
+        return text[:end] + f"{glue}{json.dumps(key)}: {_dumps(value, indent)}" + text[end:]
+    outer = _indent_at(text, owner.place.start)
+    inner = f"{{\n{outer}  {json.dumps(key)}: {_dumps(value, outer + '  ')}\n{outer}}}"
+    return text[: owner.place.start] + inner + text[owner.place.end :]
+
+
+def _indent_at(text: str, offset: int) -> str:
+    line = text[text.rfind("\n", 0, offset) + 1 :]
+    return re.match(r"[ \t]*", line).group()  # type: ignore[union-attr]
+
+
+def _dumps(value: Any, indent: str) -> str:
+    if not isinstance(value, dict | list) or not any(isinstance(v, dict | list) for v in _parts(value)):
+        return json.dumps(value)
+    return json.dumps(value, indent=2).replace("\n", f"\n{indent}")
+
+
+def _parts(value: dict | list) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value

@@ -1,0 +1,84 @@
+"""The batch identity: train_batch_size = micro batch x gradient accumulation steps x data parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.check.edit import Remove, Set
+from zerofit.check.finding import Finding
+from zerofit.check.subject import Subject
+
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _whole(c: Subject, path: str) -> int | None:
+    value = c.number(path)
+    return int(value) if value and value > 0 and value == int(value) else None
+
+
+def batch(c: Subject) -> Iterator[Finding]:
+    """The three sizes against each other and against the ranks, degrees of model parallelism taken off."""
+    if not any(c.has(path) for path in (TOTAL, MICRO)):
+        yield Finding(
+            code="batch-missing",
+            severity="warning",
+            path=STEPS if c.has(STEPS) else "",
+            message=f"neither {TOTAL} nor {MICRO} is given",
+            why='DeepSpeed alone stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be '
+            'provided" (zerofit and Accelerate fill them in)',
+            fix='write "auto" if one of these fills it, else a number',
+            edits=(Set(MICRO, "auto"),),
+        )
+        return
+    total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
+    if total and c.tensor_parallel > 1:
+        yield _with_tensor_parallel(c, total, micro, steps)
+    elif total and c.setting.ranks:
+        yield from _against_ranks(c, total, micro, steps, c.setting.ranks)
+    elif total and total % ((micro or 1) * (steps or 1)):
+        yield _identity(c, total, micro or 1, steps or 1, None)
+
+
+def _with_tensor_parallel(c: Subject, total: int, micro: int | None, steps: int | None) -> Finding:
+    degree = c.tensor_parallel
+    return Finding(
+        code="batch-tensor-parallel",
+        severity="error",
+        path=TOTAL,
+        message=f"{TOTAL} {total} with tensor_parallel.autotp_size {degree}",
+        why=f"DeepSpeed counts all ranks as data parallel here, so that a step has {total}/{degree} samples of its "
+        "batch, or it refuses the right number",
+        fix=f"remove it and give {MICRO} and {STEPS}",
+        edits=(Remove(TOTAL), *(() if c.has(MICRO) else (Set(MICRO, max(1, total // degree // (steps or 1))),))),
+    )
+
+
+def _against_ranks(c: Subject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
+    dp = max(1, ranks // (c.pipeline * c.sequence_parallel))
+    rest = [("micro batch", micro), ("accumulation", steps)]
+    given = [v for _, v in rest if v]
+    if len(given) == 2 and total != micro * steps * dp:  # type: ignore[operator]
+        yield _identity(c, total, micro, steps, dp)  # type: ignore[arg-type]
+    elif len(given) == 1 and (total % (given[0] * dp) or total < given[0] * dp):
+        yield _identity(c, total, micro or 0, steps or 0, dp)
+    elif not given and total % dp:
+        yield _identity(c, total, 0, 0, dp)
+
+
+def _identity(c: Subject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
+    """Zero stands for a size that is not given, None for ranks that are not known."""
+    each = (micro or 1) * (steps or 1) * (dp or 1)
+    near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
+    parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]
+    parts.append(f"data parallel degree {dp}" if dp else "")
+    product = " x ".join(p for p in parts if p)
+    wrong = f"is not {product} = {each}" if micro and steps and dp else f"is no multiple of {product}"
+    return Finding(
+        code="batch-identity",
+        severity="error",
+        path=TOTAL,
+        message=f"{TOTAL} {total} {wrong}",
+        why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
+        fix=f"take {TOTAL} {near}, or leave one of the three out",
+        edits=(Set(TOTAL, near),),
+    )

@@ -1,0 +1,269 @@
+"""Everything around training: compilation, activation checkpointing, checkpoints, monitors, profilers, data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from zerofit.check.edit import Remove, Set
+from zerofit.check.finding import Finding
+from zerofit.check.rules.rule import Rule
+from zerofit.check.subject import ZERO, Subject
+
+ACT, DATA = "activation_checkpointing", "data_efficiency"
+CURRICULUM = f"{DATA}.data_sampling.curriculum_learning"
+DYNAMIC = f"{DATA}.data_sampling.dynamic_batching"
+
+# keys that DeepSpeed takes and nothing in it reads (found by looking for readers of each)
+NEVER_READ = {
+    "disable_allgather": "runtime/config.py:257",
+    "vocabulary_size": "runtime/config.py:717 (a warning)",
+    f"{ZERO}.allgather_partitions": "runtime/engine.py:1745",
+    "pipeline.stages": "runtime/config.py:275; the PipelineModule's argument decides",
+    "pipeline.partition": "runtime/config.py:276; the PipelineModule's argument decides",
+    "pipeline.seed_layers": "runtime/config.py:277; the PipelineModule's argument decides",
+    "tensor_parallel.kernel_inject": "module_inject/replace_module.py:333 (inference)",
+    "tensor_parallel.injection_policy_tuple": "runtime/engine.py:1220",
+    f"{ZERO}.zenflow.steps_per_epoch": "runtime/zenflow/engine.py:57",
+}
+
+
+def _passes(c: Subject) -> list:
+    passes = c.get("compile.passes")
+    return passes if isinstance(passes, list) else []
+
+
+def _absent(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def _monitor(section: str, package: str) -> Rule:
+    return Rule(
+        code="monitor-package",
+        path=f"{section}.enabled",
+        when=lambda c: c.on(f"{section}.enabled") and _absent(package),
+        message=f"{section} needs the package {package}, which is not installed",
+        why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
+        fix=f"pip install {package}, or disable it",
+        edits=(Set(f"{section}.enabled", False),),
+        source="monitor/utils.py:9, monitor/monitor.py:40",
+    )
+
+
+FEATURES = (
+    Rule(
+        code="comms-logger-off",
+        path="comms_logger.enabled",
+        when=lambda c: c.get("comms_logger.enabled") is False,
+        message="comms_logger.enabled is false, which does not switch it off",
+        why="DeepSpeed looks only whether the section is there: the logger runs, and synchronises every collective",
+        fix="remove the section",
+        edits=(Remove("comms_logger"),),
+        source="comm/config.py:22",
+    ),
+    Rule(
+        code="autotuning-on",
+        path="autotuning.enabled",
+        when=lambda c: c.on("autotuning.enabled"),
+        message="autotuning is on",
+        why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
+        fix="remove the section from the JSON of a real run",
+        edits=(Set("autotuning.enabled", False),),
+        source="runtime/engine.py:3657",
+    ),
+    Rule(
+        code="compile-passes",
+        path="compile.passes",
+        when=lambda c: bool(_passes(c)) and not c.on("compile.deepcompile"),
+        message="compile.passes without deepcompile",
+        why="DeepSpeed ignores them and compiles as torch does",
+        fix="set compile.deepcompile to true, or remove them",
+        edits=(Remove("compile.passes"),),
+        source="runtime/engine.py:5921",
+    ),
+    Rule(
+        code="deepcompile-stage",
+        path="compile.deepcompile",
+        when=lambda c: (
+            c.on("compile.deepcompile") and c.stage == 0 and not {"autosp", "autotp"} & set(map(str, _passes(c)))
+        ),
+        message="DeepCompile without ZeRO",
+        why="DeepSpeed says so in an info line and compiles as torch does",
+        fix="take ZeRO stage 1, 2 or 3",
+        edits=(Set("compile.deepcompile", False),),
+        source="runtime/engine.py:5806",
+    ),
+    Rule(
+        code="needs-cuda",
+        path="compile.deepcompile",
+        when=lambda c: c.on("compile.deepcompile") and c.stage > 0 and c.setting.accelerator == "cpu",
+        message="DeepCompile without a GPU",
+        why="DeepSpeed's native op for it needs CUDA, and compiling fails",
+        fix="remove it",
+        edits=(Set("compile.deepcompile", False),),
+        source="compile/util.py:29",
+    ),
+    Rule(
+        code="autosp-stage",
+        path="compile.passes",
+        when=lambda c: c.on("compile.deepcompile") and "autosp" in _passes(c) and c.stage >= 2,
+        message=lambda c: f"the pass autosp at ZeRO stage {c.stage}",
+        why="DeepSpeed says so in an info line and compiles as torch does: sequences are not split",
+        fix="take stage 1",
+        edits=(Set(f"{ZERO}.stage", 1),),
+        source="runtime/engine.py:5773",
+    ),
+    Rule(
+        code="compile-passes-mixed",
+        path="compile.passes",
+        when=lambda c: c.on("compile.deepcompile") and "autotp" in _passes(c) and len(_passes(c)) > 1,
+        message="the pass autotp together with others: {value}",
+        why='DeepSpeed stops: "The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO passes."',
+        fix="take autotp alone",
+        edits=(Set("compile.passes", ["autotp"]),),
+        source="runtime/engine.py:5843",
+    ),
+    Rule(
+        code="compile-offload-states",
+        path="compile.offload_opt_states",
+        when=lambda c: (
+            c.on("compile.offload_opt_states")
+            and c.on("compile.deepcompile")
+            and c.stage == 3
+            and c.offload("optimizer") is not None
+        ),
+        message="compile.offload_opt_states beside zero_optimization.offload_optimizer",
+        why='DeepSpeed stops: "compile.offload_opt_states cannot be combined with ZeRO\'s ..."',
+        fix="keep one",
+        edits=(Remove("compile.offload_opt_states"),),
+        source="compile/init_z3.py:94",
+    ),
+    Rule(
+        code="compile-offload-activation",
+        path="compile.offload_activation",
+        when=lambda c: (
+            c.on("compile.offload_activation")
+            and (c.on("compile.offload_parameters") or c.on("compile.offload_opt_states"))
+        ),
+        message="compile.offload_activation beside another offload of compile",
+        why='DeepSpeed stops: "compile.offload_activation cannot be combined with ..."',
+        fix="keep one",
+        edits=(Remove("compile.offload_activation"),),
+        source="compile/init_z3.py:101",
+    ),
+    Rule(
+        code="activations-contiguous",
+        path=f"{ACT}.contiguous_memory_optimization",
+        when=lambda c: (
+            c.on(f"{ACT}.contiguous_memory_optimization")
+            and (not c.on(f"{ACT}.partition_activations") or c.number(f"{ACT}.number_checkpoints") is None)
+        ),
+        message="contiguous_memory_optimization without partition_activations and number_checkpoints",
+        why='DeepSpeed stops in the first forward: "Contiguous Checkpointing is only available with partitioned '
+        'activations"',
+        fix="remove it, or give both",
+        edits=(Remove(f"{ACT}.contiguous_memory_optimization"),),
+        source="runtime/activation_checkpointing/checkpointing.py:1229",
+    ),
+    Rule(
+        code="activations-code",
+        severity="warning",
+        path=ACT,
+        when=lambda c: any(c.on(f"{ACT}.{key}") for key in ("partition_activations", "cpu_checkpointing")),
+        message="the activation_checkpointing section does nothing by itself",
+        why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go through "
+        "deepspeed.checkpointing.checkpoint",
+        fix="switch checkpointing on where the model is built (zerofit train --activation-checkpointing)",
+        source="runtime/activation_checkpointing/checkpointing.py:1121",
+    ),
+    Rule(
+        code="checkpoint-writer",
+        path="checkpoint.writer",
+        when=lambda c: bool(c.section("checkpoint.writer")),
+        message="checkpoint.writer",
+        why="DeepSpeed's fast writer saves files that torch 2.6 and later does not load again, and without the "
+        "deepspeed launcher it fails with KeyError 'CROSS_SIZE'",
+        fix="remove it",
+        edits=(Remove("checkpoint.writer"),),
+        source="runtime/model_checkpointing/utils.py:76",
+    ),
+    Rule(
+        code="datastates-on",
+        path="datastates_ckpt",
+        when=lambda c: c.has("datastates_ckpt") and c.get("datastates_ckpt") is not False and _absent("datastates"),
+        message='datastates_ckpt is on: any value but false switches it on, also {"enabled": false}',
+        why="DeepSpeed stops: the package DataStates is not installed",
+        fix="remove it",
+        edits=(Remove("datastates_ckpt"),),
+        source="datastates/config.py:20",
+    ),
+    Rule(
+        code="aio-unused",
+        severity="warning",
+        path="aio",
+        when=lambda c: bool(c.section("aio")) and "nvme" not in (c.offload("optimizer"), c.offload("param")),
+        message="aio without NVMe offload",
+        why="DeepSpeed reads it for offload to NVMe only",
+        fix="remove it",
+        edits=(Remove("aio"),),
+        source="runtime/swap_tensor/aio_config.py:20",
+    ),
+    Rule(
+        code="needs-cuda",
+        path="aio.use_gds",
+        when=lambda c: c.on("aio.use_gds") and c.setting.accelerator == "cpu",
+        message="aio.use_gds without a GPU",
+        why='DeepSpeed stops: "GDS currently only supported for CUDA accelerator"',
+        fix="set it to false",
+        edits=(Set("aio.use_gds", False),),
+        source="runtime/swap_tensor/aio_config.py:39",
+    ),
+    Rule(
+        code="data-efficiency-off",
+        path=f"{DATA}.enabled",
+        when=lambda c: c.get(f"{DATA}.enabled") is False and c.on(f"{CURRICULUM}.enabled"),
+        message="data_efficiency.enabled is false, which does not switch off its curriculum_learning",
+        why="DeepSpeed looks at the inner switch only",
+        fix="set curriculum_learning.enabled to false",
+        edits=(Set(f"{CURRICULUM}.enabled", False),),
+        source="runtime/engine.py:1402",
+    ),
+    Rule(
+        code="curriculum-metrics",
+        path=CURRICULUM,
+        when=lambda c: c.on(f"{CURRICULUM}.enabled") and not c.has(f"{CURRICULUM}.curriculum_metrics"),
+        message="curriculum_learning without curriculum_metrics",
+        why='DeepSpeed stops: "Curriculum learning is enabled, curriculum_metrics must be specified"',
+        fix="give the metrics, or disable it",
+        edits=(Set(f"{CURRICULUM}.enabled", False),),
+        source="runtime/data_pipeline/config.py:88",
+    ),
+    Rule(
+        code="dynamic-batching-tokens",
+        path=DYNAMIC,
+        when=lambda c: c.on(f"{DYNAMIC}.enabled") and not c.has(f"{DYNAMIC}.max_tokens"),
+        message="dynamic_batching without max_tokens",
+        why='DeepSpeed stops: "Dynamic batching is enabled, so max_tokens must be specified"',
+        fix="give max_tokens, or disable it",
+        edits=(Set(f"{DYNAMIC}.enabled", False),),
+        source="runtime/data_pipeline/config.py:108",
+    ),
+    _monitor("tensorboard", "tensorboard"),
+    _monitor("wandb", "wandb"),
+    _monitor("comet", "comet_ml"),
+)
+
+
+def never_read(c: Subject) -> Iterator[Finding]:
+    """Keys that are taken and that nothing reads."""
+    for path, source in NEVER_READ.items():
+        if c.changed(path):
+            yield Finding(
+                code="never-read",
+                severity="warning",
+                path=path,
+                message=f"{path} has no effect",
+                why=f"DeepSpeed takes it, and nothing reads it ({source})",
+                fix="remove it",
+                edits=(Remove(path),),
+            )

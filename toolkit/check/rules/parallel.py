@@ -1,0 +1,218 @@
+"""Tensor, sequence, pipeline and expert parallelism."""
+
+from __future__ import annotations
+
+from zerofit.check.edit import Remove, Set
+from zerofit.check.rules.rule import Rule
+from zerofit.check.subject import ZERO, Subject
+
+TP, EP = "tensor_parallel", "expert_parallel"
+PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [d for d in range(1, ranks + 1) if ranks % d == 0]
+
+
+def _nested(c: Subject) -> int:
+    return c.degree(f"{TP}.tp.tp_size") if c.has(f"{TP}.tp") else c.degree(f"{TP}.tensor_parallel.tp_size")
+
+
+def _not_dividing(c: Subject, degree: int) -> bool:
+    return bool(c.setting.ranks) and degree > 1 and c.setting.ranks % degree != 0
+
+
+def _heads(c: Subject) -> bool:
+    facts, degree = c.setting.facts, c.tensor_parallel
+    if facts is None or degree == 1 or not facts.attention_heads:
+        return False
+    return any(n % degree for n in (facts.attention_heads, facts.kv_heads or degree))
+
+
+def _largest(c: Subject, degree: int) -> int:
+    return max(d for d in _divisors(c.setting.ranks or 1) if d <= degree)
+
+
+PARALLEL = (
+    Rule(
+        code="tensor-parallel-ranks",
+        path=f"{TP}.autotp_size",
+        when=lambda c: _not_dividing(c, c.tensor_parallel),
+        message=lambda c: f"autotp_size {{value}} does not divide {c.setting.ranks} ranks",
+        why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
+        fix="take a divisor of the number of ranks",
+        edits=lambda c: (Set(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),),
+        source="runtime/utils/groups.py:202",
+    ),
+    Rule(
+        code="tensor-parallel-heads",
+        path=f"{TP}.autotp_size",
+        when=_heads,
+        message=lambda c: (
+            f"autotp_size {{value}} does not divide the model's {c.setting.facts.attention_heads} attention "
+            f"heads and {c.setting.facts.kv_heads} key-value heads"
+        ),
+        why="DeepSpeed makes uneven shards or leaves ranks without a head",
+        fix="take a divisor of both",
+        edits=(Set(f"{TP}.autotp_size", 1),),
+        source="runtime/engine.py:1046",
+    ),
+    Rule(
+        code="tensor-parallel-nested",
+        path=f"{TP}.tp.tp_size",
+        when=lambda c: _nested(c) > 1 and not c.number(f"{TP}.autotp_size") and c.get(f"{TP}.autotp_size") != "auto",
+        message="tensor_parallel.tp.tp_size {value} without autotp_size",
+        why="DeepSpeed splits nothing in training: autotp_size decides",
+        fix="set tensor_parallel.autotp_size",
+        edits=lambda c: (Set(f"{TP}.autotp_size", _nested(c)),),
+        source="runtime/engine.py:595",
+    ),
+    Rule(
+        code="tensor-parallel-sizes",
+        path=f"{TP}.tp.tp_size",
+        when=lambda c: _nested(c) > 1 and c.tensor_parallel > 1 and _nested(c) != c.tensor_parallel,
+        message=lambda c: f"tensor_parallel.tp.tp_size {{value}} beside autotp_size {c.tensor_parallel}",
+        why='DeepSpeed stops: "tensor_parallel.tp.tp_size does not match tensor_parallel.autotp_size"',
+        fix="remove the inner one",
+        edits=(Remove(f"{TP}.tp.tp_size"),),
+        source="runtime/engine.py:1020",
+    ),
+    Rule(
+        code="tensor-parallel-type",
+        path=f"{TP}.dtype",
+        when=lambda c: c.has(f"{TP}.dtype") and c.get(f"{TP}.dtype") != "auto",
+        message="tensor_parallel.dtype cannot be given in a JSON",
+        why='DeepSpeed stops: "Input should be an instance of dtype"; nothing reads the value',
+        fix="remove it: bf16 and fp16 say it",
+        edits=(Remove(f"{TP}.dtype"),),
+        source="runtime/tensor_parallel/config.py:40",
+    ),
+    Rule(
+        code="tensor-parallel-preset",
+        path=f"{TP}.preset_model",
+        when=lambda c: c.word(f"{TP}.preset_model") is not None and c.word(f"{TP}.preset_model") not in PRESETS,
+        message=f"tensor_parallel.preset_model is {{value}}; known: {', '.join(PRESETS)}",
+        why="DeepSpeed takes none then, without a word, and guesses which layers to split",
+        fix="name one of them, or remove it",
+        edits=(Remove(f"{TP}.preset_model"),),
+        source="module_inject/autotp_config.py:558",
+    ),
+    Rule(
+        code="sequence-parallel-ranks",
+        path="sequence_parallel_size",
+        when=lambda c: _not_dividing(c, c.sequence_parallel),
+        message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.setting.ranks} ranks",
+        why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
+        fix="take a divisor of the number of ranks",
+        edits=lambda c: (Set("sequence_parallel_size", _largest(c, c.sequence_parallel)),),
+        source="runtime/config.py:461",
+    ),
+    Rule(
+        code="sequence-parallel-alone",
+        severity="warning",
+        path="sequence_parallel_size",
+        when=lambda c: c.sequence_parallel > 1 and not c.has("data_parallel_size"),
+        message="sequence_parallel_size {value} by itself",
+        why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
+        "(zerofit does) or data_parallel_size is given too",
+        fix="give data_parallel_size too, or register Ulysses in code",
+        edits=lambda c: (Set("data_parallel_size", max(1, (c.setting.ranks or 1) // c.sequence_parallel)),),
+        source="__init__.py:543",
+    ),
+    Rule(
+        code="data-parallel-alone",
+        severity="warning",
+        path="data_parallel_size",
+        when=lambda c: c.has("data_parallel_size") and not c.has("sequence_parallel_size"),
+        message="data_parallel_size without sequence_parallel_size",
+        why="DeepSpeed ignores it",
+        fix="remove it: the number of ranks decides",
+        edits=(Remove("data_parallel_size"),),
+        source="__init__.py:543",
+    ),
+    Rule(
+        code="pipeline-print",
+        path="steps_per_print",
+        when=lambda c: (
+            (c.pipeline > 1 or bool(c.section("pipeline")))
+            and (c.on("wall_clock_breakdown") or c.on("flops_profiler.enabled"))
+            and c.number("steps_per_print") is None
+        ),
+        message="timers or the flops profiler with a pipeline, without steps_per_print",
+        why="DeepSpeed fails at the first batch: \"unsupported operand type(s) for %: 'int' and 'NoneType'\"",
+        fix="set steps_per_print",
+        edits=(Set("steps_per_print", 10),),
+        source="runtime/pipe/engine.py:1240",
+    ),
+    Rule(
+        code="managed-accumulation",
+        path="managed_gradient_accumulation",
+        when=lambda c: (
+            c.get("managed_gradient_accumulation") is False
+            and (c.pipeline > 1 or c.on("compile.deepcompile") or (c.stage <= 1 and c.on(f"{ZERO}.overlap_comm")))
+        ),
+        message="managed_gradient_accumulation false with a pipeline, DeepCompile, or overlap_comm below stage 2",
+        why='DeepSpeed stops: "managed_gradient_accumulation=False is not supported with ..."',
+        fix="remove it",
+        edits=(Remove("managed_gradient_accumulation"),),
+        source="runtime/engine.py:2031-2035",
+    ),
+    Rule(
+        code="experts-off",
+        path=EP,
+        when=lambda c: len(c.section(EP)) > 0 and not c.has(f"{EP}.enabled"),
+        message="expert_parallel without enabled",
+        why="DeepSpeed leaves it off, without a word",
+        fix='add "enabled": true',
+        edits=(Set(f"{EP}.enabled", True),),
+        source="module_inject/auto_ep_config.py:48",
+    ),
+    Rule(
+        code="experts-balance",
+        path=f"{EP}.load_balance_coeff",
+        when=lambda c: c.get(f"{EP}.load_balance_coeff") is not None,
+        message="expert_parallel.load_balance_coeff is not supported",
+        why='DeepSpeed stops: "load_balance_coeff=... is not supported in this AutoEP build"',
+        fix="remove it",
+        edits=(Remove(f"{EP}.load_balance_coeff"),),
+        source="module_inject/auto_ep_config.py:76",
+    ),
+    Rule(
+        code="experts-zero3",
+        path=f"{EP}.enabled",
+        when=lambda c: (
+            c.on(f"{EP}.enabled")
+            and c.stage == 3
+            and (
+                c.sequence_parallel > 1
+                or c.on(f"{ZERO}.zero_quantized_gradients")
+                or (c.number(f"{ZERO}.zero_hpz_partition_size") or 1) > 1
+            )
+        ),
+        message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
+        why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
+        fix="take stage 2",
+        edits=(Set(f"{EP}.enabled", False),),
+        source="runtime/engine.py:2218",
+    ),
+    Rule(
+        code="experts-tensor-parallel",
+        path=f"{EP}.enabled",
+        when=lambda c: (
+            c.on(f"{EP}.enabled")
+            and c.tensor_parallel > 1
+            and (
+                c.on("compile.deepcompile")
+                or c.pipeline > 1
+                or c.sequence_parallel > 1
+                or bool(c.section(f"{ZERO}.offload_optimizer"))
+                or bool(c.section(f"{ZERO}.offload_param"))
+            )
+        ),
+        message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
+        why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
+        fix="leave one of them out",
+        edits=(Set(f"{EP}.enabled", False),),
+        source="module_inject/auto_ep_folding.py:202",
+    ),
+)

@@ -1,0 +1,366 @@
+"""fp16, bf16, autocast, loss scaling, master weights, and how gradients are summed."""
+
+from __future__ import annotations
+
+from zerofit.check.edit import Remove, Set
+from zerofit.check.rules.rule import Rule
+from zerofit.check.subject import ZERO, Subject
+
+# fp16's largest number is 65504: a loss scale far above it overflows step after step until it has come down
+HIGH_SCALE_POWER = 24
+
+
+def _dynamic(c: Subject) -> bool:
+    return c.on("fp16.enabled") and not c.number("fp16.loss_scale")
+
+
+def _at_most_zero(value: float | None) -> bool:
+    return value is not None and value <= 0
+
+
+def _masters(c: Subject) -> bool:
+    """Master weights in 16 bits that are only allowed with DeepSpeed's CPU Adam."""
+    bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
+    return bf16 or c.on("fp16.fp16_master_weights_and_grads")
+
+
+def _on_host(c: Subject) -> bool:
+    return c.offload("optimizer") is not None and not c.on("optimizer.params.torch_adam")
+
+
+def _reduce_scatter(c: Subject) -> bool:
+    return c.stage in (2, 3) and c.on(f"{ZERO}.reduce_scatter")
+
+
+def _bf16_optimizer(c: Subject) -> bool:
+    return c.on("bf16.enabled") and c.stage == 1 and c.word("data_types.grad_accum_dtype") in ("fp32", "float32")
+
+
+def _mode(c: Subject) -> str:
+    return "bf16" if c.on("bf16.enabled") else "fp16" if c.on("fp16.enabled") else "fp32"
+
+
+def _accumulates_otherwise(c: Subject) -> bool:
+    kind = c.word("data_types.grad_accum_dtype")
+    known = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+    settled = all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
+    return c.stage == 0 and settled and kind in known and known[kind] != _mode(c)
+
+
+PRECISION = (
+    Rule(
+        code="fp16-and-bf16",
+        path="fp16.enabled",
+        when=lambda c: c.on("fp16.enabled") and c.on("bf16.enabled"),
+        message="fp16.enabled and bf16.enabled are both true",
+        why='DeepSpeed stops: "bfloat16 and fp16 modes cannot be simultaneously enabled"',
+        fix="set one of them to false; bf16 needs no loss scaling where the device has it",
+        edits=(Set("fp16.enabled", False),),
+        source="runtime/config.py:511",
+    ),
+    Rule(
+        code="fp16-device",
+        path="fp16.enabled",
+        when=lambda c: c.on("fp16.enabled") and not c.on("bf16.enabled") and "fp16" not in c.setting.precisions,
+        message="fp16 on a device that has no fp16 arithmetic",
+        why='DeepSpeed stops once the ranks run: "Type fp16 is not supported on your device."',
+        fix="take bf16, or neither",
+        edits=lambda c: (
+            Set("fp16.enabled", False),
+            *((Set("bf16.enabled", True),) if "bf16" in c.setting.precisions else ()),
+        ),
+        source="runtime/engine.py:2003",
+    ),
+    Rule(
+        code="bf16-device",
+        path="bf16.enabled",
+        when=lambda c: c.on("bf16.enabled") and "bf16" not in c.setting.precisions,
+        message="bf16 on a device that has no bf16 arithmetic",
+        why='DeepSpeed stops once the ranks run: "Type bf16 is not supported on your device."',
+        fix="take fp16",
+        edits=(Set("bf16.enabled", False), Set("fp16.enabled", True)),
+        source="runtime/engine.py:2006",
+    ),
+    Rule(
+        code="bf16-without-zero",
+        severity="warning",
+        path="bf16.enabled",
+        when=lambda c: c.on("bf16.enabled") and c.stage == 0 and c.pipeline == 1 and c.optimizer in ("adam", "adamw"),
+        message="bf16 without ZeRO",
+        why="DeepSpeed makes an optimizer step on zero gradients at the start, which counts as Adam's first: the real "
+        "first steps are too small (zerofit undoes it)",
+        fix="take ZeRO stage 1: it needs no more memory or time",
+        edits=(Set(f"{ZERO}.stage", 1),),
+        source="runtime/fp16/unfused_optimizer.py:425",
+    ),
+    Rule(
+        code="loss-scale-window",
+        path="fp16.loss_scale_window",
+        when=lambda c: _dynamic(c) and _at_most_zero(c.number("fp16.loss_scale_window")),
+        message="fp16.loss_scale_window is {value}; allowed: a whole number from 1 on",
+        why="DeepSpeed refuses it: the loss scale could never rise again",
+        fix="take 1000, or remove the key",
+        edits=(Set("fp16.loss_scale_window", 1000),),
+        source="runtime/precision_config.py:192",
+    ),
+    Rule(
+        code="loss-scale-floor",
+        path="fp16.min_loss_scale",
+        when=lambda c: _dynamic(c) and _at_most_zero(c.number("fp16.min_loss_scale")),
+        message="fp16.min_loss_scale is {value}; allowed: a whole number from 1 on",
+        why="DeepSpeed refuses it: a loss scale that may reach 0 loses every gradient",
+        fix="take 1, or remove the key",
+        edits=(Set("fp16.min_loss_scale", 1),),
+        source="runtime/precision_config.py:196",
+    ),
+    Rule(
+        code="loss-scale-start",
+        path="fp16.initial_scale_power",
+        when=lambda c: (
+            _dynamic(c)
+            and 2.0 ** min(c.number("fp16.initial_scale_power") or 16, 1000) < (c.number("fp16.min_loss_scale") or 1)
+        ),
+        message=lambda c: (
+            f"the loss scale starts at 2^{c.number('fp16.initial_scale_power') or 16}, below its floor "
+            f"fp16.min_loss_scale {c.number('fp16.min_loss_scale') or 1}"
+        ),
+        why="DeepSpeed starts below the floor, and its first overflow ends the run or skips for ever",
+        fix="take initial_scale_power 16 and min_loss_scale 1",
+        edits=(Set("fp16.initial_scale_power", 16), Set("fp16.min_loss_scale", 1)),
+        source="runtime/fp16/loss_scaler.py:258",
+    ),
+    Rule(
+        code="loss-scale-high",
+        severity="warning",
+        path="fp16.initial_scale_power",
+        when=lambda c: _dynamic(c) and (c.number("fp16.initial_scale_power") or 0) > HIGH_SCALE_POWER,
+        message="the loss scale starts at 2^{value}",
+        why="fp16 ends at 65504: DeepSpeed skips a step for each halving until the scale fits",
+        fix="take 16",
+        edits=(Set("fp16.initial_scale_power", 16),),
+        source="runtime/fp16/loss_scaler.py:160",
+    ),
+    Rule(
+        code="loss-scale-static",
+        severity="warning",
+        path="fp16.loss_scale",
+        when=lambda c: (
+            c.on("fp16.enabled")
+            and bool(c.number("fp16.loss_scale"))
+            and any(c.has(f"fp16.{key}") for key in ("initial_scale_power", "loss_scale_window", "hysteresis"))
+        ),
+        message="a static loss scale of {value} beside settings of the dynamic one",
+        why="DeepSpeed scales by that number for the whole run and reads none of the others",
+        fix="set loss_scale to 0 for dynamic scaling, or remove the others",
+        edits=(Set("fp16.loss_scale", 0),),
+        source="runtime/engine.py:2450",
+    ),
+    Rule(
+        code="auto-cast-without-fp16",
+        path="fp16.auto_cast",
+        when=lambda c: c.on("fp16.auto_cast") and c.get("fp16.enabled") in (None, False),
+        message="fp16.auto_cast is on while fp16 is off",
+        why='DeepSpeed casts the inputs to fp16 all the same: "mat1 and mat2 must have the same dtype"',
+        fix="remove it, or enable fp16",
+        edits=(Remove("fp16.auto_cast"),),
+        source="runtime/engine.py:2957",
+    ),
+    Rule(
+        code="master-weights-stage",
+        path="bf16.bf16_master_weights_and_grads",
+        when=lambda c: c.on("bf16.bf16_master_weights_and_grads") and c.stage == 0,
+        message="bf16 master weights without ZeRO",
+        why='DeepSpeed stops: "Bf16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
+        fix="take ZeRO stage 1 or higher",
+        edits=(Set(f"{ZERO}.stage", 1),),
+        source="runtime/config.py:706",
+    ),
+    Rule(
+        code="master-weights-stage",
+        path="fp16.fp16_master_weights_and_grads",
+        when=lambda c: c.on("fp16.fp16_master_weights_and_grads") and c.stage == 0,
+        message="fp16 master weights without ZeRO",
+        why='DeepSpeed stops: "Fp16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
+        fix="remove it: fp16 master weights lose small updates",
+        edits=(Remove("fp16.fp16_master_weights_and_grads"),),
+        source="runtime/config.py:702",
+    ),
+    Rule(
+        code="optimizer-states-need-masters",
+        path="bf16.bf16_optimizer_states",
+        when=lambda c: c.on("bf16.bf16_optimizer_states") and not c.on("bf16.bf16_master_weights_and_grads"),
+        message="bf16.bf16_optimizer_states without bf16_master_weights_and_grads",
+        why='DeepSpeed stops: "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
+        fix="set both",
+        edits=(Set("bf16.bf16_master_weights_and_grads", True),),
+        source="runtime/config.py:714",
+    ),
+    Rule(
+        code="master-weights-both",
+        path="fp16.fp16_master_weights_and_grads",
+        when=lambda c: c.on("fp16.fp16_master_weights_and_grads") and c.on("bf16.bf16_master_weights_and_grads"),
+        message="master weights are asked for in fp16 and in bf16",
+        why="DeepSpeed stops while it builds the optimizer: the two exclude each other",
+        fix="keep the one of the precision that is enabled",
+        edits=(Remove("fp16.fp16_master_weights_and_grads"),),
+        source="runtime/base_optimizer.py:499",
+    ),
+    Rule(
+        code="master-weights-need-offload",
+        path=f"{ZERO}.offload_optimizer",
+        when=lambda c: c.stage > 0 and _masters(c) and not _on_host(c),
+        message="16-bit master weights without an optimizer in host memory",
+        why='DeepSpeed stops while it builds the optimizer: "Master weights feature requires ZeRO-... Offload with '
+        'DeepSpeedCPUAdam"',
+        fix="set bf16.bf16_optimizer_states too (bf16), or offload the optimizer to the CPU with DeepSpeed's own Adam",
+        edits=lambda c: (
+            (Set("bf16.bf16_optimizer_states", True),)
+            if c.on("bf16.bf16_master_weights_and_grads")
+            else (Remove("fp16.fp16_master_weights_and_grads"),)
+        ),
+        source="runtime/zero/stage_1_and_2.py:332, stage3.py:300",
+    ),
+    Rule(
+        code="master-weights-without-bf16",
+        path="bf16.bf16_master_weights_and_grads",
+        when=lambda c: c.on("bf16.bf16_master_weights_and_grads") and c.get("bf16.enabled") in (None, False),
+        message="bf16 master weights while bf16 is off",
+        why="DeepSpeed does not look at bf16.enabled here and keeps 16-bit masters of an fp32 model",
+        fix="enable bf16",
+        edits=(Set("bf16.enabled", True),),
+        source="runtime/base_optimizer.py:523",
+    ),
+    Rule(
+        code="overflow-check-ignored",
+        severity="warning",
+        path="bf16.check_grad_overflow",
+        when=lambda c: c.get("bf16.check_grad_overflow") is False and (c.stage == 3 or _bf16_optimizer(c)),
+        message="bf16.check_grad_overflow false has no effect here",
+        why="ZeRO-3 always looks for overflows, and stage 1 with fp32 accumulation never does",
+        fix="remove it",
+        edits=(Remove("bf16.check_grad_overflow"),),
+        source="runtime/zero/stage3.py:2816, runtime/bf16_optimizer.py",
+    ),
+    Rule(
+        code="bf16-optimizer",
+        severity="warning",
+        path="data_types.grad_accum_dtype",
+        when=_bf16_optimizer,
+        message="bf16 at stage 1 with fp32 accumulation",
+        why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
+        "bucket sizes: 133 MB instead of 104 MB in a measured case",
+        fix="take stage 2, which partitions that buffer",
+        edits=(Set(f"{ZERO}.stage", 2),),
+        source="runtime/engine.py:2305, runtime/bf16_optimizer.py:191",
+    ),
+    Rule(
+        code="accumulation-type",
+        path="data_types.grad_accum_dtype",
+        when=_accumulates_otherwise,
+        message="data_types.grad_accum_dtype {value} without ZeRO is another type than the model's",
+        why='DeepSpeed stops: "unsupported mix of model_dtype and grad_accum_dtype"',
+        fix="take ZeRO stage 1 or 2, or remove it",
+        edits=(Remove("data_types.grad_accum_dtype"),),
+        source="runtime/engine.py:2323",
+    ),
+    Rule(
+        code="parameter-type",
+        path="data_types.param_dtype",
+        when=lambda c: (
+            c.word("data_types.param_dtype") in ("fp16", "bf16", "fp32")
+            and all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
+            and c.word("data_types.param_dtype") != _mode(c)
+        ),
+        message=lambda c: f"data_types.param_dtype {{value}} while the enabled precision is {_mode(c)}",
+        why='DeepSpeed stops: "data_types.param_dtype=... conflicts with the enabled precision mode"',
+        fix="remove it: the enabled precision says it",
+        edits=(Remove("data_types.param_dtype"),),
+        source="runtime/engine.py:1827",
+    ),
+    Rule(
+        code="autocast-and-precision",
+        severity="warning",
+        path="torch_autocast.enabled",
+        when=lambda c: c.on("torch_autocast.enabled") and _mode(c) != "fp32",
+        message=lambda c: f"torch_autocast and {_mode(c)} are both on",
+        why="DeepSpeed applies both: the parameters are cast too, and autocast's fp32 weights are gone",
+        fix="keep one",
+        edits=(Set("torch_autocast.enabled", False),),
+        source="runtime/torch_autocast.py:111",
+    ),
+    Rule(
+        code="autocast-type",
+        severity="warning",
+        path="torch_autocast.enabled",
+        when=lambda c: c.on("torch_autocast.enabled") and c.get("torch_autocast.dtype") is None,
+        message="torch_autocast is on without a dtype",
+        why="torch then takes the device's own (fp16 on CUDA), and DeepSpeed starts no gradient scaler for it",
+        fix='set torch_autocast.dtype to "bfloat16" (or "float16")',
+        edits=(Set("torch_autocast.dtype", "bfloat16"),),
+        source="runtime/config.py:194, runtime/torch_autocast.py:112",
+    ),
+    Rule(
+        code="autocast-quantized",
+        path="torch_autocast.enabled",
+        when=lambda c: c.on("torch_autocast.enabled") and c.on(f"{ZERO}.zero_quantized_weights"),
+        message="torch_autocast together with zero_quantized_weights",
+        why='DeepSpeed stops: "Cannot enable both torch autocast and zero quantized weights"',
+        fix="keep one",
+        edits=(Set(f"{ZERO}.zero_quantized_weights", False),),
+        source="runtime/torch_autocast.py:32",
+    ),
+    Rule(
+        code="predivide-reduce-scatter",
+        path="gradient_predivide_factor",
+        when=lambda c: (
+            c.changed("gradient_predivide_factor")
+            and _reduce_scatter(c)
+            and c.get("gradient_allreduce_op") in (None, "mean")
+        ),
+        message="gradient_predivide_factor {value} with reduce-scatter at stage 2 or 3",
+        why='DeepSpeed stops: "gradient_predivide_factor != 1.0 is not yet supported with ZeRO-... reduce scatter"',
+        fix="remove it",
+        edits=(Remove("gradient_predivide_factor"),),
+        source="runtime/zero/stage_1_and_2.py:350, stage3.py:395",
+    ),
+    Rule(
+        code="prescale-reduce-scatter",
+        path="prescale_gradients",
+        when=lambda c: c.on("prescale_gradients") and _reduce_scatter(c),
+        message="prescale_gradients with reduce-scatter at stage 2 or 3",
+        why='DeepSpeed stops: "pre-scale gradients is not yet supported with ZeRO-... reduce scatter enabled"',
+        fix="remove it",
+        edits=(Remove("prescale_gradients"),),
+        source="runtime/zero/stage_1_and_2.py:351, stage3.py:396",
+    ),
+    Rule(
+        code="sum-of-gradients",
+        path="gradient_allreduce_op",
+        when=lambda c: (
+            c.word("gradient_allreduce_op") in ("sum", "SUM")
+            and (c.stage == 3 or c.zenflow or c.on("compile.deepcompile"))
+        ),
+        message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
+        why="DeepSpeed stops: these can only average",
+        fix="take mean, and a learning rate that suits it",
+        edits=(Set("gradient_allreduce_op", "mean"),),
+        source="runtime/config.py:694-699",
+    ),
+    Rule(
+        code="clipping-in-optimizer",
+        path="optimizer.params.max_grad_norm",
+        when=lambda c: c.has("optimizer.params.max_grad_norm"),
+        message="optimizer.params.max_grad_norm is no optimizer parameter",
+        why="DeepSpeed stops: \"'max_grad_norm' is not supported as an optimizer parameter\"",
+        fix="write gradient_clipping at the top level",
+        edits=lambda c: (
+            Remove("optimizer.params.max_grad_norm"),
+            *(
+                (Set("gradient_clipping", c.number("optimizer.params.max_grad_norm")),)
+                if c.number("optimizer.params.max_grad_norm") is not None and not c.has("gradient_clipping")
+                else ()
+            ),
+        ),
+        source="runtime/engine.py:2481",
+    ),
+)

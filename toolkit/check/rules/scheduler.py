@@ -1,0 +1,226 @@
+"""Learning rate schedulers of the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.check.edit import Remove, Rename, Set
+from zerofit.check.finding import Finding
+from zerofit.check.rules.near import near
+from zerofit.check.rules.rule import Rule
+from zerofit.check.subject import Subject
+
+PARAMS = "scheduler.params"
+SYNONYMS = {
+    "warmup_steps": "warmup_num_steps",
+    "num_warmup_steps": "warmup_num_steps",
+    "total_steps": "total_num_steps",
+    "num_training_steps": "total_num_steps",
+    "max_lr": "warmup_max_lr",
+    "min_lr": "warmup_min_lr",
+}
+TYPES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR", "onecyclelr": "OneCycle"}
+
+
+def _own(c: Subject) -> bool:
+    return bool(c.catalog.schedulers.get(c.word("scheduler.type") or "", {}).get("own"))
+
+
+def _wrapped(c: Subject) -> bool:
+    """Whether the engine hands schedulers an optimizer of its own, which is none of torch's."""
+    return c.stage > 0 or c.on("fp16.enabled") or c.on("bf16.enabled")
+
+
+def _plain(c: Subject) -> bool:
+    name = c.word("scheduler.type")
+    return name in c.catalog.schedulers and not _own(c)
+
+
+def _peak(c: Subject) -> bool:
+    lr, peak = c.number("optimizer.params.lr"), c.number(f"{PARAMS}.warmup_max_lr")
+    return c.word("scheduler.type") == "WarmupDecayLR" and lr is not None and peak is None and lr != 1e-3
+
+
+def _totals(c: Subject) -> bool:
+    total, warm = c.number(f"{PARAMS}.total_num_steps"), c.number(f"{PARAMS}.warmup_num_steps")
+    return total is not None and warm is not None and total < warm
+
+
+SCHEDULER_RULES = (
+    Rule(
+        code="scheduler-no-type",
+        path="scheduler",
+        when=lambda c: bool(c.section("scheduler")) and not c.has("scheduler.type"),
+        message="the scheduler block has no type",
+        why="DeepSpeed then builds none, without a word: the learning rate stays constant",
+        fix='name one, "WarmupDecayLR" say, or remove the block',
+        edits=(Remove("scheduler"),),
+        source="runtime/config.py:326",
+    ),
+    Rule(
+        code="scheduler-no-params",
+        path="scheduler",
+        when=lambda c: c.word("scheduler.type") in c.catalog.schedulers and not c.has(PARAMS),
+        message="the scheduler block has no params",
+        why='DeepSpeed stops once the ranks run: "argument after ** must be a mapping, not NoneType"',
+        fix='add "params": {}',
+        edits=lambda c: (
+            Set(PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")),
+        ),
+        source="runtime/engine.py:1934",
+    ),
+    Rule(
+        code="scheduler-torch",
+        path="scheduler.type",
+        when=lambda c: _plain(c) and _wrapped(c),
+        message="torch's scheduler {value} with ZeRO, fp16 or bf16",
+        why='DeepSpeed stops once the ranks run: "DeepSpeedZeroOptimizer is not an Optimizer"',
+        fix="take one of DeepSpeed's own (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
+        edits=(Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+        source="runtime/engine.py:1893",
+    ),
+    Rule(
+        code="scheduler-plateau",
+        path="scheduler.type",
+        when=lambda c: c.word("scheduler.type") == "ReduceLROnPlateau" and not _wrapped(c),
+        message="ReduceLROnPlateau in the JSON",
+        why="DeepSpeed passes it the batch size as the metric: a constant, so that the learning rate falls for ever",
+        fix="take one of DeepSpeed's own",
+        edits=(Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+        source="runtime/engine.py:3543",
+    ),
+    Rule(
+        code="scheduler-warmup",
+        path=f"{PARAMS}.warmup_num_steps",
+        when=lambda c: (
+            _own(c)
+            and c.has(f"{PARAMS}.warmup_num_steps")
+            and c.get(f"{PARAMS}.warmup_num_steps") != "auto"
+            and not _count(c.get(f"{PARAMS}.warmup_num_steps"))
+        ),
+        message="warmup_num_steps is {value}; allowed: a whole number from 1 on, without a decimal point",
+        why='DeepSpeed stops once the ranks run: "warmup_num_steps must be a positive integer"',
+        fix="take 1 for no warm-up",
+        edits=lambda c: (Set(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.warmup_num_steps") or 1))),),
+        source="runtime/lr_schedules.py:733",
+    ),
+    Rule(
+        code="scheduler-warmup-type",
+        severity="warning",
+        path=f"{PARAMS}.warmup_type",
+        when=lambda c: (
+            c.word(f"{PARAMS}.warmup_type") is not None and c.word(f"{PARAMS}.warmup_type") not in ("log", "linear")
+        ),
+        message='warmup_type is {value}; allowed: "log" or "linear"',
+        why="DeepSpeed warns and takes log",
+        fix="take linear",
+        edits=(Set(f"{PARAMS}.warmup_type", "linear"),),
+        source="runtime/lr_schedules.py:746",
+    ),
+    Rule(
+        code="scheduler-total",
+        path=f"{PARAMS}.total_num_steps",
+        when=lambda c: _own(c) and _totals(c),
+        message=lambda c: (
+            f"total_num_steps {{value}} is below warmup_num_steps {c.number(f'{PARAMS}.warmup_num_steps')}"
+        ),
+        why="DeepSpeed warns and goes on: the learning rate never reaches its peak",
+        fix="give the optimizer steps of the whole run",
+        edits=lambda c: (
+            Set(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.total_num_steps") or 1) // 20)),
+        ),
+        source="runtime/lr_schedules.py:826",
+    ),
+    Rule(
+        code="scheduler-peak",
+        path=PARAMS,
+        when=_peak,
+        message=lambda c: f"WarmupDecayLR without warmup_max_lr beside lr {c.number('optimizer.params.lr')}",
+        why="DeepSpeed takes 0.001 as the peak, not the optimizer's learning rate",
+        fix="set warmup_max_lr",
+        edits=lambda c: (Set(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),),
+        source="runtime/lr_schedules.py:818",
+    ),
+    Rule(
+        code="scheduler-onecycle-momentum",
+        severity="warning",
+        path=PARAMS,
+        when=lambda c: (
+            c.word("scheduler.type") == "OneCycle"
+            and c.get(f"{PARAMS}.cycle_momentum") is None
+            and c.optimizer in ("adam", "adamw", "lion")
+        ),
+        message="OneCycle cycles the momentum too where cycle_momentum is not given",
+        why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",
+        fix="set cycle_momentum to false to keep your betas",
+        edits=(Set(f"{PARAMS}.cycle_momentum", False),),
+        source="runtime/lr_schedules.py:565",
+    ),
+    Rule(
+        code="scheduler-without-optimizer",
+        severity="warning",
+        path="scheduler",
+        when=lambda c: c.has("scheduler.type") and not c.has("optimizer"),
+        message="a scheduler without an optimizer",
+        why="DeepSpeed builds it only if code brings an optimizer; Accelerate refuses a scheduler of the JSON beside "
+        "an optimizer of the code",
+        fix="move both into the JSON, or both into the code",
+        edits=(Remove("scheduler"),),
+        source="runtime/engine.py:681",
+    ),
+)
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def scheduler(c: Subject) -> Iterator[Finding]:
+    """The name, and the names of the parameters."""
+    name = c.word("scheduler.type")
+    if name is None:
+        return
+    known = c.catalog.schedulers
+    if name not in known:
+        own = [n for n, s in known.items() if s["own"]]
+        better = near(name, own, TYPES) or near(name, known)
+        yield Finding(
+            code="scheduler-unknown",
+            severity="error",
+            path="scheduler.type",
+            message=f"DeepSpeed knows no scheduler {name!r}; its own: {', '.join(sorted(own))}",
+            why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
+            fix=f"did you mean {better}?" if better else "take WarmupLR",
+            edits=(Set("scheduler.type", better),)
+            if better
+            else (Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+        )
+        return
+    if not known[name]["own"] and _wrapped(c):
+        return  # it cannot run at all
+    taken = [*known[name]["required"], *known[name]["optional"]]
+    for key in c.section(PARAMS):
+        if key not in taken:
+            better = near(key, taken, SYNONYMS)
+            free = better is not None and not c.has(f"{PARAMS}.{better}")
+            yield Finding(
+                code="scheduler-param",
+                severity="error",
+                path=f"{PARAMS}.{key}",
+                message=f"{name} takes no parameter {key!r}; it takes: {', '.join(taken)}",
+                why=f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
+                fix=f"did you mean {better}?" if better else "remove it",
+                edits=(Rename(f"{PARAMS}.{key}", better),) if free and better else (Remove(f"{PARAMS}.{key}"),),
+            )
+    renamed = {near(k, taken, SYNONYMS) for k in c.section(PARAMS) if k not in taken}
+    for key in known[name]["required"]:
+        if c.has(PARAMS) and not c.has(f"{PARAMS}.{key}") and key not in renamed:
+            yield Finding(
+                code="scheduler-param-missing",
+                severity="error",
+                path=PARAMS,
+                message=f"{name} needs {key}",
+                why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
+                fix='give it ("auto" where zerofit or Hugging Face fill it)',
+                edits=(Set(f"{PARAMS}.{key}", "auto"),),
+            )

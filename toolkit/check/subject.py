@@ -1,0 +1,109 @@
+"""What a rule looks at: the configuration, read without ever failing, and where it is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.check.catalog import Catalog
+from zerofit.check.dotted import get
+from zerofit.spec.facts import ModelFacts
+
+ZERO = "zero_optimization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where the JSON will run; None where nobody has said."""
+
+    ranks: int | None = None
+    pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
+    accelerator: str | None = None  # "cuda" or "cpu"
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")  # that the device has
+    facts: ModelFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A configuration with its setting. Values of a wrong type read as missing: the key check has named them."""
+
+    config: Mapping[str, Any]
+    catalog: Catalog
+    setting: Setting = field(default_factory=Setting)
+
+    def get(self, path: str) -> Any:
+        """The value at a dotted path, or None."""
+        return get(self.config, path)
+
+    def has(self, path: str) -> bool:
+        """Whether the key stands there, whatever its value."""
+        missing = object()
+        return get(self.config, path, missing) is not missing
+
+    def on(self, path: str) -> bool:
+        """Whether the value is true, by DeepSpeed's default where the key is missing."""
+        value = self.get(path)
+        return value is True or (value is None and self.catalog.default(path) is True)
+
+    def number(self, path: str) -> float | int | None:
+        """A number, or None."""
+        value = self.get(path)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def word(self, path: str) -> str | None:
+        """A string, or None; "auto" is none."""
+        value = self.get(path)
+        return value if isinstance(value, str) and value != "auto" else None
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """An object, or an empty one."""
+        value = self.get(path)
+        return value if isinstance(value, Mapping) else {}
+
+    def changed(self, path: str) -> bool:
+        """Whether the key stands there with another value than DeepSpeed's default."""
+        value = self.get(path)
+        return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage; 0 where none is given."""
+        value = self.number(f"{ZERO}.stage")
+        return int(value) if value in (0, 1, 2, 3) else 0
+
+    def offload(self, what: str) -> str | None:
+        """The device that "optimizer" or "param" states are offloaded to, or None."""
+        device = self.word(f"{ZERO}.offload_{what}.device")
+        return device if device in ("cpu", "nvme") else None
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer's name, in lower case if it is one of DeepSpeed's own."""
+        name = self.word("optimizer.type")
+        return name.lower() if name and name.lower() in self.catalog.optimizers else name
+
+    @property
+    def zenflow(self) -> bool:
+        """Whether ZenFlow is asked for."""
+        return isinstance(self.get(f"{ZERO}.zenflow"), Mapping)
+
+    def degree(self, path: str) -> int:
+        """A parallel degree; 1 where none is given."""
+        value = self.number(path)
+        return int(value) if value and value > 1 else 1
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Tensor parallel degree."""
+        return self.degree("tensor_parallel.autotp_size")
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Sequence parallel degree."""
+        return self.degree("sequence_parallel_size")
+
+    @property
+    def pipeline(self) -> int:
+        """Pipeline parallel degree."""
+        return self.setting.pipeline or 1
