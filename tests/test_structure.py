@@ -15,12 +15,13 @@ MAY_IMPORT = {
     "models": set(),
     "spec": set(),
     "data": {"spec", "models"},
-    "config": {"spec"},
+    "check": {"spec"},
+    "config": {"spec", "check"},
     "launch": {"spec", "config"},
-    "train": {"spec", "config", "models", "data"},
+    "train": {"spec", "check", "config", "models", "data"},
     "report": {"spec"},
     "worker": {"spec", "config", "models", "data", "train"},
-    "cli": {"spec", "config", "models", "data", "launch", "train", "report"},
+    "cli": {"spec", "config", "models", "data", "launch", "train", "report", "check"},
 }
 
 

@@ -66,9 +66,9 @@ def test_a_folder_that_holds_another_run_is_left_alone(tmp_path):
 
 def test_json_of_deepspeed_with_a_fault(tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text('{\n  "bf16": {"enabled": true,}\n}')
+    path.write_text('{\n  "bf16": {"enabled" true}\n}')
     (problem,) = problems_of("lenet", "--data", "digits", "--ds-config", str(path))
-    assert problem["where"] == f"{path}:2:28"
+    assert problem["where"] == f"{path}:2:22"
 
 
 def test_a_broken_image_is_named(tmp_path):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.config.ds_json import autos, bundled, get, read_config
+from zerofit.check.dotted import autos, get
+from zerofit.config.ds_json import bundled, read_document
 from zerofit.launch.machine import this_machine
 
 NEEDS_GPU = {
@@ -43,7 +44,7 @@ def plain_losses(pools, tmp_path_factory):
 
 
 def test_nvme_holds_parameters_and_states(pools, tmp_path):
-    wide = HOW | {"model_args": TINY | {"hidden_size": 512}}  # DeepSpeed keeps what is below aio's block size in memory
+    wide = HOW | {"model_args": TINY | {"hidden_size": 512, "intermediate_size": 2048}}  # more than a block of aio
     trained = pools(2).train(tmp_path / "run", **wide, ds_config=on_this_disk("zero3_nvme", tmp_path))
     plain = pools(2).train(tmp_path / "plain", **wide, ds_config="zero0")
     np.testing.assert_allclose(trained.losses, plain.losses, rtol=1e-4)
@@ -59,7 +60,7 @@ def test_a_file_trains_on_the_cpu(pools, tmp_path, plain_losses, name):
     trained = pools(2).train(tmp_path / "run", **HOW, **degree, ds_config=on_this_disk(name, tmp_path))
     assert len(trained.losses) == 3
     np.testing.assert_allclose(trained.losses, plain_losses, rtol=1e-2 if name in LOW_PRECISION else 1e-4)
-    assert as_written(read_config(bundled()[name]), trained.job.ds_config)
+    assert as_written(read_document(bundled().config[name]), trained.job.ds_config)
     assert trained.job.run.precision == LOW_PRECISION.get(name, "fp32")
     assert trained.job.layout.world_size == 2
     assert max(trained.job.layout.tp, trained.job.layout.pp, trained.job.layout.sp) == (2 if degree else 1)
@@ -91,7 +92,7 @@ def test_a_file_trains_on_a_gpu(pools, tmp_path, name):
     trained = pools(ranks).train(tmp_path / "run", **how, ds_config=name)
     assert len(trained.losses) == 3
     assert np.isfinite(trained.losses).all()
-    assert as_written(read_config(bundled()[name]), trained.job.ds_config)
+    assert as_written(read_document(bundled().config[name]), trained.job.ds_config)
 
 
 def test_the_files_that_need_a_gpu_exist():
@@ -109,7 +110,7 @@ def test_deepspeed_knows_every_key(name):
     """Unknown keys inside DeepSpeed's strict sections raise; at the top level it would drop them without a word."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = read_config(bundled()[name])
+    config = read_document(bundled().config[name])
     for path in list(autos(config)):
         _forget(config, path)
     DeepSpeedConfig(config | {"train_batch_size": 1})
@@ -118,7 +119,7 @@ def test_deepspeed_knows_every_key(name):
 
 def on_this_disk(name: str, folder: Path) -> dict[str, Any] | str:
     """The file's name; where it has a path on an NVMe disk, its content with a path that exists here."""
-    config = read_config(bundled()[name])
+    config = read_document(bundled().config[name])
     parts = [part for part in config["zero_optimization"].values() if isinstance(part, dict) and "nvme_path" in part]
     for part in parts:
         part["nvme_path"] = str(folder)

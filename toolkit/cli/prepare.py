@@ -7,12 +7,14 @@ import platform
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from zerofit.config.ds_json import find_config, read_config
+from zerofit.check.document import Document, of_data
+from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.refuse import check_machine, check_model
 from zerofit.config.resolve import Decision, decide, resolve
 from zerofit.data import Data, Progress, default_data, open_data, split_name
@@ -36,17 +38,19 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     machine = this_machine()
     folder = problems.attempt(lambda: _folder(asked.run))
     source = problems.attempt(lambda: _find_model(asked))
-    config = problems.attempt(lambda: _ds_config(asked.run))
+    document = problems.attempt(lambda: _ds_document(asked.run))
     task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
     data_name = problems.attempt(lambda: _data_name(asked, task))
     if asked.run.steps and asked.run.epochs:
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
-    if config is not None:
-        decision = decide(asked, config, _ds_place(asked.run), machine, problems)
+    if document is not None:
+        decision = decide(asked, document, _ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
-    assert source and task and config is not None and decision and data_name and folder
+    assert source and task and document and decision and data_name and folder
+    for warning in decision.warnings:
+        click.echo(f"warning: {_ds_place(asked.run)}:{warning.line}: {warning.message}. {warning.why}", err=True)
     tokenizer = _tokenizer(asked, source)
     decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=_seq_len(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)
@@ -59,12 +63,12 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     facts = probe(source, task, data.inputs, decision.run)
     check_model(decision.run, decision.layout, facts, problems)
     steps = _steps(decision, data, problems)
-    ds_config = resolve(config, decision, facts, machine, steps, problems)
+    ds_config = resolve(document.config, decision, facts, machine, steps, problems)
     problems.raise_if_any()
     job = Job(
         run=decision.run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config
     )
-    _make(folder, job, config, machine)
+    _make(folder, job, document.config, machine)
     return job, folder, machine
 
 
@@ -77,16 +81,16 @@ def _ds_place(run: RunSpec) -> str:
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
-def _ds_config(run: RunSpec) -> dict[str, Any]:
+def _ds_document(run: RunSpec) -> Document:
     """The DeepSpeed JSON as the user wrote it: in the run file itself, in a file, or one of ours."""
     if isinstance(run.ds_config, dict):
-        return run.ds_config
+        return of_data(run.ds_config)
     default = "zero2"
     for name, degree in (("pipeline", run.pipeline), ("tensor_parallel", run.tensor_parallel)):
         default = name if degree > 1 else default
     if run.sequence_parallel > 1:
         default = "sequence_parallel"
-    return read_config(find_config(run.ds_config or default))
+    return read_document(find_config(run.ds_config or default))
 
 
 def _data_name(asked: Asked, task: str | None) -> str | None:
@@ -113,8 +117,7 @@ def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:
 
 
 def _with(decision: Decision, **fields: Any) -> Decision:
-    run = decision.run.model_copy(update=fields)
-    return Decision(run=run, layout=decision.layout, batch=decision.batch)
+    return replace(decision, run=decision.run.model_copy(update=fields))
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerofit.config.ds_json import get
+from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
 from zerofit.spec.load import Asked
 
@@ -22,6 +22,8 @@ PAIRS = {
     "sequence_parallel": "sequence_parallel_size",
 }
 
+DEGREES = ("tensor_parallel", "sequence_parallel")
+WHOLE = ("micro_batch", "gradient_accumulation_steps", "global_batch", *DEGREES)
 OPTIMIZER_TYPES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
@@ -33,9 +35,13 @@ def merge(asked: Asked, config: Mapping[str, Any], ds_place: str, problems: Prob
     merged: dict[str, Any] = {}
     for field, path in PAIRS.items():
         theirs = get(config, path, "auto")
+        if field in DEGREES and theirs == 0:
+            theirs = 1  # as DeepSpeed has it
+        if field in WHOLE and isinstance(theirs, float):
+            theirs = int(theirs)  # the checker lets 16.0 pass
         _settle(asked, field, None if theirs == "auto" else theirs, f"{ds_place}: {path}", merged, problems)
     _settle(asked, "optimizer", _optimizer_of(config), f"{ds_place}: optimizer.type", merged, problems)
-    theirs, path = _precision_of(asked, config, ds_place, problems)
+    theirs, path = _precision_of(asked, config)
     _settle(asked, "precision", theirs, f"{ds_place}: {path}", merged, problems)
     return merged
 
@@ -64,16 +70,9 @@ def _optimizer_of(config: Mapping[str, Any]) -> str | None:
     return {t.lower(): name for name, t in OPTIMIZER_TYPES.items()}.get(str(kind).lower(), str(kind))
 
 
-def _precision_of(asked: Asked, config: Mapping[str, Any], ds_place: str, problems: Problems) -> tuple[str | None, str]:
+def _precision_of(asked: Asked, config: Mapping[str, Any]) -> tuple[str | None, str]:
     """The precision that the JSON settles, and where; None where the run decides."""
     bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
-    if bf16 is True and fp16 is True:
-        problems.add(
-            "conflict",
-            "bf16.enabled and fp16.enabled are both true; DeepSpeed refuses to run both",
-            "set one of them to false",
-            f"{ds_place}: bf16.enabled and {ds_place}: fp16.enabled",
-        )
     for name, enabled in (("bf16", bf16), ("fp16", fp16)):
         if enabled is True:
             return name, f"{name}.enabled"

@@ -6,10 +6,8 @@ Each rule was seen on DeepSpeed 0.19.8 (its source line where it raises one itse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from zerofit.config.ds_json import get
 from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Layout
@@ -21,9 +19,8 @@ SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 
 
-def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Degrees, stage and offload against each other; needs no model."""
-    stage, zero = layout.zero_stage, "zero_optimization"
+def check_combination(layout: Layout, problems: Problems) -> None:
+    """Degrees against each other; the JSON by itself has been checked already."""
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
     used = [name for name, degree in degrees.items() if degree > 1]
     if len(used) > 1:
@@ -33,32 +30,6 @@ def check_combination(layout: Layout, config: Mapping[str, Any], problems: Probl
             "keep one; data parallelism fills the remaining ranks",
             " and ".join(used),
         )
-    if layout.pp > 1 and stage >= 2:
-        problems.add(
-            "layout",
-            f"--pipeline {layout.pp} cannot run with ZeRO stage {stage}: the pipeline needs whole gradients, "
-            "DeepSpeed refuses it once every rank has built its engine",
-            "take stage 1 (--ds-config pipeline)",
-            f"{zero}.stage",
-        )
-    for part, least in (("offload_param", 3), ("offload_optimizer", 1)):
-        device = get(config, f"{zero}.{part}.device", "none")
-        if device not in ("none", None) and stage < least:
-            problems.add(
-                "layout",
-                f"{zero}.{part} does nothing at ZeRO stage {stage}: DeepSpeed ignores it silently",
-                f"take stage {least} or higher, or remove the block",
-                f"{zero}.{part}",
-            )
-        if device == "nvme":
-            _check_nvme(get(config, f"{zero}.{part}.nvme_path"), part, problems)
-            if part == "offload_optimizer" and stage < 3:
-                problems.add(
-                    "layout",
-                    f"{zero}.offload_optimizer.device nvme at stage {stage} keeps the optimizer in host memory",
-                    "take stage 3, or device cpu",
-                    f"{zero}.{part}.device",
-                )
 
 
 def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
@@ -89,12 +60,6 @@ def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], pro
             "take another optimizer, or leave --pipeline at 1",
             "--optimizer",
         )
-
-
-def _check_nvme(path: Any, part: str, problems: Problems) -> None:
-    where = f"zero_optimization.{part}.nvme_path"
-    if not isinstance(path, str) or not Path(path).is_dir():
-        problems.add("nvme-path", f"{where} is {path!r}, which is no folder", "name a folder on the NVMe disk", where)
 
 
 def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Problems) -> None:

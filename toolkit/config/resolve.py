@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.check.document import Document
+from zerofit.check.dotted import autos, drop, get, put
+from zerofit.check.finding import Finding
 from zerofit.config.batch import solve
-from zerofit.config.ds_json import autos, drop, get, put
+from zerofit.config.examine import examine
 from zerofit.config.pairs import OPTIMIZER_TYPES, PAIRS, merge
 from zerofit.config.refuse import check_combination, check_optimizer
-from zerofit.config.shape import check_shapes
 from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Batch, Layout
@@ -30,22 +32,23 @@ class Decision:
     run: RunSpec
     layout: Layout
     batch: Batch
+    warnings: tuple[Finding, ...] = ()  # about the JSON
 
 
-def decide(asked: Asked, config: Mapping[str, Any], ds_place: str, machine: Machine, problems: Problems) -> Decision:
-    """Settle degrees, batch sizes, precision and optimizer; notes what contradicts in `problems`.
+def decide(asked: Asked, document: Document, ds_place: str, machine: Machine, problems: Problems) -> Decision:
+    """Check the JSON, settle degrees, batch sizes, precision and optimizer; notes what is wrong in `problems`.
 
-    Where values have wrong types, only those are noted, and the answer is of no use.
+    Where the JSON has errors of its own, those are noted, and the answer is of no use.
     """
-    if not check_shapes(config, ds_place, problems):
-        config = {}
+    warnings = examine(document, asked.run, machine, ds_place, problems)
+    config = {} if warnings is None else document.config
     merged = merge(asked, config, ds_place, problems)
     layout = _layout(asked, merged, config, machine, problems)
     sizes = ("global_batch", "micro_batch", "gradient_accumulation_steps")
     where = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in sizes if f in merged)
     batch = solve(merged, layout.dp, layout.pp, where, problems)
     run = _settled(asked.run, merged, config, layout, batch)
-    check_combination(layout, config, problems)
+    check_combination(layout, problems)
     check_optimizer(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
@@ -57,7 +60,7 @@ def decide(asked: Asked, config: Mapping[str, Any], ds_place: str, machine: Mach
                 "remove the scheduler block, or leave the schedule to it",
                 f"{asked.place(field)} and {ds_place}: scheduler",
             )
-    return Decision(run=run, layout=layout, batch=batch)
+    return Decision(run=run, layout=layout, batch=batch, warnings=tuple(warnings or ()))
 
 
 def _layout(
@@ -74,7 +77,7 @@ def _layout(
             f"take --ranks {max(inner, ranks // inner * inner)}",
             asked.place("ranks"),
         )
-    stage = get(config, "zero_optimization.stage", 0)
+    stage = int(get(config, "zero_optimization.stage", 0))
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
 
 

@@ -28,7 +28,7 @@ OPTIMIZER_RULES = (
     Rule(
         code="optimizer-no-type",
         path="optimizer",
-        when=lambda c: bool(c.section("optimizer")) and not c.has("optimizer.type"),
+        when=lambda c: bool(c.section("optimizer")) and c.get("optimizer.type") is None,
         message="the optimizer block has no type",
         why="DeepSpeed then builds none, without a word",
         fix='name one, "AdamW" say',

@@ -50,7 +50,7 @@ SCHEDULER_RULES = (
     Rule(
         code="scheduler-no-type",
         path="scheduler",
-        when=lambda c: bool(c.section("scheduler")) and not c.has("scheduler.type"),
+        when=lambda c: bool(c.section("scheduler")) and c.get("scheduler.type") is None,
         message="the scheduler block has no type",
         why="DeepSpeed then builds none, without a word: the learning rate stays constant",
         fix='name one, "WarmupDecayLR" say, or remove the block',
