@@ -6,9 +6,12 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from zerofit.models.catalog import ModelError
@@ -19,6 +22,30 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
     for block in cut_into_blocks(model):
         checkpoint_block(block)
     return model
+
+
+def keep_on_host(model: nn.Module) -> int:
+    """Let what checkpointing keeps, the blocks' inputs, lie in host memory until backward; how many blocks do.
+
+    The model is one that checkpoints already, by us or by transformers.
+    """
+    blocks = 0
+    for module in model.modules():
+        theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' place for it
+        if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
+            module.checkpoint_to_host = True
+        elif theirs is not None and getattr(module, "gradient_checkpointing", False):
+            module._gradient_checkpointing_func = partial(_on_host, theirs)
+        else:
+            continue
+        blocks += 1
+    return blocks
+
+
+def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's checkpoint saves outside the part that is computed again is seen by these hooks, and no more."""
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return function(*args, **kwargs)
 
 
 def cut_into_blocks(model: nn.Module) -> list[nn.Module]:
@@ -62,7 +89,8 @@ def run_checkpointed(module: nn.Module, function: Any, *args: Any, **kwargs: Any
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), _statistics_untouched(module)
 
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    run = partial(_on_host, checkpoint) if getattr(module, "checkpoint_to_host", False) else checkpoint
+    return run(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.check.dotted import autos, get
-from zerofit.config.ds_json import bundled, read_document
+from zerofit.check.dotted import autos, drop, get
+from zerofit.config.ds_json import bundled
 from zerofit.launch.machine import this_machine
 
 NEEDS_GPU = {
@@ -60,7 +61,7 @@ def test_a_file_trains_on_the_cpu(pools, tmp_path, plain_losses, name):
     trained = pools(2).train(tmp_path / "run", **HOW, **degree, ds_config=on_this_disk(name, tmp_path))
     assert len(trained.losses) == 3
     np.testing.assert_allclose(trained.losses, plain_losses, rtol=1e-2 if name in LOW_PRECISION else 1e-4)
-    assert as_written(read_document(bundled().config[name]), trained.job.ds_config)
+    assert as_written(content(name), trained.job.ds_config)
     assert trained.job.run.precision == LOW_PRECISION.get(name, "fp32")
     assert trained.job.layout.world_size == 2
     assert max(trained.job.layout.tp, trained.job.layout.pp, trained.job.layout.sp) == (2 if degree else 1)
@@ -92,7 +93,7 @@ def test_a_file_trains_on_a_gpu(pools, tmp_path, name):
     trained = pools(ranks).train(tmp_path / "run", **how, ds_config=name)
     assert len(trained.losses) == 3
     assert np.isfinite(trained.losses).all()
-    assert as_written(read_document(bundled().config[name]), trained.job.ds_config)
+    assert as_written(content(name), trained.job.ds_config)
 
 
 def test_the_files_that_need_a_gpu_exist():
@@ -110,16 +111,20 @@ def test_deepspeed_knows_every_key(name):
     """Unknown keys inside DeepSpeed's strict sections raise; at the top level it would drop them without a word."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = read_document(bundled().config[name])
+    config = content(name)
     for path in list(autos(config)):
-        _forget(config, path)
+        drop(config, path)
     DeepSpeedConfig(config | {"train_batch_size": 1})
     assert set(config) <= TOP_LEVEL
 
 
+def content(name: str) -> dict[str, Any]:
+    return json.loads(bundled()[name].read_text())
+
+
 def on_this_disk(name: str, folder: Path) -> dict[str, Any] | str:
     """The file's name; where it has a path on an NVMe disk, its content with a path that exists here."""
-    config = read_document(bundled().config[name])
+    config = content(name)
     parts = [part for part in config["zero_optimization"].values() if isinstance(part, dict) and "nvme_path" in part]
     for part in parts:
         part["nvme_path"] = str(folder)
@@ -135,10 +140,3 @@ def as_written(source: dict[str, Any], resolved: dict[str, Any], path: str = "")
         elif value != "auto" and key != "nvme_path" and get(resolved, f"{path}{key}") != value:
             return False
     return True
-
-
-def _forget(config: dict[str, Any], path: str) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        config = config[key]
-    del config[last]

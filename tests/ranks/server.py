@@ -60,4 +60,5 @@ def _do(folder: RunFolder, rank: int) -> str:
     return "ok"
 
 
-main()
+if __name__ == "__main__":  # not in processes that an optimizer starts
+    main()

@@ -41,3 +41,12 @@ def autos(config: Any, prefix: str = "") -> Iterator[str]:
             yield from autos(value, f"{prefix}.{key}" if prefix else str(key))
     elif config == "auto":
         yield prefix
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything that is no object, or an empty one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -78,6 +78,7 @@ def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
 def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     start = first.place.start
     end = document.text.index(",", first.value.place.end) + 1
+    end += len(document.text[end:]) - len(document.text[end:].lstrip())
     return Finding(
         code="duplicate-key",
         severity="error",

@@ -6,6 +6,7 @@ import json
 
 import click
 
+from zerofit.cli.check import check, schema
 from zerofit.cli.models import models
 from zerofit.cli.plot import plot
 from zerofit.cli.train import train
@@ -37,5 +38,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, models, plot):
+for command in (train, check, schema, models, plot):
     main.add_command(command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -32,12 +32,16 @@ class JsonObject(click.ParamType):
         return parsed
 
 
-def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an option for every field of RunSpec but `model`, which is the argument."""
-    for field, info in reversed(RunSpec.model_fields.items()):
-        if field != "model":
-            command = _option(field, info)(command)
-    return command
+def run_options(fields: Collection[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that adds an option for each of these fields of RunSpec; all but `model`, the argument, if None."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for field, info in reversed(RunSpec.model_fields.items()):
+            if field in fields if fields is not None else field != "model":
+                command = _option(field, info)(command)
+        return command
+
+    return add
 
 
 def _option(field: str, info: Any) -> Callable[..., Any]:

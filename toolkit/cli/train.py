@@ -30,7 +30,7 @@ DEFAULT_JOB = {
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
-@run_options
+@run_options()
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def train(target: str | None, as_json: bool, **options: Any) -> None:
     """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.

@@ -14,7 +14,7 @@ def bundled() -> dict[str, Path]:
     return {p.stem: Path(str(p)) for p in Path(str(files("zerofit.ds_configs"))).glob("*.json")}
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str, where: str = "--ds-config") -> Path:
     """The file that `--ds-config NAME` means: a path, or the name of one in ds_configs/. Raises UserError."""
     path = Path(name)
     if path.is_file():
@@ -27,23 +27,22 @@ def find_config(name: str) -> Path:
             kind="unknown-ds-config",
             message=f"no DeepSpeed JSON {name!r}: neither a file nor one of the bundled names",
             hint=nearest(name, known) or "known: " + ", ".join(sorted(known)),
-            where="--ds-config",
+            where=where,
         )
     )
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path, where: str = "--ds-config") -> Document:
     """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
     try:
         document = parse(path.read_text(encoding="utf-8"))
     except SyntaxFault as fault:
-        where = f"{path}:{fault.line}:{fault.column}"
+        place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} does not parse as JSON at line {fault.line}, column {fault.column}: {fault.message}"
-        raise UserError(Problem(kind="json-syntax", message=message, where=where)) from None
+        raise UserError(Problem(kind="json-syntax", message=message, where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            Problem(kind="unreadable", message=f"cannot read {path}: {error}", where="--ds-config")
-        ) from None
+        problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
+        raise UserError(problem) from None
     if not isinstance(document.config, dict):
         raise UserError(Problem(kind="json-syntax", message=f"{path} holds no JSON object", where=str(path)))
     return document

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Layout
@@ -34,6 +35,7 @@ def check_combination(layout: Layout, problems: Problems) -> None:
 
 def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """The optimizer against clipping and layout; `run` has everything settled."""
+    accumulation = run.gradient_accumulation_steps or 1
     if layout.pp > 1 and layout.zero_stage == 0 and run.precision == "fp32" and run.gradient_clipping:
         problems.add(
             "layout",
@@ -52,6 +54,13 @@ def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], pro
             "the orthogonalised update, whose norm is always large, and so shrinks every step",
             "take --gradient-clipping 0",
             "--gradient-clipping",
+        )
+    if isinstance(get(config, "zero_optimization.zenflow"), Mapping) and accumulation > 1:
+        problems.add(
+            "layout",
+            f"ZenFlow with accumulation over {accumulation} micro batches: DeepSpeed takes its update_interval for it",
+            "take --gradient-accumulation-steps 1",
+            "--gradient-accumulation-steps",
         )
     if run.optimizer == "muon" and layout.pp > 1:
         problems.add(

@@ -14,6 +14,7 @@ from zerofit.config.batch import solve
 from zerofit.config.examine import examine
 from zerofit.config.pairs import OPTIMIZER_TYPES, PAIRS, merge
 from zerofit.config.refuse import check_combination, check_optimizer
+from zerofit.config.sizes import SIZES
 from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Batch, Layout
@@ -22,7 +23,6 @@ from zerofit.spec.run import RunSpec
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
 DEFAULT_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
-BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 MB in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,9 @@ def _settled(
             "gradient_accumulation_steps": batch.accumulation,
             "global_batch": batch.total,
             "precision": merged.get("precision", "fp32"),
+            "activation_checkpointing": run.activation_checkpointing
+            or get(config, "activation_checkpointing.cpu_checkpointing") is True,
+            "compile": run.compile or get(config, "compile.deepcompile") is True,
             "optimizer": optimizer if optimizer in DEFAULT_LR else None,
             "lr": merged.get("lr", DEFAULT_LR.get(optimizer, 1e-3)),
             "momentum": merged.get("momentum", defaults.get("momentum")),
@@ -160,7 +163,8 @@ def _fill_optimizer(config: dict[str, Any], run: RunSpec, machine: Machine, layo
         if get(config, f"optimizer.params.{key}") == "auto":
             put(config, f"optimizer.params.{key}", value)
     kind = get(config, "optimizer.type", "").lower()
-    if machine.accelerator == "cpu" and kind in ("adam", "adamw", "muon"):
+    zenflow = get(config, "zero_optimization.zenflow") is not None  # its optimizer is the C++ one
+    if machine.accelerator == "cpu" and kind in ("adam", "adamw", "muon") and not zenflow:
         # torch's own Adam: DeepSpeed's fused one is a C++ op that takes minutes to compile
         config["optimizer"]["params"].setdefault("torch_adam", True)
         if get(config, "zero_optimization.offload_optimizer.device", "none") != "none":
@@ -173,20 +177,10 @@ def _fill_optimizer(config: dict[str, Any], run: RunSpec, machine: Machine, layo
 
 
 def _fill_sizes(config: dict[str, Any], facts: ModelFacts) -> None:
-    """Buckets no larger than the model; prefetch and persistence by the width, as transformers chooses them."""
-    bucket = max(facts.largest_parameter, min(facts.parameters, BUCKET_LIMIT))
-    bucket += bucket % 2  # DeepSpeed asserts an even size (runtime/zero/stage_1_and_2.py:390)
-    width = facts.hidden_size
-    sizes = {
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "stage3_param_persistence_threshold": 10 * width,
-        "offload_param.buffer_size": facts.largest_parameter,
-    }
-    for key, value in sizes.items():
+    """Buckets no larger than the model; prefetch and persistence by its width."""
+    for key, size in SIZES.items():
         if get(config, f"zero_optimization.{key}") == "auto":
-            put(config, f"zero_optimization.{key}", value)
+            put(config, f"zero_optimization.{key}", size.of(facts))
 
 
 def _fill_scheduler(config: dict[str, Any], run: RunSpec, steps: int) -> None:

@@ -40,6 +40,10 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
         ops.append("CPUAdamBuilder" if on_host else "FusedAdamBuilder")
     if "nvme" in devices:
         ops.append("AsyncIOBuilder")
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
+        ops.append("QuantizerBuilder")
+    if config.get("compile", {}).get("deepcompile"):
+        ops.append("DeepCompileBuilder")
     return ops
 
 

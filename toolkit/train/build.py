@@ -34,8 +34,9 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
 def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]):
     """transformers enters zero.Init by itself while an HfDeepSpeedConfig of stage 3 is alive."""
-    if source.family != "transformers" or ds_config.get("zero_optimization", {}).get("stage", 0) != 3:
-        return nullcontext()
+    zero = ds_config.get("zero_optimization", {})
+    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
+        return nullcontext()  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
     return _alive(ds_config)
 
 

@@ -13,8 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
+from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.models.build import forward_logits
+from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.inputs import Inputs
 from zerofit.spec.folder import Job
 from zerofit.train.build import DTYPES, build_whole, parameter_groups
@@ -32,6 +34,8 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
         curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
+    if get(job.ds_config, "activation_checkpointing.cpu_checkpointing") is True:
+        keep_on_host(model)  # DeepSpeed itself would only do so for its own checkpoint function
     decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
     groups = parameter_groups(model.parameters(), decay)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)

@@ -19,12 +19,15 @@ from zerofit.spec.facts import ModelFacts
 from zerofit.spec.run import RunSpec
 
 
-def probe(source: ModelSource, task: str, inputs: Inputs, run: RunSpec) -> ModelFacts:
-    """The facts of a model for these inputs. Raises UserError where model and data do not go together."""
+def probe(source: ModelSource, task: str, inputs: Inputs | None, run: RunSpec) -> ModelFacts:
+    """The facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+
+    Raises UserError where model and data do not go together.
+    """
     with models_say("MODEL"):
         with torch.device("meta"):
             model = build(source, inputs, dict(run.model_args))
-        flops = None if source.family == "custom" else check_forward(model, source, inputs)
+        flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=run.pipeline > 1)
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)

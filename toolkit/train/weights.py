@@ -64,7 +64,9 @@ def _from_engine(driver: AnyDriver) -> dict[str, Tensor]:
     """Whole weights on rank 0 (elsewhere the answer may be empty)."""
     engine, layout = driver.engine, driver.job.layout
     if layout.zero_stage == 3 or layout.tp > 1:
-        return engine._consolidated_16bit_state_dict() or {}
+        weights = engine._consolidated_16bit_state_dict() or {}
+        turned = engine.zenflow  # ZenFlow partitions the transposed matrices
+        return {name: w.t() if turned and w.ndim == 2 else w for name, w in weights.items()}
     return {name: tensor.detach().cpu() for name, tensor in driver.module.state_dict().items()}
 
 

@@ -165,16 +165,22 @@ FEATURES = (
         edits=(Remove(f"{ACT}.contiguous_memory_optimization"),),
         source="runtime/activation_checkpointing/checkpointing.py:1229",
     ),
-    Rule(
-        code="activations-code",
-        severity="warning",
-        path=ACT,
-        when=lambda c: any(c.on(f"{ACT}.{key}") for key in ("partition_activations", "cpu_checkpointing")),
-        message="the activation_checkpointing section does nothing by itself",
-        why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go through "
-        "deepspeed.checkpointing.checkpoint",
-        fix="switch checkpointing on where the model is built (zerofit train --activation-checkpointing)",
-        source="runtime/activation_checkpointing/checkpointing.py:1121",
+    *(
+        Rule(
+            code=code,
+            severity="warning",
+            path=f"{ACT}.{key}",
+            when=lambda c, key=key: c.on(f"{ACT}.{key}"),
+            message=f"activation_checkpointing.{key} does nothing by itself",
+            why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
+            "through deepspeed.checkpointing.checkpoint",
+            fix=fix,
+            source="runtime/activation_checkpointing/checkpointing.py:1121",
+        )
+        for code, key, fix in (
+            ("activations-host", "cpu_checkpointing", "call it in your code; zerofit train does what it says without"),
+            ("activations-partition", "partition_activations", "remove it, or call it in your code"),
+        )
     ),
     Rule(
         code="checkpoint-writer",

@@ -29,7 +29,7 @@ def sizes(c: Subject) -> Iterator[Finding]:
             message=f"{given} for a model of {facts.parameters:,} parameters",
             why=f"DeepSpeed allocates it whole, whatever the model: {size * 2 / 1e6:,.0f} MB a buffer in 16 bits",
             fix='write "auto" if zerofit or Hugging Face fill it, else the number of parameters',
-            edits=(Set(f"{ZERO}.reduce_bucket_size", _even(max(facts.parameters, facts.largest_parameter))),),
+            edits=(Set(f"{ZERO}.reduce_bucket_size", _even(facts.parameters)),),
         )
     threshold = c.number(f"{ZERO}.stage3_param_persistence_threshold")
     if c.stage == 3 and threshold is not None and threshold >= facts.largest_parameter:

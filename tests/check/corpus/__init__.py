@@ -1,0 +1,80 @@
+"""Broken configurations, one fault each, and what is said of them in their first lines.
+
+// seen: where it was reported, or "constructed"
+// setting: ranks=4 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16    (where the rule needs it)
+// deepspeed: what the installed DeepSpeed does, as tests/check/deepspeed_says.py reads it
+{ ... the faulty line ends with `// <- CODE` ... }
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zerofit.check.document import Document, parse
+from zerofit.check.subject import Setting
+from zerofit.spec.facts import ModelFacts
+
+FOLDER = Path(__file__).parent
+TINY = ModelFacts(
+    task="causal-lm",
+    parameters=1_200_000,
+    largest_parameter=262_144,
+    hidden_size=256,
+    forward_flops=None,
+    attention_heads=6,
+    kv_heads=2,
+)
+_NUMBERS = ("ranks", "pipeline")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One file of the corpus."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def document(self) -> Document:
+        return parse(self.text)
+
+    def header(self, key: str) -> str:
+        """What follows `// key:`; "" where there is no such line."""
+        found = re.search(rf"^// {key}: (.*)$", self.text, re.MULTILINE)
+        return found.group(1) if found else ""
+
+    @cached_property
+    def marks(self) -> list[tuple[int, str]]:
+        """Line and code of each `// <- CODE`."""
+        lines = enumerate(self.text.splitlines(), 1)
+        return [(n, found.group(1)) for n, line in lines if (found := re.search(r"// <- (\S+)$", line))]
+
+    @cached_property
+    def words(self) -> dict[str, str]:
+        """The words of the setting line."""
+        return dict(word.split("=") for word in self.header("setting").split())
+
+    @cached_property
+    def setting(self) -> Setting:
+        known: dict[str, Any] = {key: int(self.words[key]) for key in _NUMBERS if key in self.words}
+        if "precisions" in self.words:
+            known["precisions"] = tuple(self.words["precisions"].split("+"))
+        if self.words.get("model") == "tiny":
+            known["facts"] = TINY
+        return Setting(accelerator=self.words.get("accelerator"), **known)
+
+
+def cases() -> list[Case]:
+    """All of them, by name."""
+    return [Case(path) for path in sorted(FOLDER.glob("*.json"))]

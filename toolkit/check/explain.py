@@ -1,0 +1,144 @@
+"""What a DeepSpeed JSON does: which keys take effect, which do not and why, and the defaults behind the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from zerofit.check.catalog import catalog
+from zerofit.check.document import Document
+from zerofit.check.dotted import leaves
+from zerofit.check.finding import Finding
+from zerofit.check.subject import ZERO, Setting, Subject
+
+OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+
+# findings which say that DeepSpeed does nothing with the key
+IGNORED = frozenset(
+    {
+        "unknown-key",
+        "key-stage",
+        "feature-stage",
+        "never-read",
+        "offload-param-stage",
+        "offload-without-zero",
+        "super-offload-stage",
+        "overflow-check-ignored",
+        "adamw-mode",
+        "optimizer-legacy-fusion",
+        "compile-passes",
+        "deepcompile-stage",
+        "activations-host",
+        "activations-partition",
+        "aio-unused",
+        "data-parallel-alone",
+        "tensor-parallel-nested",
+        "contiguous-gradients",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One key: what it is, and what becomes of it."""
+
+    path: str
+    value: Any
+    status: Literal["takes effect", "ignored", "wrong", "auto", "default"]
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def _always(c: Subject) -> bool:
+    return True
+
+
+# defaults that surprise, and when they matter. Sources: the files that define them, all of DeepSpeed 0.19.8
+DEFAULTS: tuple[tuple[str, Callable[[Subject], bool], str], ...] = (
+    (f"{ZERO}.stage", _always, "no ZeRO: every rank holds all states"),
+    ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
+    ("gradient_accumulation_steps", _always, "1, or what the other two batch sizes leave"),
+    ("steps_per_print", _always, "nothing is printed (every 10 steps in older releases)"),
+    (f"{ZERO}.reduce_bucket_size", lambda c: c.stage > 0, "elements; allocated whole, twice with overlap_comm"),
+    (
+        f"{ZERO}.allgather_bucket_size",
+        lambda c: c.stage in (1, 2),
+        "unused where torch gathers into one tensor",
+    ),
+    (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
+    (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
+    (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "refuses Muon at stage 3 and gradient predivision"),
+    (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements that the optimizer steps at a time"),
+    (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
+    (
+        f"{ZERO}.stage3_param_persistence_threshold",
+        lambda c: c.stage == 3,
+        "smaller parameters are never partitioned",
+    ),
+    (f"{ZERO}.stage3_max_live_parameters", lambda c: c.stage == 3, "smaller models are never released"),
+    (f"{ZERO}.stage3_max_reuse_distance", lambda c: c.stage == 3, "parameters used again within it stay gathered"),
+    (
+        f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
+        lambda c: c.stage == 3,
+        "save_16bit_model writes nothing (zerofit gathers by itself)",
+    ),
+    (f"{OPTIMIZER}.pin_memory", lambda c: c.offload("optimizer") is not None, "page-locked (false in older releases)"),
+    (f"{PARAM}.pin_memory", lambda c: c.offload("param") is not None, "page-locked (false in older releases)"),
+    ("fp16.loss_scale", lambda c: c.on("fp16.enabled"), "dynamic loss scaling"),
+    ("fp16.initial_scale_power", lambda c: c.on("fp16.enabled"), "the scale starts at two to this power"),
+    ("bf16.check_grad_overflow", lambda c: c.on("bf16.enabled"), "steps with an infinite gradient are skipped"),
+    (
+        "data_types.grad_accum_dtype",
+        lambda c: c.on("bf16.enabled") or c.on("fp16.enabled"),
+        "gradients are summed in the model's own type",
+    ),
+    (
+        "communication_data_type",
+        lambda c: c.on("bf16.enabled") or c.on("fp16.enabled"),
+        "gradients travel in the model's own type",
+    ),
+    (
+        "optimizer.params.adam_w_mode",
+        lambda c: c.optimizer == "adam",
+        "true: weight decay is decoupled from the gradient",
+    ),
+    ("zero_allow_untested_optimizer", lambda c: c.stage > 0 and c.has("optimizer.type"), "only listed optimizers run"),
+    ("timers.throughput.synchronized", _always, "the device is synchronised to time steps that are printed"),
+)
+
+
+def explain(document: Document, findings: Sequence[Finding], setting: Setting) -> list[Row]:
+    """Every key of the JSON in its order, then the defaults that matter for it."""
+    known = catalog()
+    subject = Subject(config=document.config, catalog=known, setting=setting)
+    verdicts = {f.path: f for f in reversed(findings)}
+    rows = [_row(path, value, verdicts) for path, value in leaves(document.config)]
+    for path, matters, text in DEFAULTS:
+        if matters(subject) and not subject.has(path):
+            rows.append(Row(path=path, value=known.default(path), status="default", text=text))
+    return rows
+
+
+def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> Row:
+    parts = path.split(".")
+    above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in IGNORED)), None)
+    if finding is not None and finding.code in IGNORED:
+        return Row(path=path, value=value, status="ignored", text=finding.why)
+    if finding is not None and finding.severity == "error":
+        return Row(path=path, value=value, status="wrong", text=finding.message)
+    if value == "auto":
+        return Row(path=path, value=value, status="auto", text="zerofit or Hugging Face fill it in")
+    node = catalog().node(path) or {}
+    return Row(path=path, value=value, status="takes effect", text=node.get("description", ""))
+
+
+def shown(value: Any) -> str:
+    """A value in few characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."

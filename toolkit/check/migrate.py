@@ -1,0 +1,107 @@
+"""An old DeepSpeed JSON carried to the installed version: what it said then, said as it is said now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.check.catalog import catalog
+from zerofit.check.check import check
+from zerofit.check.document import Document, parse
+from zerofit.check.edit import Remove, Set, apply
+from zerofit.check.subject import ZERO, Setting, Subject
+
+CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
+
+OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+
+# optimizers that are gone, and the one whose uncompressed steps they made
+GONE = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default that is another one now: written out, the old behaviour stays."""
+
+    path: str
+    old: Any
+    when: Callable[[Subject], bool]
+    text: str
+
+
+# Sources: runtime/constants.py:203 and :46, runtime/precision_config.py:56, runtime/zero/offload_config.py:45 and :75
+# of 0.19.8 against DeepSpeed's published configuration reference of 2025
+DEFAULTS = (
+    Default("gradient_clipping", 0.0, lambda c: True, "no clipping was the default; now gradients are clipped to 1.0"),
+    Default("steps_per_print", 10, lambda c: True, "a line every 10 steps was the default; now nothing is printed"),
+    Default(
+        "bf16.check_grad_overflow",
+        False,
+        lambda c: c.on("bf16.enabled") and c.stage in (1, 2),
+        "infinite gradients were not looked for; now their steps are skipped",
+    ),
+    Default(
+        f"{OPTIMIZER}.pin_memory",
+        False,
+        lambda c: c.offload("optimizer") is not None,
+        "host memory was pageable by default; now it is page-locked",
+    ),
+    Default(
+        f"{PARAM}.pin_memory",
+        False,
+        lambda c: c.offload("param") is not None,
+        "host memory was pageable by default; now it is page-locked",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migrated:
+    """The new text, what was lost on the way, and which old defaults are written out."""
+
+    text: str
+    lost: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def migrate(document: Document, setting: Setting) -> Migrated:
+    """Old names become new ones, what is gone goes, and defaults that changed are written out as they were."""
+    lost: list[str] = []
+    document = _without_gone_optimizer(document, lost)
+    for _ in range(3):  # a renamed key may uncover another old one
+        found = [f for f in check(document, setting) if f.code in CARRIED]
+        if not found:
+            break
+        for finding in found:
+            if finding.code == "removed-key":
+                lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
+        document = parse(apply(document, [edit for finding in found for edit in finding.edits]))
+    kept = []
+    for default in DEFAULTS:
+        subject = Subject(config=document.config, catalog=catalog(), setting=setting)
+        if default.when(subject) and not subject.has(default.path):
+            document = parse(apply(document, [Set(default.path, default.old)]))
+            kept.append(f"{default.path} {default.old}: {default.text}")
+    return Migrated(text=document.text, lost=tuple(lost), kept=tuple(kept))
+
+
+def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
+    subject = Subject(config=document.config, catalog=catalog(), setting=Setting())
+    name = subject.word("optimizer.type") or ""
+    if name.lower() not in GONE:
+        return document
+    new = GONE[name.lower()]
+    known = {p for names in catalog().optimizers[new.lower()].values() for p in names}
+    extra = [key for key in subject.section("optimizer.params") if key not in known]
+    lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")
+    lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)
+    edits = [Set("optimizer.type", new), *(Remove(f"optimizer.params.{key}") for key in extra)]
+    return parse(apply(document, edits))
+
+
+def _short(document: Document, path: str) -> str:
+    member = document.member(path)
+    text = document.text[member.value.place.start : member.value.place.end] if member else ""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
