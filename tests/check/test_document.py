@@ -1,0 +1,125 @@
+"""Reading with places, and mending in place: against Python's own json module."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerofit.check.document import SyntaxFault, of_data, parse
+from zerofit.check.edit import Cut, Remove, Rename, Set, apply
+
+COMMENTED = """{
+  // lines and /* blocks */ are taken off
+  "a": {"b": [1, -2.5e-3, true, null], "c//": "x // y # z"},  # so is this
+  /* and
+     this */
+  "d": "\\u00e9\\n",
+}
+"""
+
+
+def test_comments_and_a_last_comma_do_no_harm():
+    document = parse(COMMENTED)
+    assert document.config == {"a": {"b": [1, -2.5e-3, True, None], "c//": "x // y # z"}, "d": "é\n"}
+    (comma,) = document.commas
+    assert (comma.line, comma.column) == (6, 18)
+
+
+def test_deepspeeds_own_reader_takes_the_same():
+    import hjson
+
+    assert parse(COMMENTED).config == hjson.loads(COMMENTED)
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": []}, {"a": {"b": {"c": [{"d": 1e300}, "", 0]}}}, [1, [2]], "x", 3.5])
+def test_plain_json_reads_as_with_the_standard_library(value):
+    for indent in (None, 2):
+        text = json.dumps(value, indent=indent)
+        assert parse(text).config == json.loads(text)
+
+
+def test_places_are_those_of_the_keys():
+    document = parse(COMMENTED)
+    assert [(document.place(p).line, document.place(p).column) for p in ("a", "a.b", "d")] == [(3, 3), (3, 9), (6, 3)]
+    assert document.place("a.missing.deeper") == document.place("a")
+    assert document.place("nowhere").line == 1
+
+
+def test_a_key_that_stands_twice_counts_last():
+    document = parse('{"a": 1, "b": {"c": 1, "c": 2}, "a": 3}')
+    assert document.config == {"a": 3, "b": {"c": 2}}
+    assert [(path, first.place.column, last.place.column) for path, first, last in document.duplicates()] == [
+        ("a", 2, 33),
+        ("b.c", 16, 24),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "word"),
+    [
+        ('{"a": 1,\n "b": }', 2, 7, "}"),
+        ('{"a" 1}', 1, 6, "colon"),
+        ('{"a": 1 "b": 2}', 1, 9, "comma"),
+        ('{\n"a": 1', 2, 7, "ends"),
+        ("", 1, 1, "ends"),
+        ("{'a': 1}", 1, 2, "double quotes"),
+        ('{"a": NaN}', 1, 7, "NaN"),
+        ('{"a": 01}', 1, 8, "1"),
+        ("[" * 20000, 1, 1, ""),
+    ],
+)
+def test_what_does_not_parse_is_placed(text, line, column, word):
+    with pytest.raises(SyntaxFault) as fault:
+        parse(text)
+    if not text.startswith("[["):
+        assert (fault.value.line, fault.value.column) == (line, column)
+    assert word in fault.value.message
+
+
+EDITS = [
+    (Set("zero.stage", 2), {"zero": {"stage": 2, "x": 1}, "b": [1], "e": {}}),
+    (Set("b", {"c": [1, {"d": 2}]}), {"zero": {"stage": 3, "x": 1}, "b": {"c": [1, {"d": 2}]}, "e": {}}),
+    (Set("zero.new.deep", True), {"zero": {"stage": 3, "x": 1, "new": {"deep": True}}, "b": [1], "e": {}}),
+    (Set("e.f", "auto"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {"f": "auto"}}),
+    (Set("b.c", 1), {"zero": {"stage": 3, "x": 1}, "b": {"c": 1}, "e": {}}),
+    (Set("n", 1), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}, "n": 1}),
+    (Remove("zero"), {"b": [1], "e": {}}),
+    (Remove("zero.x"), {"zero": {"stage": 3}, "b": [1], "e": {}}),
+    (Remove("b"), {"zero": {"stage": 3, "x": 1}, "e": {}}),
+    (Remove("e"), {"zero": {"stage": 3, "x": 1}, "b": [1]}),
+    (Remove("missing.key"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}}),
+    (Rename("zero.x", "y"), {"zero": {"stage": 3, "y": 1}, "b": [1], "e": {}}),
+]
+LAYOUTS = [
+    '{"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}}',
+    '{\n  "zero": {\n    "stage": 3, // three\n    "x": 1 /* , */\n  },\n  "b": [1], # a list\n  "e": {}\n}\n',
+    '{\n\t"zero": {"stage": 3,\n"x": 1,}, "b":\n[1]\n\t,\n\t"e": {} // last\n}',
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("edit", "expected"), EDITS)
+def test_an_edit_changes_what_it_names_and_nothing_else(layout, edit, expected):
+    mended = parse(apply(parse(layout), [edit]))
+    assert mended.config == expected
+
+
+def test_comments_survive_an_edit():
+    mended = apply(parse(LAYOUTS[1]), [Set("zero.stage", 1), Remove("b"), Set("n.m", 1)])
+    assert parse(mended).config == {"zero": {"stage": 1, "x": 1}, "e": {}, "n": {"m": 1}}
+    assert "// three" in mended and "/* , */" in mended
+    assert '\n  "n": {"m": 1}' in mended
+
+
+def test_everything_can_be_removed():
+    document = of_data({"a": 1, "b": 2})
+    assert parse(apply(document, [Remove("a"), Remove("b")])).config == {}
+
+
+def test_cuts_come_before_the_other_edits():
+    text = '{"a": 1, "b": 2,}'
+    assert json.loads(apply(parse(text), [Set("b", 3), Cut(text.rindex(","), text.rindex(",") + 1)])) == {
+        "a": 1,
+        "b": 3,
+    }

@@ -1,0 +1,114 @@
+"""What a JSON does, and what becomes of an old one."""
+
+from __future__ import annotations
+
+import json
+
+from zerofit.check.check import check, mend
+from zerofit.check.document import of_data, parse
+from zerofit.check.explain import explain
+from zerofit.check.migrate import migrate
+from zerofit.check.subject import Setting
+
+
+def explained(config: dict, **setting) -> dict:
+    document = of_data(config)
+    found = check(document, Setting(**setting))
+    return {row.path: row for row in explain(document, found, Setting(**setting))}
+
+
+def test_every_key_has_a_verdict():
+    rows = explained(
+        {
+            "train_batch_size": 8,
+            "gradient_clipping": "auto",
+            "zero_optimisation": {"stage": 3},
+            "pipeline": {"stages": 4},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "stage3_max_live_parameters": 5,
+                "overlap_comm": "yes",
+            },
+        }
+    )
+    verdicts = {path: row.status for path, row in rows.items() if row.status != "default"}
+    assert verdicts == {
+        "train_batch_size": "takes effect",
+        "gradient_clipping": "auto",
+        "zero_optimisation.stage": "ignored",
+        "pipeline.stages": "ignored",
+        "zero_optimization.stage": "takes effect",
+        "zero_optimization.offload_param.device": "ignored",
+        "zero_optimization.offload_param.pin_memory": "ignored",
+        "zero_optimization.stage3_max_live_parameters": "ignored",
+        "zero_optimization.overlap_comm": "wrong",
+    }
+
+
+def test_defaults_are_deepspeeds_own_and_follow_the_stage():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for stage in (0, 1, 2, 3):
+        config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+        rows = explained(config)
+        theirs = DeepSpeedConfig(config)
+        assert rows["gradient_clipping"].value == theirs.gradient_clipping == 1.0
+        assert rows["steps_per_print"].value == theirs.steps_per_print
+        assert ("zero_optimization.reduce_bucket_size" in rows) == (stage > 0)
+        assert ("zero_optimization.sub_group_size" in rows) == (stage == 3)
+        if stage == 3:
+            row = rows["zero_optimization.stage3_param_persistence_threshold"]
+            assert row.value == theirs.zero_config.param_persistence_threshold
+
+
+OLD = """{
+  // written for DeepSpeed 0.9
+  "train_batch_size": 16,
+  "fp16": {"enabled": true},
+  "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 100, "comm_backend_name": "nccl"}},
+  "zero_optimization": {
+    "stage": 2,
+    "cpu_offload": true,
+    "stage3_gather_fp16_weights_on_model_save": true
+  },
+  "elasticity": {"enabled": false},
+  "sparse_gradients": false
+}"""
+
+
+def test_an_old_file_is_carried_over_and_losses_are_named():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    moved = migrate(parse(OLD), Setting())
+    config = parse(moved.text).config
+    assert "// written for DeepSpeed 0.9" in moved.text
+    assert config["optimizer"] == {"type": "Adam", "params": {"lr": 1e-3}}
+    assert config["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert config["gradient_clipping"] == 0.0 and config["steps_per_print"] == 10
+    assert not {"elasticity", "sparse_gradients"} & set(config)
+    told = "\n".join(moved.lost)
+    assert all(word in told for word in ("OneBitAdam", "freeze_step", "comm_backend_name", "elasticity", "sparse_grad"))
+    assert len(moved.kept) == 3
+    theirs = DeepSpeedConfig(config)
+    assert theirs.gradient_clipping == 0.0 and theirs.zero_config.offload_optimizer.device == "cpu"
+
+
+def test_a_current_file_only_keeps_the_old_defaults():
+    moved = migrate(of_data({"train_batch_size": 1, "gradient_clipping": 0.5, "steps_per_print": 7}), Setting())
+    assert (moved.lost, moved.kept) == ((), ())
+
+
+def test_mending_needs_several_rounds_where_one_fix_uncovers_the_next():
+    text = json.dumps(
+        {"train_batch_size": 8, "optimizer": {"type": "sgd", "params": {}}, "zero_optimization": {"stag": 2}}
+    )
+    config = parse(mend(parse(text), Setting())).config
+    assert config["zero_optimization"] == {"stage": 2}
+    assert config["optimizer"]["type"] == "SGD"
+    assert config["zero_allow_untested_optimizer"] is True  # an error only now that there is a stage
+    assert not [f for f in check(of_data(config), Setting()) if f.severity == "error"]
