@@ -24,22 +24,17 @@ def checkpoint_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def keep_on_host(model: nn.Module) -> int:
-    """Let what checkpointing keeps, the blocks' inputs, lie in host memory until backward; how many blocks do.
+def keep_on_host(model: nn.Module) -> None:
+    """Let what checkpointing keeps, the blocks' inputs, lie in host memory until backward.
 
     The model is one that checkpoints already, by us or by transformers.
     """
-    blocks = 0
     for module in model.modules():
         theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' place for it
         if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
             module.checkpoint_to_host = True
         elif theirs is not None and getattr(module, "gradient_checkpointing", False):
             module._gradient_checkpointing_func = partial(_on_host, theirs)
-        else:
-            continue
-        blocks += 1
-    return blocks
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:

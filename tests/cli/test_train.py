@@ -100,3 +100,17 @@ def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
     assert "no luck today" in error["message"]
     assert Path(error["where"]).read_text().count("Traceback") >= 1
     assert "Traceback" not in err
+
+
+def test_weights_and_biases_offline_gets_every_step(tmp_path, monkeypatch):
+    """Its file holds each value as JSON text, so that the numbers of metrics.jsonl must be found in it."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    process = zerofit(*MLP, "--ranks", "1", "--steps", "3", "--wandb", "tests", "--output", "run", cwd=tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    content = written.read_bytes()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3
+    assert all(json.dumps(step["loss"]).encode() in content for step in steps)
+    assert content.count(b"train/loss") >= 3

@@ -8,7 +8,7 @@ import torch
 from tests.models.small import IMAGES, TRANSFORMERS, batch_of, inputs_of
 from zerofit.models.build import build, forward_logits
 from zerofit.models.catalog import ModelError, find
-from zerofit.models.checkpointing import checkpoint_model, cut_into_blocks
+from zerofit.models.checkpointing import checkpoint_model, cut_into_blocks, keep_on_host
 
 CNNS = [
     "simplecnn",
@@ -96,3 +96,20 @@ def test_a_model_without_blocks():
     with pytest.raises(ModelError) as caught:
         checkpoint_model(torch.nn.Linear(2, 2))
     assert caught.value.kind == "model-checkpointing"
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama-tiny", 4), ("resnet18-small", 8)])
+def test_exactly_the_blocks_inputs_go_to_host_memory(name, blocks, monkeypatch):
+    source = find(name)
+    inputs = inputs_of(source.task)
+    model = build(source, inputs, {}, checkpointing=True).train()
+    kept = []
+
+    def save_on_cpu(pin_memory):
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t)
+
+    monkeypatch.setattr("zerofit.models.checkpointing.save_on_cpu", save_on_cpu)
+    keep_on_host(model)
+    logits, _ = forward_logits(model, batch_of(inputs))
+    logits.sum().backward()
+    assert len(kept) == blocks and all(len(shape) >= 3 for shape in kept)

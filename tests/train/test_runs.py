@@ -159,3 +159,23 @@ def test_run_json_gives_the_same_run_again(pools, tmp_path):
     second = pools(2).train(Path(tmp_path / "b"), **{k: v for k, v in again.items() if v is not None})
     assert second.losses == first.losses
     assert second.folder.ds_config.read_text() == first.folder.ds_config.read_text()
+
+
+def test_a_compiled_model_trains_alike(pools, tmp_path):
+    how = {"model": "mlp", "data": "digits", "steps": 4, "seed": 3, "eval_samples": 32}
+    plain = pools(1).train(tmp_path / "plain", **how)
+    compiled = pools(1).train(tmp_path / "compiled", **how, compile=True)
+    np.testing.assert_allclose(
+        [s["loss"] for s in compiled.steps], [s["loss"] for s in plain.steps], rtol=1e-4, err_msg="losses"
+    )
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "resnet18-small"])
+def test_checkpointed_activations_may_lie_in_host_memory(pools, tmp_path, model):
+    """cpu_checkpointing of DeepSpeed's JSON; what is computed stays the same."""
+    how = {"model": model, "steps": 3, "eval_samples": 8, "micro_batch": 2, "lr": 1e-4}
+    how |= {"data": "synthetic", "seq_len": 16} if model == "llama-tiny" else {"data": "digits"}
+    plain = pools(1).train(tmp_path / "plain", **how)
+    hosted = pools(1).train(tmp_path / "hosted", **how, ds_config="activation_checkpointing")
+    assert hosted.job.run.activation_checkpointing
+    np.testing.assert_allclose([s["loss"] for s in hosted.steps], [s["loss"] for s in plain.steps], rtol=1e-5)
