@@ -1,5 +1,8 @@
 """What the installed DeepSpeed does with each configuration of the corpus: one process, one gloo rank, on the CPU.
 
+Engines of a setting with more ranks are built as one of them, in a further process whose collectives do nothing
+(torch's "fake" backend).
+
     python -m tests.check.deepspeed_says said.json
 
 A file's `deepspeed:` line claims `STAGE raises "TEXT"`, `STAGE warns "TEXT"` (in a warning of the log), `STAGE says
@@ -25,6 +28,7 @@ import json
 import logging
 import operator
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,13 +39,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+from tests.check.corpus import Case, cases
 from zerofit.check.auto import FILLED
 from zerofit.check.check import check
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
 from zerofit.check.edit import apply
-
-from tests.check.corpus import Case, cases
 
 STEPS = 8
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -89,16 +92,21 @@ def filled(config: Any, every: bool = False) -> Any:
 class Say:
     """DeepSpeed in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+        os.environ.update({key: str(value) for key, value in local.items()} | {"DS_ACCELERATOR": "cpu"})
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon would compile its Newton-Schulz steps
         import deepspeed
         import torch
         from deepspeed.ops.op_builder.builder import OpBuilder
         from deepspeed.utils.logging import logger
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
         torch.set_num_threads(1)
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         OpBuilder.jit_load = self._op
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        name, store = ("gloo", torch.distributed.HashStore()) if world == 1 else ("fake", FakeStore())
+        torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         self.torch, self.deepspeed, self.logger = torch, deepspeed, logger
         self.lines: list[tuple[int, str]] = []
@@ -193,11 +201,7 @@ class Say:
         torch.manual_seed(0)
         config = filled(case.document.config)
         self._adam(case, config)
-        if case.setting.pipeline:
-            layers = [deepspeed.pipe.LayerSpec(torch.nn.Linear, 8, 8) for _ in range(2)]
-            model = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.MSELoss())
-        else:
-            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model = self._model(case, config)
         engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
         if claim.stage == "step":
             for _ in range(STEPS):
@@ -215,12 +219,28 @@ class Say:
         names = {"engine": engine, "infinite": infinite, "largest_buffer": largest_buffer, "presets": AutoTPPresets}
         return eval(claim.text, {**names, "deepspeed": deepspeed, "Path": Path})
 
+    def _model(self, case: Case, config: dict[str, Any]) -> Any:
+        """A toy: of a pipeline's layers, of a language model where one is split by heads or experts, else two layers."""
+        linear = self.torch.nn.Linear
+        if case.setting.pipeline:
+            layers = [self.deepspeed.pipe.LayerSpec(linear, 8, 8) for _ in range(2)]
+            return self.deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=self.torch.nn.MSELoss())
+        if case.setting.ranks in (None, 1) or not {"tensor_parallel", "expert_parallel"} & set(config):
+            return self.torch.nn.Sequential(linear(8, 8), linear(8, 8))
+        import transformers
+
+        sizes = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+        if "expert_parallel" in config:
+            settings = transformers.MixtralConfig(**sizes, **heads, num_local_experts=4)
+            return transformers.MixtralForCausalLM(settings)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
     @staticmethod
     def _adam(case: Case, config: dict[str, Any]) -> None:
         kind = str(get(config, "optimizer.type")).lower()
-        about = (
-            case.name in OWN_ADAM or "zenflow" in config.get("zero_optimization", {}) and case.name != "zenflow-stage-0"
-        )
+        zenflow = "zenflow" in config.get("zero_optimization", {}) and case.name != "zenflow-stage-0"
+        about = zenflow or case.name in OWN_ADAM
         if kind in ("adam", "adamw", "muon") and not about:
             config["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
 
@@ -262,12 +282,26 @@ def largest_buffer(engine: Any) -> int:
     return max(one.numel() for one in made)
 
 
-def main(out: str) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon would compile its Newton-Schulz steps
-    say = Say()
-    Path(out).write_text(json.dumps({case.name: say.case(case) for case in cases()}, indent=1), encoding="utf-8")
+def world(case: Case) -> tuple[int, int]:
+    """Rank and number of ranks of the process that shows a case."""
+    built = Claim.of(case).stage not in ("", "config", "file", "checkpointing")
+    return (int(case.words.get("rank", 0)), case.setting.ranks or 1) if built else (0, 1)
+
+
+def main(out: str, rank: int = 0, ranks: int = 1) -> None:
+    """All cases of one world; the first world starts the others and takes in what they found."""
+    worlds = sorted({world(case) for case in cases()} - {(0, 1)}) if (rank, ranks) == (0, 1) else []
+    command = [sys.executable, "-m", "tests.check.deepspeed_says"]
+    parts = [f"{out}.{r}-of-{n}" for r, n in worlds]
+    others = [subprocess.Popen([*command, part, str(r), str(n)]) for part, (r, n) in zip(parts, worlds, strict=True)]
+    say = Say(rank, ranks)
+    said = {case.name: say.case(case) for case in cases() if world(case) == (rank, ranks)}
+    for part, other in zip(parts, others, strict=True):
+        if other.wait():
+            sys.exit(f"{part}: status {other.returncode}")
+        said |= json.loads(Path(part).read_text(encoding="utf-8"))
+    Path(out).write_text(json.dumps(said, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -166,23 +166,23 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
             edits=(Remove(path),),
         )
         return
-    if new in siblings:
+    alias = catalog.deprecated.get(f"{parent}.{new}", new)
+    if new in siblings or alias in siblings:
         yield Finding(
             code="deprecated-and-new",
             severity="error",
             path=path,
-            message=f"{key} stands beside {new}, which is its new name",
+            message=f"{key} stands beside {alias}, which is its new name",
             why='DeepSpeed stops: "Cannot provide deprecated parameter ... and replacing parameter ... together"'
             if parent in catalog.strict
             else "DeepSpeed reads the new one only",
-            fix=f"keep {new}",
+            fix=f"keep {alias}",
             edits=(Remove(path),),
         )
         return
     if key.startswith("cpu_offload"):
         edits = (Remove(path), *((Set(f"{parent}.{new}", {"device": "cpu"}),) if value is True else ()))
     else:
-        alias = catalog.deprecated.get(f"{parent}.{new}", new)
         edits = (Rename(path, alias),)
         new = alias
     yield Finding(

@@ -1,4 +1,4 @@
-"""Everything around training: compilation, activation checkpointing, checkpoints, monitors, profilers, data."""
+"""Everything around training: activation checkpointing, checkpoints, monitors, profilers, data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ NEVER_READ = {
     "tensor_parallel.injection_policy_tuple": "runtime/engine.py:1220",
     f"{ZERO}.zenflow.steps_per_epoch": "runtime/zenflow/engine.py:57",
 }
-
-
-def _passes(c: Subject) -> list:
-    passes = c.get("compile.passes")
-    return passes if isinstance(passes, list) else []
 
 
 def _absent(package: str) -> bool:
@@ -70,86 +65,6 @@ FEATURES = (
         fix="remove the section from the JSON of a real run",
         edits=(Set("autotuning.enabled", False),),
         source="runtime/engine.py:3657",
-    ),
-    Rule(
-        code="compile-passes",
-        path="compile.passes",
-        when=lambda c: bool(_passes(c)) and not c.on("compile.deepcompile"),
-        message="compile.passes without deepcompile",
-        why="DeepSpeed ignores them and compiles as torch does",
-        fix="set compile.deepcompile to true, or remove them",
-        edits=(Remove("compile.passes"),),
-        source="runtime/engine.py:5921",
-    ),
-    Rule(
-        code="deepcompile-stage",
-        path="compile.deepcompile",
-        when=lambda c: (
-            c.on("compile.deepcompile") and c.stage == 0 and not {"autosp", "autotp"} & set(map(str, _passes(c)))
-        ),
-        message="DeepCompile without ZeRO",
-        why="DeepSpeed says so in an info line and compiles as torch does",
-        fix="take ZeRO stage 1, 2 or 3",
-        edits=(Set("compile.deepcompile", False),),
-        source="runtime/engine.py:5806",
-    ),
-    Rule(
-        code="needs-cuda",
-        path="compile.deepcompile",
-        when=lambda c: c.on("compile.deepcompile") and c.stage > 0 and c.setting.accelerator == "cpu",
-        message="DeepCompile without a GPU",
-        why="DeepSpeed's native op for it needs CUDA, and compiling fails",
-        fix="remove it",
-        edits=(Set("compile.deepcompile", False),),
-        source="compile/util.py:29",
-    ),
-    Rule(
-        code="autosp-stage",
-        path="compile.passes",
-        when=lambda c: c.on("compile.deepcompile") and "autosp" in _passes(c) and c.stage >= 2,
-        message=lambda c: f"the pass autosp at ZeRO stage {c.stage}",
-        why="DeepSpeed says so in an info line and compiles as torch does: sequences are not split",
-        fix="take stage 1",
-        edits=(Set(f"{ZERO}.stage", 1),),
-        source="runtime/engine.py:5773",
-    ),
-    Rule(
-        code="compile-passes-mixed",
-        path="compile.passes",
-        when=lambda c: c.on("compile.deepcompile") and "autotp" in _passes(c) and len(_passes(c)) > 1,
-        message="the pass autotp together with others: {value}",
-        why='DeepSpeed stops: "The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO passes."',
-        fix="take autotp alone",
-        edits=(Set("compile.passes", ["autotp"]),),
-        source="runtime/engine.py:5843",
-    ),
-    Rule(
-        code="compile-offload-states",
-        path="compile.offload_opt_states",
-        when=lambda c: (
-            c.on("compile.offload_opt_states")
-            and c.on("compile.deepcompile")
-            and c.stage == 3
-            and c.offload("optimizer") is not None
-        ),
-        message="compile.offload_opt_states beside zero_optimization.offload_optimizer",
-        why='DeepSpeed stops: "compile.offload_opt_states cannot be combined with ZeRO\'s ..."',
-        fix="keep one",
-        edits=(Remove("compile.offload_opt_states"),),
-        source="compile/init_z3.py:94",
-    ),
-    Rule(
-        code="compile-offload-activation",
-        path="compile.offload_activation",
-        when=lambda c: (
-            c.on("compile.offload_activation")
-            and (c.on("compile.offload_parameters") or c.on("compile.offload_opt_states"))
-        ),
-        message="compile.offload_activation beside another offload of compile",
-        why='DeepSpeed stops: "compile.offload_activation cannot be combined with ..."',
-        fix="keep one",
-        edits=(Remove("compile.offload_activation"),),
-        source="compile/init_z3.py:101",
     ),
     Rule(
         code="activations-contiguous",
@@ -257,6 +172,27 @@ FEATURES = (
     _monitor("tensorboard", "tensorboard"),
     _monitor("wandb", "wandb"),
     _monitor("comet", "comet_ml"),
+    Rule(
+        code="profile-step",
+        severity="warning",
+        path="flops_profiler.profile_step",
+        when=lambda c: c.on("flops_profiler.enabled") and (c.number("flops_profiler.profile_step") or 1) < 0,
+        message="flops_profiler.profile_step is {value}",
+        why="DeepSpeed counts steps from 0: this one never comes, and nothing is profiled",
+        fix="take 1, or a step after the warm-up",
+        edits=(Set("flops_profiler.profile_step", 1),),
+        source="runtime/engine.py:3583",
+    ),
+    Rule(
+        code="data-efficiency-off",
+        path=f"{DATA}.enabled",
+        when=lambda c: c.get(f"{DATA}.enabled") is False and c.on(f"{DATA}.data_routing.random_ltd.enabled"),
+        message="data_efficiency.enabled is false, which does not switch off its random_ltd",
+        why="DeepSpeed looks at the inner switch only",
+        fix="set random_ltd.enabled to false",
+        edits=(Set(f"{DATA}.data_routing.random_ltd.enabled", False),),
+        source="runtime/engine.py:1402-1421",
+    ),
 )
 
 

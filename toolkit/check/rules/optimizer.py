@@ -116,6 +116,16 @@ OPTIMIZER_RULES = (
         edits=(Remove("optimizer.legacy_fusion"),),
         source="runtime/engine.py:2589",
     ),
+    Rule(
+        code="needs-cuda",
+        path="optimizer.type",
+        when=lambda c: c.optimizer == "lion" and c.setting.accelerator == "cpu" and c.offload("optimizer") is None,
+        message="Lion without a GPU and without offload",
+        why="DeepSpeed's op for it is written for CUDA only; offloaded to the CPU it has another one",
+        fix="take AdamW, or offload the optimizer to the CPU",
+        edits=(Set("optimizer.type", "AdamW"),),
+        source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Tensor, sequence, pipeline and expert parallelism."""
+"""Tensor, sequence and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zerofit.check.edit import Remove, Set
 from zerofit.check.rules.rule import Rule
 from zerofit.check.subject import ZERO, Subject
 
-TP, EP = "tensor_parallel", "expert_parallel"
+TP = "tensor_parallel"
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 
 
@@ -16,6 +16,10 @@ def _divisors(ranks: int) -> list[int]:
 
 def _nested(c: Subject) -> int:
     return c.degree(f"{TP}.tp.tp_size") if c.has(f"{TP}.tp") else c.degree(f"{TP}.tensor_parallel.tp_size")
+
+
+def _data(c: Subject) -> int:
+    return int(c.number("data_parallel_size") or 0)
 
 
 def _not_dividing(c: Subject, degree: int) -> bool:
@@ -158,61 +162,26 @@ PARALLEL = (
         source="runtime/engine.py:2031-2035",
     ),
     Rule(
-        code="experts-off",
-        path=EP,
-        when=lambda c: len(c.section(EP)) > 0 and not c.has(f"{EP}.enabled"),
-        message="expert_parallel without enabled",
-        why="DeepSpeed leaves it off, without a word",
-        fix='add "enabled": true',
-        edits=(Set(f"{EP}.enabled", True),),
-        source="module_inject/auto_ep_config.py:48",
-    ),
-    Rule(
-        code="experts-balance",
-        path=f"{EP}.load_balance_coeff",
-        when=lambda c: c.get(f"{EP}.load_balance_coeff") is not None,
-        message="expert_parallel.load_balance_coeff is not supported",
-        why='DeepSpeed stops: "load_balance_coeff=... is not supported in this AutoEP build"',
-        fix="remove it",
-        edits=(Remove(f"{EP}.load_balance_coeff"),),
-        source="module_inject/auto_ep_config.py:76",
-    ),
-    Rule(
-        code="experts-zero3",
-        path=f"{EP}.enabled",
+        code="mesh-ranks",
+        path="data_parallel_size",
         when=lambda c: (
-            c.on(f"{EP}.enabled")
-            and c.stage == 3
-            and (
-                c.sequence_parallel > 1
-                or c.on(f"{ZERO}.zero_quantized_gradients")
-                or (c.number(f"{ZERO}.zero_hpz_partition_size") or 1) > 1
-            )
+            c.has("sequence_parallel_size")
+            and _data(c) > 0
+            and bool(c.setting.ranks)
+            and _data(c) * c.sequence_parallel != c.setting.ranks
         ),
-        message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
-        why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
-        fix="take stage 2",
-        edits=(Set(f"{EP}.enabled", False),),
-        source="runtime/engine.py:2218",
-    ),
-    Rule(
-        code="experts-tensor-parallel",
-        path=f"{EP}.enabled",
-        when=lambda c: (
-            c.on(f"{EP}.enabled")
-            and c.tensor_parallel > 1
-            and (
-                c.on("compile.deepcompile")
-                or c.pipeline > 1
-                or c.sequence_parallel > 1
-                or bool(c.section(f"{ZERO}.offload_optimizer"))
-                or bool(c.section(f"{ZERO}.offload_param"))
-            )
+        message=lambda c: (
+            f"data_parallel_size {{value}} x sequence_parallel_size {c.sequence_parallel} is not the number of ranks, "
+            f"{c.setting.ranks}"
         ),
-        message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
-        why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
-        fix="leave one of them out",
-        edits=(Set(f"{EP}.enabled", False),),
-        source="module_inject/auto_ep_folding.py:202",
+        why='DeepSpeed does not look: above it torch stops ("Mesh should not be bigger than default world size"), '
+        "below it ranks are left out of every group",
+        fix="take the number of ranks divided by sequence_parallel_size",
+        edits=lambda c: (
+            (Set("data_parallel_size", c.setting.ranks // c.sequence_parallel),)
+            if c.setting.ranks % c.sequence_parallel == 0
+            else ()
+        ),
+        source="__init__.py:545, comm/comm.py:817",
     ),
 )

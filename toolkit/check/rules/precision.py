@@ -28,11 +28,8 @@ def _on_host(c: Subject) -> bool:
     return c.offload("optimizer") is not None and not c.on("optimizer.params.torch_adam")
 
 
-def _reduce_scatter(c: Subject) -> bool:
-    return c.stage in (2, 3) and c.on(f"{ZERO}.reduce_scatter")
-
-
-def _bf16_optimizer(c: Subject) -> bool:
+def bf16_optimizer(c: Subject) -> bool:
+    """Whether DeepSpeed changes to its BF16_Optimizer (runtime/engine.py:2305)."""
     return c.on("bf16.enabled") and c.stage == 1 and c.word("data_types.grad_accum_dtype") in ("fp32", "float32")
 
 
@@ -234,7 +231,7 @@ PRECISION = (
         code="overflow-check-ignored",
         severity="warning",
         path="bf16.check_grad_overflow",
-        when=lambda c: c.get("bf16.check_grad_overflow") is False and (c.stage == 3 or _bf16_optimizer(c)),
+        when=lambda c: c.get("bf16.check_grad_overflow") is False and (c.stage == 3 or bf16_optimizer(c)),
         message="bf16.check_grad_overflow false has no effect here",
         why="ZeRO-3 always looks for overflows, and stage 1 with fp32 accumulation never does",
         fix="remove it",
@@ -245,7 +242,7 @@ PRECISION = (
         code="bf16-optimizer",
         severity="warning",
         path="data_types.grad_accum_dtype",
-        when=_bf16_optimizer,
+        when=bf16_optimizer,
         message="bf16 at stage 1 with fp32 accumulation",
         why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
         "bucket sizes: 133 MB instead of 104 MB in a measured case",
@@ -310,57 +307,36 @@ PRECISION = (
         source="runtime/torch_autocast.py:32",
     ),
     Rule(
-        code="predivide-reduce-scatter",
-        path="gradient_predivide_factor",
+        code="hysteresis-without-zero",
+        severity="warning",
+        path="fp16",
         when=lambda c: (
-            c.changed("gradient_predivide_factor")
-            and _reduce_scatter(c)
-            and c.get("gradient_allreduce_op") in (None, "mean")
+            c.on("fp16.enabled")
+            and c.stage == 0
+            and any(c.changed(f"fp16.{key}") for key in ("hysteresis", "consecutive_hysteresis"))
         ),
-        message="gradient_predivide_factor {value} with reduce-scatter at stage 2 or 3",
-        why='DeepSpeed stops: "gradient_predivide_factor != 1.0 is not yet supported with ZeRO-... reduce scatter"',
-        fix="remove it",
-        edits=(Remove("gradient_predivide_factor"),),
-        source="runtime/zero/stage_1_and_2.py:350, stage3.py:395",
+        message="fp16.hysteresis without ZeRO",
+        why="DeepSpeed reads it with ZeRO only: here each overflow halves the loss scale",
+        fix="take ZeRO stage 1, or remove it",
+        edits=(Remove("fp16.hysteresis"), Remove("fp16.consecutive_hysteresis")),
+        source="runtime/fp16/loss_scaler.py:72-124, runtime/fp16/fused_optimizer.py:404",
     ),
     Rule(
-        code="prescale-reduce-scatter",
-        path="prescale_gradients",
-        when=lambda c: c.on("prescale_gradients") and _reduce_scatter(c),
-        message="prescale_gradients with reduce-scatter at stage 2 or 3",
-        why='DeepSpeed stops: "pre-scale gradients is not yet supported with ZeRO-... reduce scatter enabled"',
-        fix="remove it",
-        edits=(Remove("prescale_gradients"),),
-        source="runtime/zero/stage_1_and_2.py:351, stage3.py:396",
-    ),
-    Rule(
-        code="sum-of-gradients",
-        path="gradient_allreduce_op",
+        code="communication-type-sequence",
+        severity="warning",
+        path="communication_data_type",
         when=lambda c: (
-            c.word("gradient_allreduce_op") in ("sum", "SUM")
-            and (c.stage == 3 or c.zenflow or c.on("compile.deepcompile"))
+            c.word("communication_data_type") is not None
+            and c.sequence_parallel > 1
+            and c.word("communication_data_type") != (c.word("seq_parallel_communication_data_type") or "fp32")
         ),
-        message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
-        why="DeepSpeed stops: these can only average",
-        fix="take mean, and a learning rate that suits it",
-        edits=(Set("gradient_allreduce_op", "mean"),),
-        source="runtime/config.py:694-699",
-    ),
-    Rule(
-        code="clipping-in-optimizer",
-        path="optimizer.params.max_grad_norm",
-        when=lambda c: c.has("optimizer.params.max_grad_norm"),
-        message="optimizer.params.max_grad_norm is no optimizer parameter",
-        why="DeepSpeed stops: \"'max_grad_norm' is not supported as an optimizer parameter\"",
-        fix="write gradient_clipping at the top level",
+        message="communication_data_type {value} with sequence parallelism",
+        why="DeepSpeed overwrites it by seq_parallel_communication_data_type, which is fp32 where it is not given",
+        fix="set seq_parallel_communication_data_type",
         edits=lambda c: (
-            Remove("optimizer.params.max_grad_norm"),
-            *(
-                (Set("gradient_clipping", c.number("optimizer.params.max_grad_norm")),)
-                if c.number("optimizer.params.max_grad_norm") is not None and not c.has("gradient_clipping")
-                else ()
-            ),
+            Set("seq_parallel_communication_data_type", c.get("communication_data_type")),
+            Remove("communication_data_type"),
         ),
-        source="runtime/engine.py:2481",
+        source="runtime/engine.py:2182, runtime/constants.py:236",
     ),
 )

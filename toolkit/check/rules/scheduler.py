@@ -20,6 +20,7 @@ SYNONYMS = {
     "min_lr": "warmup_min_lr",
 }
 TYPES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR", "onecyclelr": "OneCycle"}
+LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
 def _own(c: Subject) -> bool:
@@ -168,6 +169,80 @@ SCHEDULER_RULES = (
         edits=(Remove("scheduler"),),
         source="runtime/engine.py:681",
     ),
+    Rule(
+        code="scheduler-size",
+        path=f"{PARAMS}.cycle_first_step_size",
+        when=lambda c: (
+            c.word("scheduler.type") == "OneCycle"
+            and c.number(f"{PARAMS}.cycle_first_step_size") is not None
+            and c.number(f"{PARAMS}.cycle_first_step_size") <= 0
+        ),
+        message="cycle_first_step_size is {value}; allowed: a number above 0",
+        why='DeepSpeed stops once the ranks run: "cycle_first_step_size must be positive"',
+        fix="take half of the run's steps, or remove it for 2000",
+        edits=(Remove(f"{PARAMS}.cycle_first_step_size"),),
+        source="runtime/lr_schedules.py:526",
+    ),
+    Rule(
+        code="scheduler-size",
+        path=f"{PARAMS}.cycle_second_step_size",
+        when=lambda c: (
+            c.word("scheduler.type") == "OneCycle" and (c.number(f"{PARAMS}.cycle_second_step_size") or 0) < 0
+        ),
+        message="cycle_second_step_size is {value}; allowed: a number from 0 on",
+        why='DeepSpeed stops once the ranks run: "cycle_second_step_size must be non-negative"',
+        fix="remove it: it is the first one's size then",
+        edits=(Remove(f"{PARAMS}.cycle_second_step_size"),),
+        source="runtime/lr_schedules.py:528",
+    ),
+    Rule(
+        code="scheduler-size",
+        path=f"{PARAMS}.lr_range_test_step_size",
+        when=lambda c: (
+            c.word("scheduler.type") == "LRRangeTest"
+            and c.has(f"{PARAMS}.lr_range_test_step_size")
+            and not _count(c.get(f"{PARAMS}.lr_range_test_step_size"))
+        ),
+        message="lr_range_test_step_size is {value}; allowed: a whole number from 1 on, without a decimal point",
+        why='DeepSpeed stops once the ranks run: "lr_range_test_step_size must be a positive integer"',
+        fix="remove it for 2000",
+        edits=(Remove(f"{PARAMS}.lr_range_test_step_size"),),
+        source="runtime/lr_schedules.py:370",
+    ),
+    Rule(
+        code="scheduler-order",
+        path=f"{PARAMS}.warmup_max_lr",
+        when=lambda c: (
+            c.number(f"{PARAMS}.warmup_max_lr") is not None
+            and c.number(f"{PARAMS}.warmup_min_lr") is not None
+            and c.number(f"{PARAMS}.warmup_max_lr") < c.number(f"{PARAMS}.warmup_min_lr")
+        ),
+        message=lambda c: f"warmup_max_lr {{value}} is below warmup_min_lr {c.number(f'{PARAMS}.warmup_min_lr')}",
+        why="DeepSpeed does not look: the learning rate falls during the warm-up",
+        fix="exchange the two",
+        edits=lambda c: (
+            Set(f"{PARAMS}.warmup_max_lr", c.get(f"{PARAMS}.warmup_min_lr")),
+            Set(f"{PARAMS}.warmup_min_lr", c.get(f"{PARAMS}.warmup_max_lr")),
+        ),
+        source="runtime/lr_schedules.py:725",
+    ),
+    Rule(
+        code="scheduler-order",
+        path=f"{PARAMS}.cycle_max_lr",
+        when=lambda c: (
+            c.number(f"{PARAMS}.cycle_max_lr") is not None
+            and c.number(f"{PARAMS}.cycle_min_lr") is not None
+            and c.number(f"{PARAMS}.cycle_max_lr") < c.number(f"{PARAMS}.cycle_min_lr")
+        ),
+        message=lambda c: f"cycle_max_lr {{value}} is below cycle_min_lr {c.number(f'{PARAMS}.cycle_min_lr')}",
+        why="DeepSpeed does not look: the cycle starts high and falls",
+        fix="exchange the two",
+        edits=lambda c: (
+            Set(f"{PARAMS}.cycle_max_lr", c.get(f"{PARAMS}.cycle_min_lr")),
+            Set(f"{PARAMS}.cycle_min_lr", c.get(f"{PARAMS}.cycle_max_lr")),
+        ),
+        source="runtime/lr_schedules.py:483",
+    ),
 )
 
 
@@ -223,4 +298,37 @@ def scheduler(c: Subject) -> Iterator[Finding]:
                 why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
                 fix='give it ("auto" where zerofit or Hugging Face fill it)',
                 edits=(Set(f"{PARAMS}.{key}", "auto"),),
+            )
+
+
+def scheduler_values(c: Subject) -> Iterator[Finding]:
+    """Numbers of DeepSpeed's own schedulers: as strings, or below what they can be."""
+    if not c.catalog.schedulers.get(c.word("scheduler.type") or "", {}).get("own"):
+        return
+    for key, value in c.section(PARAMS).items():
+        path = f"{PARAMS}.{key}"
+        if isinstance(value, str) and value != "auto" and key not in ("warmup_type", "warmup_num_steps"):
+            try:
+                edit: Set | Remove = Set(path, float(value) if "lr" in key else int(float(value)))
+            except (ValueError, OverflowError):
+                edit = Remove(path)
+            yield Finding(
+                code="number-as-string",
+                severity="error",
+                path=path,
+                message=f"{key} is the string {value!r}",
+                why="DeepSpeed hands it on as it is, and the scheduler fails to reckon with it",
+                fix="write it without quotes",
+                edits=(edit,),
+            )
+        number = c.number(path)
+        if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
+            yield Finding(
+                code="scheduler-value",
+                severity="error",
+                path=path,
+                message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1} on",
+                why="DeepSpeed does not look, and trains with learning rates below 0 or without any",
+                fix='correct it, or write "auto" where zerofit or Hugging Face fill it',
+                edits=(Set(path, "auto" if key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr") else 0.001),),
             )
