@@ -99,6 +99,7 @@ class Say:
         import deepspeed
         import torch
         from deepspeed.ops.op_builder.builder import OpBuilder
+        from deepspeed.utils import groups
         from deepspeed.utils.logging import logger
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -109,6 +110,8 @@ class Say:
         torch.distributed.init_process_group(name, store=store, rank=rank, world_size=world)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         self.torch, self.deepspeed, self.logger = torch, deepspeed, logger
+        self.groups = {k: copy.copy(v) for k, v in vars(groups).items() if k.startswith("_") and k.isupper()}
+        self.groups |= {"mesh_device": None, "mpu": None, "expert_tensor_parallel_world_size": 1}
         self.lines: list[tuple[int, str]] = []
         handler = logging.Handler(logging.DEBUG)
         handler.emit = lambda record: self.lines.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
@@ -138,6 +141,7 @@ class Say:
 
     def _fresh(self) -> None:
         from deepspeed.comm import comm
+        from deepspeed.module_inject import layers
         from deepspeed.runtime.activation_checkpointing import checkpointing
         from deepspeed.utils import groups
         from deepspeed.utils.logging import warning_once
@@ -145,7 +149,8 @@ class Say:
         comm.comms_logger.enabled = False
         checkpointing.PARTITION_ACTIVATIONS = checkpointing.CONTIGUOUS_CHECKPOINTING = False
         checkpointing.num_layers = None
-        groups._reset() if hasattr(groups, "_reset") else None
+        layers.DEEPSPEED_AUTOTP_MODE = layers.AUTOTP_MODE.INFERENCE
+        vars(groups).update(self.groups)
         if hasattr(warning_once, "cache_clear"):
             warning_once.cache_clear()
         self.logger.setLevel(logging.INFO)
@@ -220,7 +225,7 @@ class Say:
         return eval(claim.text, {**names, "deepspeed": deepspeed, "Path": Path})
 
     def _model(self, case: Case, config: dict[str, Any]) -> Any:
-        """A toy: of a pipeline's layers, of a language model where one is split by heads or experts, else two layers."""
+        """A toy: a pipeline, a language model where heads or experts are split, else two layers."""
         linear = self.torch.nn.Linear
         if case.setting.pipeline:
             layers = [self.deepspeed.pipe.LayerSpec(linear, 8, 8) for _ in range(2)]

@@ -1,9 +1,10 @@
 """Broken configurations, one fault each, and what is said of them in their first lines.
 
 // seen: where it was reported, or "constructed"
-// setting: ranks=4 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16    (where the rule needs it)
+// also: why a second rule speaks of the same fault (where one does)
+// setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 (what the rule needs)
 // deepspeed: what the installed DeepSpeed does, as tests/check/deepspeed_says.py reads it
-{ ... the faulty line ends with `// <- CODE` ... }
+{ ... the faulty line ends with `// <- CODE`, or more of them ... }
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Case:
 
     @cached_property
     def marks(self) -> list[tuple[int, str]]:
-        """Line and code of each `// <- CODE`."""
+        """Line and code of all that `// <- CODE` marks."""
         lines = enumerate(self.text.splitlines(), 1)
-        return [(n, found.group(1)) for n, line in lines if (found := re.search(r"// <- (\S+)$", line))]
+        return sorted((n, code) for n, line in lines for code in line.partition("// <- ")[2].split())
 
     @cached_property
     def words(self) -> dict[str, str]:

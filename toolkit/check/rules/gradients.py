@@ -116,4 +116,19 @@ GRADIENTS = (
         edits=(Remove(f"{ZERO}.compute_grad_norm"),),
         source="runtime/zero/stage_1_and_2.py:212",
     ),
+    Rule(
+        code="gradient-norm-offload",
+        path=f"{ZERO}.compute_grad_norm",
+        when=lambda c: (
+            c.get(f"{ZERO}.compute_grad_norm") is False
+            and c.stage in (1, 2)
+            and not _clips(c)
+            and (c.offload("optimizer") is not None or c.zenflow)
+        ),
+        message="compute_grad_norm false with the optimizer offloaded",
+        why='DeepSpeed stops: "compute_grad_norm=false does not support optimizer offload"',
+        fix="remove it",
+        edits=(Remove(f"{ZERO}.compute_grad_norm"),),
+        source="runtime/zero/stage_1_and_2.py:214-216",
+    ),
 )
