@@ -41,7 +41,7 @@ from unittest.mock import MagicMock, patch
 
 from tests.check.corpus import Case, cases
 from zerofit.check.auto import FILLED
-from zerofit.check.check import check
+from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
 from zerofit.check.edit import apply
@@ -179,8 +179,12 @@ class Say:
             return DeepSpeedConfig(values, mpu or None)
 
     def _mended(self, case: Case) -> str | None:
-        edits = [edit for finding in check(case.document, case.setting) for edit in finding.edits]
-        config = parse(apply(case.document, edits)).config
+        if case.header("also"):
+            text = mend(case.document, case.setting)
+        else:
+            edits = [edit for finding in check(case.document, case.setting) for edit in finding.edits]
+            text = apply(case.document, edits)
+        config = parse(text).config
         if not isinstance(config, dict):
             return None
         try:

@@ -9,7 +9,7 @@ import pytest
 
 import zerofit.check
 from tests.check.corpus import Case, cases
-from zerofit.check.check import check
+from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.edit import apply
 from zerofit.check.rules.table import RULES
@@ -60,7 +60,8 @@ def test_the_fix_mends_it(case: Case):
     if found[0].code in NO_EDITS:
         assert not found[0].edits
         return
-    mended = apply(case.document, [edit for finding in found for edit in finding.edits])
+    # two that speak of one fault may mend it in opposite ways: a second round settles it
+    mended = mend(case.document, case.setting) if case.header("also") else apply(case.document, found[0].edits)
     assert mended != case.text
     left = check(parse(mended), case.setting)
     marked = {code for _, code in case.marks}

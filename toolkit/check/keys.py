@@ -9,7 +9,7 @@ from typing import Any
 from zerofit.check.auto import FILLED
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
-from zerofit.check.edit import Cut, Remove, Rename, Set
+from zerofit.check.edit import Cut, Edit, Remove, Rename, Set
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
 
@@ -122,15 +122,19 @@ def _removed(path: str) -> Finding:
 def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog) -> Finding:
     parent, _, key = path.rpartition(".")
     documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
-    better = near(key, documented, SYNONYMS)
-    elsewhere = sorted(p for p in _paths(catalog.schema) if p.rpartition(".")[2] == key)
+    elsewhere = sorted(p for p in _paths(catalog.schema) if p.rpartition(".")[2] == key and p not in catalog.deprecated)
+    better = None if key.startswith("_") or elsewhere else near(key, documented, SYNONYMS)
+    if better and not _could_be(siblings[key], known[better]):
+        better = None
+    edits: tuple[Edit, ...] = (Remove(path),)
+    fix = "remove it"
     if better:
-        fix, edits = f"did you mean {better}?", (Rename(path, better),) if better not in siblings else (Remove(path),)
+        fix = f"did you mean {better}?"
+        edits = (Rename(path, better),) if better not in siblings else edits
     elif elsewhere:
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
-        edits = (Remove(path),)
-    else:
-        fix, edits = "remove it", (Remove(path),)
+        if len(elsewhere) == 1:  # an empty section on the way to it is made
+            edits = (*edits, Set(elsewhere[0], siblings[key]))
     if parent in catalog.strict:
         why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
     else:
@@ -144,6 +148,13 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
         fix=fix,
         edits=edits,
     )
+
+
+def _could_be(value: Any, schema: Schema) -> bool:
+    """Whether a value may be meant for a key: an object for a section, something the key takes otherwise."""
+    if "properties" in schema:
+        return isinstance(value, Mapping)
+    return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
 
 
 def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
@@ -248,7 +259,8 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
         code, edits = "number-as-string", (Set(path, _number(value)),)
         why = "DeepSpeed converts it in some sections and fails on it in others"
     elif isinstance(value, str) and value.lower() in ("true", "false") and _fits(value.lower() == "true", schema):
-        edits, why = (Set(path, value.lower() == "true"),), "any string but an empty one counts as true in Python"
+        edits = (Set(path, value.lower() == "true"),)
+        why = 'DeepSpeed converts it in strict sections; elsewhere any string counts as true, "false" too'
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code, why = "out-of-range", "DeepSpeed refuses it, or fails on it later"
     elif error.validator == "enum" and isinstance(value, str):

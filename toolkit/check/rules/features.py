@@ -74,8 +74,8 @@ FEATURES = (
             and (not c.on(f"{ACT}.partition_activations") or c.number(f"{ACT}.number_checkpoints") is None)
         ),
         message="contiguous_memory_optimization without partition_activations and number_checkpoints",
-        why='DeepSpeed stops in the first forward: "Contiguous Checkpointing is only available with partitioned '
-        'activations"',
+        why='DeepSpeed stops in deepspeed.checkpointing.configure: "Contiguous Checkpointing is only available with '
+        'partitioned activations"',
         fix="remove it, or give both",
         edits=(Remove(f"{ACT}.contiguous_memory_optimization"),),
         source="runtime/activation_checkpointing/checkpointing.py:1229",

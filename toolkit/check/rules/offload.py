@@ -159,15 +159,16 @@ OFFLOAD = (
         source="runtime/zenflow/engine.py:63",
     ),
     Rule(
-        code="zenflow-optimizer",
-        path="optimizer.params.torch_adam",
-        when=lambda c: c.zenflow and c.stage > 0 and c.has("optimizer.params.torch_adam"),
-        message="zenflow with optimizer.params.torch_adam",
-        why='DeepSpeed hands the parameters to a torch optimizer as they are: "unexpected keyword argument '
-        "'torch_adam'\"",
-        fix="remove it: ZenFlow is about DeepSpeed's own Adam on the CPU",
-        edits=(Remove("optimizer.params.torch_adam"),),
-        source="runtime/zenflow/zenflow_stage_1_and_2.py:81",
+        code="zenflow-overlap",
+        path=f"{ZERO}.overlap_comm",
+        when=lambda c: (
+            c.zenflow and c.stage == 3 and c.on(f"{ZENFLOW}.offload") and c.get(f"{ZERO}.overlap_comm") is False
+        ),
+        message="zenflow.offload with overlap_comm off",
+        why='DeepSpeed stops: "offload selective optimizer should be used with overlap_comm"',
+        fix="remove overlap_comm: it is on at stage 3",
+        edits=(Remove(f"{ZERO}.overlap_comm"),),
+        source="runtime/zenflow/engine_stage3.py:101",
     ),
     *(
         Rule(

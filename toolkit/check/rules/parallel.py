@@ -115,7 +115,9 @@ PARALLEL = (
         code="sequence-parallel-alone",
         severity="warning",
         path="sequence_parallel_size",
-        when=lambda c: c.sequence_parallel > 1 and not c.has("data_parallel_size"),
+        when=lambda c: (
+            c.sequence_parallel > 1 and not c.has("data_parallel_size") and not _not_dividing(c, c.sequence_parallel)
+        ),
         message="sequence_parallel_size {value} by itself",
         why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
         "(zerofit does) or data_parallel_size is given too",
@@ -168,6 +170,7 @@ PARALLEL = (
             c.has("sequence_parallel_size")
             and _data(c) > 0
             and bool(c.setting.ranks)
+            and not _not_dividing(c, c.sequence_parallel)
             and _data(c) * c.sequence_parallel != c.setting.ranks
         ),
         message=lambda c: (

@@ -121,7 +121,7 @@ PRECISION = (
             f"the loss scale starts at 2^{c.number('fp16.initial_scale_power') or 16}, below its floor "
             f"fp16.min_loss_scale {c.number('fp16.min_loss_scale') or 1}"
         ),
-        why="DeepSpeed starts below the floor, and its first overflow ends the run or skips for ever",
+        why="DeepSpeed starts below the floor: the first overflow raises the scale, the next one ends the run",
         fix="take initial_scale_power 16 and min_loss_scale 1",
         edits=(Set("fp16.initial_scale_power", 16), Set("fp16.min_loss_scale", 1)),
         source="runtime/fp16/loss_scaler.py:258",
@@ -233,7 +233,7 @@ PRECISION = (
         path="bf16.check_grad_overflow",
         when=lambda c: c.get("bf16.check_grad_overflow") is False and (c.stage == 3 or bf16_optimizer(c)),
         message="bf16.check_grad_overflow false has no effect here",
-        why="ZeRO-3 always looks for overflows, and stage 1 with fp32 accumulation never does",
+        why="ZeRO-3, and stage 1 with fp32 accumulation, look for overflows in any case",
         fix="remove it",
         edits=(Remove("bf16.check_grad_overflow"),),
         source="runtime/zero/stage3.py:2816, runtime/bf16_optimizer.py",
@@ -242,7 +242,7 @@ PRECISION = (
         code="bf16-optimizer",
         severity="warning",
         path="data_types.grad_accum_dtype",
-        when=bf16_optimizer,
+        when=lambda c: bf16_optimizer(c) and c.get(f"{ZERO}.compute_grad_norm") is not False,
         message="bf16 at stage 1 with fp32 accumulation",
         why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
         "bucket sizes: 133 MB instead of 104 MB in a measured case",

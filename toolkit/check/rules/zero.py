@@ -93,7 +93,7 @@ ZERO_RULES = (
         path=f"{ZERO}.elastic_checkpoint",
         when=lambda c: c.on(f"{ZERO}.elastic_checkpoint") and c.stage == 3,
         message="elastic_checkpoint at ZeRO stage 3",
-        why="DeepSpeed warns, and refuses once a checkpoint is saved",
+        why="DeepSpeed warns and ignores it",
         fix="remove it; universal checkpoints change the number of ranks",
         edits=(Remove(f"{ZERO}.elastic_checkpoint"),),
         source="runtime/zero/config.py:404, stage3.py:3460",
@@ -147,7 +147,10 @@ ZERO_RULES = (
         code="quantized-reduce-scatter",
         path=f"{ZERO}.reduce_scatter",
         when=lambda c: (
-            c.stage == 3 and c.on(f"{ZERO}.zero_quantized_gradients") and c.get(f"{ZERO}.reduce_scatter") is False
+            c.stage == 3
+            and c.optimizer != "muon"
+            and c.on(f"{ZERO}.zero_quantized_gradients")
+            and c.get(f"{ZERO}.reduce_scatter") is False
         ),
         message="zero_quantized_gradients with reduce_scatter off",
         why='DeepSpeed stops: "when enable all_to_all_reduce, reduce_scatter should also be enabled"',
