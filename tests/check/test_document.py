@@ -103,6 +103,7 @@ LAYOUTS = [
 def test_an_edit_changes_what_it_names_and_nothing_else(layout, edit, expected):
     mended = parse(apply(parse(layout), [edit]))
     assert mended.config == expected
+    assert not list(mended.duplicates())
 
 
 def test_comments_survive_an_edit():
@@ -123,3 +124,13 @@ def test_cuts_come_before_the_other_edits():
         "a": 1,
         "b": 3,
     }
+
+
+def test_duplicates_are_cut_out_whatever_stands_around_them():
+    from zerofit.check.check import mend
+    from zerofit.check.subject import Setting
+
+    text = '{"bf16": {"enabled": false, "enabled": true} /* a, b */ , "train_batch_size": 1, "bf16": {"enabled": true}}'
+    mended = parse(mend(parse(text), Setting()))
+    assert mended.config["bf16"] == {"enabled": True}
+    assert not list(mended.duplicates())

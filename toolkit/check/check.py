@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zerofit.check.catalog import catalog
-from zerofit.check.document import Document
+from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
 from zerofit.check.finding import Finding
 from zerofit.check.keys import keys
@@ -38,8 +38,6 @@ def _placed(finding: Finding, document: Document) -> Finding:
 
 def mend(document: Document, setting: Setting, rounds: int = 5) -> str:
     """The text with every fix applied that needs no decision of the user; fixes may uncover further ones."""
-    from zerofit.check.document import parse
-
     for _ in range(rounds):
         edits = [edit for finding in check(document, setting) for edit in finding.edits]
         text = apply(document, edits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -73,7 +73,7 @@ class Document:
 
     text: str
     root: Value
-    commas: tuple[Place, ...] = field(default=())  # after the last member of an object or array
+    commas: tuple[Place, ...] = ()  # after the last member of an object or array
 
     @property
     def config(self) -> Any:

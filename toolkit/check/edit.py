@@ -48,27 +48,22 @@ Edit = Set | Remove | Rename | Cut
 def apply(document: Document, edits: Iterable[Edit]) -> str:
     """The mended text. Cuts, whose offsets are of the old text, come first."""
     text = document.text
-    todo = list(dict.fromkeys(_Hashable(e) for e in edits))
-    cuts = sorted({(h.edit.start, h.edit.end) for h in todo if isinstance(h.edit, Cut)}, reverse=True)
-    for start, end in cuts:
+    todo = {repr(edit): edit for edit in edits}.values()  # each once
+    for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Cut)):
         text = text[:start] + text[end:]
-    for hashed in todo:
-        if not isinstance(hashed.edit, Cut):
-            text = _apply(parse(text), hashed.edit)
+    for edit in todo:
+        if not isinstance(edit, Cut):
+            text = _apply(parse(text), edit)
     return text
 
 
-class _Hashable:
-    """An edit that is compared by what it says, whatever type its value has."""
-
-    def __init__(self, edit: Edit):
-        self.edit, self._said = edit, repr(edit)
-
-    def __hash__(self) -> int:
-        return hash(self._said)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashable) and self._said == other._said
+def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The outermost spans, last first, so that cutting one does not move those to come."""
+    kept: list[tuple[int, int]] = []
+    for start, end in sorted(set(spans)):
+        if not kept or start >= kept[-1][1]:
+            kept.append((start, end))
+    return kept[::-1]
 
 
 def _apply(document: Document, edit: Edit) -> str:
@@ -81,28 +76,28 @@ def _apply(document: Document, edit: Edit) -> str:
         return text
     if isinstance(edit, Rename):
         return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]
-    start, end = span_of(document, edit.path, member)
+    start, end = _span_of(document, edit.path, member)
     return text[:start] + text[end:]
 
 
-def span_of(document: Document, path: str, member: Member) -> tuple[int, int]:
+def _span_of(document: Document, path: str, member: Member) -> tuple[int, int]:
     """Offsets of a member together with the one comma and the line that go with it."""
     parent = path.rpartition(".")[0]
     owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
     if number + 1 < len(owner.members):  # up to where the next member starts, but keep that one's indentation
-        comma = _comma(text, end)
+        comma = after_comma(text, end)
         rest = re.match(r"[ \t]*\n", text[comma:])
         if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
             return text.rfind("\n", 0, start) + 1, comma + rest.end()
         return start, comma + len(re.match(r"[ \t]*", text[comma:]).group())  # type: ignore[union-attr]
     if number:
-        return _comma(text, owner.members[number - 1].value.place.end) - 1, end
+        return after_comma(text, owner.members[number - 1].value.place.end) - 1, end
     return start, end
 
 
-def _comma(text: str, end: int) -> int:
+def after_comma(text: str, end: int) -> int:
     """The offset behind the comma that follows a value, comments in between or not."""
     found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
     assert found, "a member that is not the last is followed by a comma"
@@ -117,10 +112,12 @@ def _set(document: Document, edit: Set) -> str:
         return text[: place.start] + _dumps(value, _indent_at(text, member.place.start)) + text[place.end :]
     parent, _, key = path.rpartition(".")
     while parent and not _is_object(document, parent):
-        value, (parent, _, key) = {key: value}, (parent.rpartition("."))
+        value = {key: value}
+        parent, _, key = parent.rpartition(".")
+    path = f"{parent}.{key}" if parent else key
+    if document.member(path):  # no object stands where one is needed
+        return _set(document, Set(path, value))
     owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
-    if parent and not isinstance(owner.data, dict):
-        return _set(document, Set(parent, {key: value}))
     return _insert(text, owner, key, value)
 
 

@@ -108,6 +108,11 @@ DEFAULTS: tuple[tuple[str, Callable[[Subject], bool], str], ...] = (
         "true: weight decay is decoupled from the gradient",
     ),
     ("zero_allow_untested_optimizer", lambda c: c.stage > 0 and c.has("optimizer.type"), "only listed optimizers run"),
+    (
+        "wall_clock_breakdown",
+        lambda c: c.on("flops_profiler.enabled"),
+        "true: the flops profiler switches the timers on, for the whole run",
+    ),
     ("timers.throughput.synchronized", _always, "the device is synchronised to time steps that are printed"),
 )
 

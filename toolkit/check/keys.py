@@ -9,7 +9,7 @@ from typing import Any
 from zerofit.check.auto import FILLED
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
-from zerofit.check.edit import Cut, Edit, Remove, Rename, Set
+from zerofit.check.edit import Cut, Edit, Remove, Rename, Set, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
 
@@ -77,7 +77,7 @@ def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
 
 def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     start = first.place.start
-    end = document.text.index(",", first.value.place.end) + 1
+    end = after_comma(document.text, first.value.place.end)
     end += len(document.text[end:]) - len(document.text[end:].lstrip())
     return Finding(
         code="duplicate-key",
