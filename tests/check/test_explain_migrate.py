@@ -98,6 +98,13 @@ def test_an_old_file_is_carried_over_and_losses_are_named():
     assert theirs.gradient_clipping == 0.0 and theirs.zero_config.offload_optimizer.device == "cpu"
 
 
+def test_the_oldest_form_of_zero_keeps_its_size():
+    old = {"train_batch_size": 1, "zero_optimization": True, "allgather_size": 200000000}
+    config = parse(migrate(of_data(old), Setting()).text).config
+    assert config["zero_optimization"] == {"stage": 1, "allgather_bucket_size": 200000000}
+    assert not [f for f in check(of_data(config), Setting()) if f.severity == "error"]
+
+
 def test_a_current_file_only_keeps_the_old_defaults():
     moved = migrate(of_data({"train_batch_size": 1, "gradient_clipping": 0.5, "steps_per_print": 7}), Setting())
     assert (moved.lost, moved.kept) == ((), ())

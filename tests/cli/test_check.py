@@ -67,6 +67,14 @@ def test_fix_writes_beside_and_never_over(broken):
     assert run("zero2", "--fix", "--json").exit_code == 0  # nothing to change, nothing written
 
 
+def test_line_ends_stay_what_they_were(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(BROKEN.replace("\n", "\r\n").encode())
+    run(path, "--fix")
+    fixed = path.with_name("ds.fixed.json").read_bytes()
+    assert fixed.count(b"\r\n") == fixed.count(b"\n") == BROKEN.count("\n")
+
+
 def test_a_name_is_a_bundled_file_and_an_unknown_one_offers_the_nearest():
     assert run("zero2_offload").exit_code == 0
     done = run("zero2_ofload", "--json")

@@ -172,7 +172,8 @@ def _write_beside(path: Path, word: str, old: str, new: str) -> str | None:
         number += 1
         target = path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")
     try:
-        target.write_text(new, encoding="utf-8")
+        ending = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+        target.write_text(new, encoding="utf-8", newline=ending)
     except OSError as error:
         message = f"cannot write {target}: {error.strerror or error}"
         hint = "copy the file to a folder of your own first"

@@ -46,6 +46,12 @@ def _hpz(c: Subject) -> int:
     return int(c.number(f"{ZERO}.zero_hpz_partition_size") or 1) if c.stage == 3 else 1
 
 
+def _old_size(c: Subject) -> dict[str, int]:
+    """The one size that stood beside `"zero_optimization": true`."""
+    size = c.number("allgather_size")
+    return {"allgather_bucket_size": int(size)} if size and c.get(ZERO) is True else {}
+
+
 ZERO_RULES = (
     Rule(
         code="zero-flag",
@@ -54,7 +60,7 @@ ZERO_RULES = (
         message="zero_optimization is {value} instead of an object",
         why="DeepSpeed still takes this form of 2020: true means stage 1, with all sizes at their defaults",
         fix='write {"stage": 1}, or the stage that you want',
-        edits=lambda c: (Set(ZERO, {"stage": int(c.get(ZERO) is True)}),),
+        edits=lambda c: (Set(ZERO, {"stage": int(c.get(ZERO) is True), **_old_size(c)}), Remove("allgather_size")),
         source="runtime/zero/config.py:60",
     ),
     Rule(
