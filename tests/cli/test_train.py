@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,8 +23,10 @@ MLP = ("mlp", "--data", "digits", "--json")
 
 
 def zerofit(*args: str, cwd: Path) -> subprocess.Popen:
+    """As from a terminal: where the tests run in the background, their children would ignore Ctrl-C."""
     argv = [sys.executable, "-m", "zerofit.cli", "train", *args]
-    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def test_a_run_file_with_a_flag_over_it(tmp_path):
@@ -81,9 +85,14 @@ def test_stopping_the_command_leaves_no_rank_behind(tmp_path, number):
     waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
     workers = workers_of(process)
     os.kill(process.pid, number)
-    process.communicate(timeout=60)
-    assert process.returncode not in (0, 2)
-    assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    try:
+        process.communicate(timeout=60)
+        assert process.returncode not in (0, 2)
+        assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for left in (*workers, process):  # a failure here is not to slow down all tests after it
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
