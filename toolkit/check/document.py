@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +73,7 @@ class Document:
 
     text: str
     root: Value
+    generated: bool = False  # the user has never seen the text, its lines say nothing
     commas: tuple[Place, ...] = ()  # after the last member of an object or array
 
     @property
@@ -131,7 +132,7 @@ def parse(text: str) -> Document:
 
 def of_data(config: Any) -> Document:
     """A document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
-    return parse(json.dumps(config, indent=2))
+    return replace(parse(json.dumps(config, indent=2)), generated=True)
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ import click
 
 from zerofit.check.document import Document, of_data
 from zerofit.config.ds_json import find_config, read_document
+from zerofit.config.examine import where
 from zerofit.config.refuse import check_machine, check_model
 from zerofit.config.resolve import Decision, decide, resolve
 from zerofit.data import Data, Progress, default_data, open_data, split_name
@@ -50,7 +51,8 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     problems.raise_if_any()
     assert source and task and document and decision and data_name and folder
     for warning in decision.warnings:
-        click.echo(f"warning: {_ds_place(asked.run)}:{warning.line}: {warning.message}. {warning.why}", err=True)
+        click.echo(f"warning: {warning.message}. {warning.why}", err=True)
+        click.echo(f"     at: {where(warning, document, _ds_place(asked.run))}", err=True)
     tokenizer = _tokenizer(asked, source)
     decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=_seq_len(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)

@@ -31,6 +31,12 @@ SETTLED = frozenset(
 FATAL = frozenset({"nvme-path"})
 
 
+def where(finding: Finding, document: Document, place: str) -> str:
+    """Where a finding stands, for people: file, line and column if there is a file, and the key."""
+    line = "" if document.generated else f":{finding.line}:{finding.column}"
+    return f"{place}{line}: {finding.path}"
+
+
 def examine(document: Document, run: RunSpec, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
     """Warnings about the JSON, or None where it has errors, which are noted in `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
@@ -38,6 +44,5 @@ def examine(document: Document, run: RunSpec, machine: Machine, place: str, prob
     found = [f for f in check(document, setting) if f.code not in SETTLED]
     errors = [f for f in found if f.severity == "error" or f.code in FATAL]
     for finding in errors:
-        where = f"{place}:{finding.line}:{finding.column}: {finding.path}"
-        problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where)
+        problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where(finding, document, place))
     return None if errors else found
