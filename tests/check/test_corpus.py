@@ -17,6 +17,9 @@ from zerofit.check.rules.table import RULES
 CASES = cases()
 # findings that only the user can mend, and why
 NO_EDITS = {
+    "nvme-path": "the folder may be there on the machine that trains",
+    "nvme-disk": "only the user knows where an NVMe disk is",
+    "bf16-optimizer": "another stage is another run",
     "not-an-object": "which of the configurations in the list is meant?",
     "activations-host": "the call belongs into the user's code",
     "activations-partition": "the call belongs into the user's code",

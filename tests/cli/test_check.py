@@ -67,6 +67,31 @@ def test_fix_writes_beside_and_never_over(broken):
     assert run("zero2", "--fix", "--json").exit_code == 0  # nothing to change, nothing written
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"fp16": {"fp16": true, "enabled": true}}', {"fp16": {"enabled": True}}),
+        ('{"fp16": {"enabled": 1}}', {"fp16": {"enabled": True}}),
+        ('{"fp16": {"enabled": "tru"}}', {"fp16": {"enabled": True}}),
+        ('{"bf16": true}', {"bf16": {"enabled": True}}),
+        ('{"optimizer": {"type": "ZeroOneAdam", "params": {}}}', {"optimizer": {"type": "adam", "params": {}}}),
+        ('{"aio": {"thread_count": 2}}', None),
+    ],
+)
+def test_a_fix_keeps_what_was_meant(tmp_path, text, expected):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, ' + text[1:])
+    (tmp_path / "ds.fixed.json").mkdir()  # in the way
+    answer = json.loads(run(path, "--fix", "--json").stdout.strip().splitlines()[-1])
+    fixed = json.loads(Path(answer["written"]).read_text())
+    if expected is not None:
+        assert fixed == {"train_batch_size": 8, **expected}
+
+
+def test_sizes_of_a_run_are_checked_too():
+    assert run("zero2", "--ranks", 0).exit_code == 2
+
+
 def test_line_ends_stay_what_they_were(tmp_path):
     path = tmp_path / "ds.json"
     path.write_bytes(BROKEN.replace("\n", "\r\n").encode())

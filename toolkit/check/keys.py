@@ -9,6 +9,7 @@ from typing import Any
 from zerofit.check.auto import FILLED
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
+from zerofit.check.dotted import get
 from zerofit.check.edit import Cut, Edit, Remove, Rename, Set, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
@@ -31,6 +32,8 @@ SYNONYMS = {
     "float16": "fp16",
     "autocast": "torch_autocast",
     "partitioned_activations": "partition_activations",
+    "thread_count": "intra_op_parallelism",
+    "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
 
 # what to do about a removed section beyond taking it out
@@ -133,7 +136,7 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
         edits = (Rename(path, better),) if better not in siblings else edits
     elif elsewhere:
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
-        if len(elsewhere) == 1:  # an empty section on the way to it is made
+        if len(elsewhere) == 1 and not parent and get(siblings, elsewhere[0]) is None:
             edits = (*edits, Set(elsewhere[0], siblings[key]))
     if parent in catalog.strict:
         why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
@@ -141,7 +144,7 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
         why = "DeepSpeed ignores it without a word and takes its default"
     return Finding(
         code="unknown-key",
-        severity="error",
+        severity="warning" if key.startswith(("_", "$")) and parent not in catalog.strict else "error",
         path=path,
         message=f"DeepSpeed knows no key {key!r} in {parent or 'the top level'}",
         why=why,
@@ -258,8 +261,10 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
     if isinstance(value, str) and _number(value) is not None and _fits(_number(value), schema):
         code, edits = "number-as-string", (Set(path, _number(value)),)
         why = "DeepSpeed converts it in some sections and fails on it in others"
-    elif isinstance(value, str) and value.lower() in ("true", "false") and _fits(value.lower() == "true", schema):
-        edits = (Set(path, value.lower() == "true"),)
+    elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
+        edits = (Set(path, {"enabled": value}),)
+    elif _fits(True, schema) and (flag := _flag(value)) is not None:
+        edits = (Set(path, flag),)
         why = 'DeepSpeed converts it in strict sections; elsewhere any string counts as true, "false" too'
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code, why = "out-of-range", "DeepSpeed refuses it, or fails on it later"
@@ -276,6 +281,17 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
         fix=_spoken(edits[0]),
         edits=edits,
     )
+
+
+def _flag(value: Any) -> bool | None:
+    """What a word or number in the place of true or false means; None where that is not plain."""
+    word = str(value).lower()
+    if word in ("1", "yes", "on", "y"):
+        return True
+    if word in ("0", "no", "off", "n"):
+        return False
+    meant = near(word, ["true", "false"]) if isinstance(value, str) else None
+    return None if meant is None else meant == "true"
 
 
 def _spoken(edit: Any) -> str:

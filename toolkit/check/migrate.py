@@ -10,14 +10,12 @@ from zerofit.check.catalog import catalog
 from zerofit.check.check import check
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import Remove, Set, apply
+from zerofit.check.rules.optimizer import GONE
 from zerofit.check.subject import ZERO, Setting, Subject
 
 CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
-
-# optimizers that are gone, and the one whose uncompressed steps they made
-GONE = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     name = subject.word("optimizer.type") or ""
     if name.lower() not in GONE:
         return document
-    new = GONE[name.lower()]
+    new = GONE[name.lower()].capitalize()
     known = {p for names in catalog().optimizers[new.lower()].values() for p in names}
     extra = [key for key in subject.section("optimizer.params") if key not in known]
     lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")

@@ -67,7 +67,9 @@ def _check(file: str, given: dict[str, Any]) -> dict[str, Any]:
     from zerofit.check.explain import explain
     from zerofit.check.migrate import migrate
     from zerofit.config.ds_json import find_config, read_document
+    from zerofit.spec.load import load_run
 
+    load_run(None, {k: v for k, v in given.items() if k in RUN_FIELDS})  # refuses --ranks 0 and the like
     path = find_config(file, where="FILE")
     document = read_document(path, where="FILE")
     setting = _setting(given)
@@ -168,7 +170,7 @@ def _write_beside(path: Path, word: str, old: str, new: str) -> str | None:
     from zerofit.spec.errors import Problem, UserError
 
     target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1
-    while target.exists() and target.read_text(encoding="utf-8") != new:
+    while target.exists() and not _says(target, new):
         number += 1
         target = path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")
     try:
@@ -179,6 +181,14 @@ def _write_beside(path: Path, word: str, old: str, new: str) -> str | None:
         hint = "copy the file to a folder of your own first"
         raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where="FILE")) from None
     return str(target)
+
+
+def _says(path: Path, text: str) -> bool:
+    """Whether a file holds this text already, whatever its line ends are."""
+    try:
+        return path.read_text(encoding="utf-8") == text
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _show(result: dict[str, Any], given: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ def decide(asked: Asked, document: Document, ds_place: str, machine: Machine, pr
     batch = solve(merged, layout.dp, layout.pp, where, problems)
     run = _settled(asked.run, merged, config, layout, batch)
     check_combination(layout, problems)
-    check_optimizer(run, layout, config, problems)
+    if warnings is not None:
+        check_optimizer(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
             if getattr(asked.run, field) == type(asked.run).model_fields[field].default:

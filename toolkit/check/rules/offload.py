@@ -215,7 +215,7 @@ def nvme(c: Subject) -> Iterator[Finding]:
                 message=f"nvme_path {path} is no folder on this machine",
                 why="DeepSpeed makes it where it may, on whatever disk that is, and fails where it may not",
                 fix="make the folder on the NVMe disk, or offload to the CPU",
-                **common,
+                path=common["path"],
             )
         elif not is_nvme(Path(path)):
             yield Finding(
@@ -224,7 +224,7 @@ def nvme(c: Subject) -> Iterator[Finding]:
                 message=f"nvme_path {path} lies on {_device(Path(path)) or 'an unknown device'}, which is no NVMe disk",
                 why="DeepSpeed does not look; every step then waits for that disk",
                 fix="name a folder on an NVMe disk, or offload to the CPU",
-                **common,
+                path=common["path"],
             )
 
 

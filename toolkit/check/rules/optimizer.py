@@ -13,6 +13,8 @@ from zerofit.check.rules.rule import Rule
 from zerofit.check.subject import Subject
 
 PARAMS = "optimizer.params"
+# optimizers that are gone since 0.19.7, and the one whose uncompressed steps they made
+GONE = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb"}
 # what other libraries call them
 SYNONYMS = {
     "learning_rate": "lr",
@@ -136,7 +138,7 @@ def optimizer(c: Subject) -> Iterator[Finding]:
         return
     known = c.catalog.optimizers
     if c.optimizer not in known:
-        better = near(name, ["AdamW", *known], {"adam_w": "AdamW", "fusedadam": "AdamW", "onebitadam": "AdamW"})
+        better = near(name, ["AdamW", *known], {"adam_w": "AdamW", "fusedadam": "AdamW", **GONE})
         yield Finding(
             code="optimizer-unknown",
             severity="error",

@@ -70,10 +70,11 @@ PRECISION = (
     ),
     Rule(
         code="bf16-device",
+        severity="warning",
         path="bf16.enabled",
         when=lambda c: c.on("bf16.enabled") and "bf16" not in c.setting.precisions,
         message="bf16 on a device that has no bf16 arithmetic",
-        why='DeepSpeed stops once the ranks run: "Type bf16 is not supported on your device."',
+        why='torch emulates it, slowly; else DeepSpeed stops: "Type bf16 is not supported on your device."',
         fix="take fp16",
         edits=(Set("bf16.enabled", False), Set("fp16.enabled", True)),
         source="runtime/engine.py:2006",
@@ -247,7 +248,6 @@ PRECISION = (
         why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
         "bucket sizes: 133 MB instead of 104 MB in a measured case",
         fix="take stage 2, which partitions that buffer",
-        edits=(Set(f"{ZERO}.stage", 2),),
         source="runtime/engine.py:2305, runtime/bf16_optimizer.py:191",
     ),
     Rule(
