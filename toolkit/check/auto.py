@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ZERO = "zero_optimization"
+from zerofit.check.subject import ZERO
 
 # transformers 5.23, integrations/deepspeed.py:140-260 (trainer_config_process and trainer_config_finalize)
 HUGGING_FACE = frozenset(

@@ -13,8 +13,7 @@ from zerofit.check.dotted import get
 from zerofit.check.edit import Cut, Edit, Remove, Rename, Set, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
-
-ZERO = "zero_optimization"
+from zerofit.check.subject import ZERO
 
 # other words for the same, from users' reports
 SYNONYMS = {
@@ -267,7 +266,7 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
         edits = (Set(path, flag),)
         why = 'DeepSpeed converts it in strict sections; elsewhere any string counts as true, "false" too'
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        code, why = "out-of-range", "DeepSpeed refuses it, or fails on it later"
+        code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
         code = "not-allowed"
         better = near(value, [v for v in schema["enum"] if isinstance(v, str)])

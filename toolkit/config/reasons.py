@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get, leaves
+from zerofit.check.subject import ZERO
 from zerofit.config.resolve import Decision
 from zerofit.config.sizes import SIZES
 from zerofit.spec.facts import ModelFacts
-
-ZERO = "zero_optimization"
 
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
