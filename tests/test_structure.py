@@ -19,9 +19,11 @@ MAY_IMPORT = {
     "config": {"spec", "check"},
     "launch": {"spec", "config"},
     "train": {"spec", "check", "config", "models", "data"},
+    "simulate": {"spec", "check", "config", "models", "data", "train"},
+    "plan": {"spec"},
     "report": {"spec"},
     "worker": {"spec", "config", "models", "data", "train"},
-    "cli": {"spec", "config", "models", "data", "launch", "train", "report", "check"},
+    "cli": {"spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan"},
 }
 
 

@@ -1,0 +1,1 @@
+"""The real DeepSpeed engine as one rank of N on fake tensors: what it allocates, sends and computes."""

@@ -1,0 +1,99 @@
+"""What a model costs, layer by layer: the figures that a plan is made from, stored as plain JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A quantity that grows with the micro batch: fixed + per_sample x micro batch."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, micro_batch: int) -> float:
+        """The quantity for this many samples."""
+        return self.fixed + self.per_sample * micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Costs of one layer of one kind on one rank, in one setting (precision, checkpointing, tensor parallel degree).
+
+    Bytes are of the device. Live bytes leave out parameters and the gradients of parameters.
+    """
+
+    saved_bytes: Line  # activations that stay alive from its forward to its backward
+    forward_peak_bytes: Line  # most alive during its forward, above what was alive before it
+    backward_peak_bytes: Line  # most alive during its backward, above what was alive before its forward
+    output_bytes: Line  # the activation handed to the next layer (and its gradient handed back)
+    forward_flops: Line
+    backward_flops: Line  # with recomputation, where it is checkpointed
+    forward_bytes: Line  # memory traffic: bytes read and written by its ops
+    backward_bytes: Line
+    forward_ops: float  # kernel launches
+    backward_ops: float
+    tp_allreduce_bytes: Line = field(default_factory=Line)  # sent by tensor parallelism in forward (backward: as much)
+    sp_alltoall_bytes: Line = field(default_factory=Line)  # sent by sequence parallelism in forward (backward: as much)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A run of equal layers, in the order of the forward."""
+
+    name: str  # "embedding", "block", "head", or the module's name
+    count: int  # how many of them follow each other
+    matrices: tuple[int, ...]  # numels of the parameters with two or more dimensions, in order
+    vectors: tuple[int, ...]  # numels of biases and norms
+    buffers_bytes: int = 0
+    tied_to: str | None = None  # name of the layer whose matrix it shares (its own numels leave it out)
+    tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A model at one sequence length (or image size), for every setting that was traced.
+
+    `costs` maps a setting, `"bf16/checkpointing=0/tp=1/sp=1"`, to one LayerCost for each of `layers`.
+    """
+
+    model: str
+    task: str  # "image", "causal-lm", "masked-lm"
+    seq_len: int | None
+    layers: tuple[Layer, ...]
+    costs: dict[str, tuple[LayerCost, ...]]
+    attention_heads: int | None = None
+    kv_heads: int | None = None
+    hidden_size: int | None = None
+    model_type: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Elements in all, tied ones once."""
+        return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Profile:
+        """The profile that `as_dict` gave."""
+        costs = {key: tuple(_cost(entry) for entry in entries) for key, entries in value["costs"].items()}
+        layers = tuple(
+            Layer(**{**entry, "matrices": tuple(entry["matrices"]), "vectors": tuple(entry["vectors"])})
+            for entry in value["layers"]
+        )
+        return cls(**{**value, "layers": layers, "costs": costs})
+
+
+def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
+    """The key of a setting in `Profile.costs`."""
+    return f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
+
+
+def _cost(entry: dict[str, Any]) -> LayerCost:
+    return LayerCost(**{k: Line(**v) if isinstance(v, dict) else v for k, v in entry.items()})
