@@ -1,0 +1,198 @@
+"""Watches every op of a simulated rank: the storages it makes, its FLOPs, its collectives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
+
+RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_PASSED_OVER = (
+    _TORCH,
+    _HERE,
+    "<",
+    os.path.dirname(os.__file__) + "/contextlib",
+    os.path.dirname(os.__file__) + "/func",
+)
+
+Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
+
+
+class Meter(TorchDispatchMode):
+    """Notes in the ledger whatever ops allocate. Works on fake tensors; tensors on meta have no memory.
+
+    `device` is the type of the simulated device; with "cpu", host and device are one.
+    """
+
+    def __init__(self, device: str, scratch: Scratch):
+        super().__init__()
+        self.ledger = Ledger()
+        self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
+        self.sent: Counter[tuple[str, int, int, str, int]] = Counter()  # (op, bytes, group size, phase, step) -> calls
+        self.unpinned = True  # whether host memory allocated now is pageable
+        self._device, self._scratch = device, scratch
+        self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
+        self._phase, self._step = "build", -1
+        self._forward_of: dict[int, tuple[str, CodeType | None, int]] = {}  # autograd sequence number -> its birthplace
+        self._modules = _Modules()
+
+    def live(self) -> int:
+        """Live bytes of the device."""
+        return self.ledger.live[DEVICE]
+
+    def peak(self) -> int:
+        """Most live bytes of the device since the last reset."""
+        return self.ledger.peak[DEVICE]
+
+    def reset_peak(self) -> None:
+        """Begin to look for a new peak, in every place."""
+        self.ledger.peak = Counter(self.ledger.live)
+
+    def begin(self, name: str, step: int) -> None:
+        """What follows belongs to this phase."""
+        self._phase, self._step = name, step
+        self.ledger.begin(name, step)
+
+    def names(self, model: nn.Module) -> None:
+        """Learn the names of a model's modules."""
+        self._modules.learn(model)
+
+    def storage_of(self, tensor: Tensor) -> Storage | None:
+        """What is noted of a tensor's storage; None for one on meta or not seen."""
+        index = self._index.get(_address(tensor))
+        return None if index is None else self.ledger.storages[index]
+
+    def pin(self, tensor: Tensor) -> None:
+        """The tensor's memory is page-locked."""
+        index = self._index.get(_address(tensor))
+        if index is not None and self.ledger.storages[index].place == HOST:
+            self.ledger.moved(index, PINNED)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op and note what it did."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._overloadpacket._qualified_op_name
+        if name.startswith("c10d::"):
+            self._note_collective(name, args)
+        if not func.is_view:
+            self._note_storages(name, func, args, kwargs, out)
+        return out
+
+    def _note_storages(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops[self._phase, self._step] += flop_registry[packet](*args, **kwargs, out_val=out)
+        place: tuple[str, CodeType | None, int] | None = None
+        touched = tree_leaves(out)
+        if name in RESIZING:
+            touched = [*touched, *tree_leaves(args)]
+        for tensor in touched:
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                if place is None and _address(tensor) not in self._index:
+                    place = self._whereabouts()
+                self._track(tensor, name, place)
+        extra = self._scratch(name, args, kwargs, out)
+        if extra:
+            module, code, line = place or self._whereabouts()
+            storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, "temporaries")
+            self.ledger.died(self.ledger.born(storage))
+
+    def _track(self, tensor: Tensor, op: str, place: tuple[str, CodeType | None, int] | None) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return
+        address, size = storage._cdata, storage.nbytes()
+        index = self._index.get(address)
+        if index is not None:
+            if self.ledger.storages[index].bytes != size:
+                self.ledger.resized(index, size)
+            return
+        module, code, line = place or self._whereabouts()
+        where = DEVICE if tensor.device.type == self._device else HOST if self.unpinned else PINNED
+        index = self.ledger.born(Storage(size, where, self._phase, self._step, op, module, code, line))
+        self._index[address] = index
+        weakref.finalize(storage, self._released, address, index).atexit = False
+
+    def _released(self, address: int, index: int) -> None:
+        del self._index[address]
+        self.ledger.died(index)
+
+    def _whereabouts(self) -> tuple[str, CodeType | None, int]:
+        """The module that runs and the innermost line outside of torch; in backward, those of the op's forward."""
+        node = torch._C._current_autograd_node()
+        code, line = _caller()
+        if node is None:
+            here = (self._modules.current, code, line)
+            if torch.is_grad_enabled():
+                self._forward_of[torch.autograd._get_sequence_nr()] = here
+            return here
+        if self._modules.running:  # recomputation of a checkpoint
+            return self._modules.current, code, line
+        module, at, at_line = self._forward_of.get(node._sequence_nr() + 1, ("", code, line))
+        return module, at, at_line
+
+    def _note_collective(self, name: str, args: Any) -> None:
+        sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
+        group = next((dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch._C.ScriptObject)), 1)
+        self.sent[name.removeprefix("c10d::").strip("_"), max(sizes, default=0), group, self._phase, self._step] += 1
+
+
+class _Modules:
+    """Which of a model's modules is running, by hooks on all modules of the process."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._stack: deque[str] = deque()
+        nn.modules.module.register_module_forward_pre_hook(self._enter)
+        nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    @property
+    def running(self) -> bool:
+        return bool(self._stack)
+
+    def learn(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._stack.append(self._names.get(id(module), ""))
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        self._stack.pop()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _caller() -> tuple[CodeType | None, int]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PASSED_OVER):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None, 0
