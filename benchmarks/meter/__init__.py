@@ -1,0 +1,1 @@
+"""What real runs on this machine allocate, to the byte."""
