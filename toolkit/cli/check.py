@@ -12,7 +12,7 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
-from zerofit.spec.hardware import GPUS, supports
+from zerofit.spec.hardware import find_device, supports
 
 RUN_FIELDS = (
     *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
@@ -26,7 +26,7 @@ CLEAN, WARNINGS, ERRORS = 0, 1, 2
 @click.command()
 @click.argument("file")
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
-@click.option("--gpu", type=click.Choice([*GPUS, "cpu"]), help="the device that it is for")
+@click.option("--gpu", metavar="KIND", help="the device that it is for: h100-80gb, a100-40gb, ..., cpu")
 @run_options(RUN_FIELDS)
 @click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
 @click.option("--fix", is_flag=True, help="write the mended file beside the old one and show the difference")
@@ -93,6 +93,8 @@ def _setting(given: dict[str, Any]):
     from zerofit.check.subject import Setting
 
     gpu = given.get("gpu")
+    if gpu not in (None, "cpu"):
+        find_device(gpu)  # refuses what it does not know
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     if gpu == "cpu":
         precisions = ("fp32", "bf16")  # fp16 needs instructions that few CPUs have
