@@ -1,0 +1,45 @@
+"""One real rank of a job under the meter: what it allocates in each phase of its life."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from zerofit.simulate.target import Target
+
+TIMEOUT = timedelta(minutes=2)
+
+
+def metered(target: Target) -> dict[str, Any]:
+    """Build, init and train for real in a group of gloo ranks: {"phases": [...]}, figures in bytes.
+
+    Needs MASTER_PORT, and the same call at the same time for each other rank, in a process of its own.
+    """
+    world = target.job.layout.world_size
+    ranks = {"RANK": target.rank, "LOCAL_RANK": target.rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+    os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+    from zerofit.simulate.batches import batches
+    from zerofit.simulate.phases import PhaseLog, start, train_steps
+    from zerofit.train import process_group
+
+    from .meter import AllocatorMeter
+
+    process_group.start(TIMEOUT)
+    log = PhaseLog(AllocatorMeter())
+    driver = start(target.job, target.rank, target.inputs, log)
+    train_steps(driver, batches(target.job, target.inputs), target.steps, log)
+    answer = {"phases": [phase.as_dict() for phase in log.done]}
+    process_group.stop()
+    return answer
+
+
+def simulated(target: Target) -> dict[str, Any]:
+    """What `zerofit.simulate.rank` answers. In a process of its own."""
+    from zerofit.simulate.rank import simulate
+
+    return simulate(target)
+
+
+CALLS = {"metered": metered, "simulated": simulated}
