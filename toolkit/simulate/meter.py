@@ -44,8 +44,9 @@ class Meter(TorchDispatchMode):
         self.ledger = Ledger()
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         self.sent: Counter[tuple[str, int, int, str, int]] = Counter()  # (op, bytes, group size, phase, step) -> calls
-        self.unpinned = True  # whether host memory allocated now is pageable
-        self._device, self._scratch = device, scratch
+        self.files: Counter[str] = Counter()  # path on NVMe -> bytes
+        self.device = device
+        self._scratch = scratch
         self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
         self._phase, self._step = "build", -1
         self._forward_of: dict[int, tuple[str, CodeType | None, int]] = {}  # autograd sequence number -> its birthplace
@@ -125,7 +126,7 @@ class Meter(TorchDispatchMode):
                 self.ledger.resized(index, size)
             return
         module, code, line = place or self._whereabouts()
-        where = DEVICE if tensor.device.type == self._device else HOST if self.unpinned else PINNED
+        where = DEVICE if tensor.device.type == self.device else HOST
         index = self.ledger.born(Storage(size, where, self._phase, self._step, op, module, code, line))
         self._index[address] = index
         weakref.finalize(storage, self._released, address, index).atexit = False

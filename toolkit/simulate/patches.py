@@ -6,6 +6,7 @@ Applied once, in the process of a simulation and nowhere else. Each patch is a f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofit.simulate.meter import Meter
+from zerofit.simulate.ops import stand_in
 
 
 def module_apply() -> None:
@@ -44,7 +49,10 @@ def module_apply() -> None:
 
 
 def item() -> None:
-    """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros)."""
+    """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros, equality).
+
+    (torch._subclasses.fake_impls.op_implementations_dict)
+    """
 
     def local_scalar_dense(fake_mode: Any, func: Any, arg: FakeTensor) -> Any:
         if arg.constant is not None:
@@ -53,7 +61,9 @@ def item() -> None:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0
 
-    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = local_scalar_dense
+    known = fake_impls.op_implementations_dict
+    known[torch.ops.aten._local_scalar_dense.default] = local_scalar_dense
+    known[torch.ops.aten.equal.default] = lambda fake_mode, func, one, other: True
 
 
 def masks() -> None:
@@ -78,10 +88,128 @@ def order_checks() -> None:
             module.get_lst_from_rank0 = lambda values: values
 
 
-PATCHES = (module_apply, item, masks, order_checks)
+def device_mesh() -> None:
+    """A device mesh looks at the numbers of its ranks, which must be real ones. (deepspeed.comm, AutoTP)"""
+    from deepspeed.comm import comm
+
+    original = comm.initialize_mesh_device
+
+    def initialize_mesh_device(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    comm.initialize_mesh_device = initialize_mesh_device
+    sys.modules["deepspeed.comm"].initialize_mesh_device = initialize_mesh_device
 
 
-def apply_all() -> None:
+def object_collectives() -> None:
+    """Fake tensors cannot be pickled, and other ranks' objects are this rank's own. (torch.distributed, AutoTP)"""
+
+    def broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
+        pass
+
+    def all_gather_object(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    torch.distributed.broadcast_object_list = broadcast_object_list
+    torch.distributed.all_gather_object = all_gather_object
+
+
+def compiled_ops(meter: Meter) -> None:
+    """DeepSpeed's C++ ops read memory that is not there, and need not be compiled. (deepspeed.ops.op_builder)"""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    OpBuilder.load = lambda self, verbose=True: stand_in(self.NAME, meter)
+    sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
+
+
+EVERYWHERE = (module_apply, item, masks, order_checks, device_mesh, object_collectives)
+
+
+def tensor_constructor() -> None:
+    """torch.tensor() on a device without kernels: a fake of the same shape and type. (torch.tensor)"""
+    original = torch.tensor
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if device is None or torch.device(device).type in ("cpu", "meta"):
+            return made if device is None else made.to(device)
+        return torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    torch.tensor = tensor
+
+
+def backend_keys() -> None:
+    """A fake's dispatch keys stay the CPU's, so that `.data =` between devices is allowed; its `.device` is its own.
+
+    (torch.Tensor._make_subclass)
+    """
+    original = torch.Tensor._make_subclass
+
+    def make_subclass(cls: type, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        if kwargs.get("device_for_backend_keys") is not None:
+            kwargs["device_for_backend_keys"] = torch.device("cpu")
+        return original(cls, data, require_grad, **kwargs)
+
+    torch.Tensor._make_subclass = staticmethod(make_subclass)
+
+
+def data_setter() -> None:
+    """`parameter.data = t` takes over t's device, as with real tensors. (torch.Tensor.data)"""
+    data = torch._C.TensorBase.data
+
+    def set_data(self: FakeTensor, value: Any) -> None:
+        data.__set__(self, value)
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    FakeTensor.data = property(lambda self: data.__get__(self), set_data)
+
+
+def attention() -> None:
+    """An unknown device gets attention made of plain products; CUDA's flash kernel is what a GPU runs.
+
+    With a mask or in fp32, where flash attention cannot, it is the memory efficient kernel.
+    (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if query.device.type in ("cpu", "meta"):
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None and query.dtype != torch.float32:
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
+        if enable_gqa:
+            repeat = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )[0]
+
+    nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def record_stream() -> None:
+    """There are no streams, and so nothing to note of a tensor that one of them uses. (torch.Tensor.record_stream)"""
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+ON_GPU = (tensor_constructor, backend_keys, data_setter, attention, record_stream)
+
+
+def apply_all(gpu: bool, meter: Meter) -> None:
     """Change what must be changed, for the rest of this process."""
-    for patch in PATCHES:
+    compiled_ops(meter)
+    for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()

@@ -26,12 +26,15 @@ def simulate(target: Target) -> dict[str, Any]:
     import torch._dynamo  # noqa: F401  zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from zerofit.simulate import device
     from zerofit.simulate.meter import Meter
     from zerofit.simulate.patches import apply_all
     from zerofit.simulate.scratch import scratch_of
 
-    meter = Meter("cpu", scratch_of(target))
-    apply_all()
+    gpu = target.accelerator == "cuda"
+    meter = Meter(device.NAME if gpu else "cpu", scratch_of(target))
+    (device.install_gpu if gpu else device.install_host)(meter, target.device_bytes)
+    apply_all(gpu, meter)
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         join(target)
         return _live(target, meter)
@@ -44,7 +47,11 @@ def _live(target: Target, meter: Any) -> dict[str, Any]:
     log = PhaseLog(meter, meter.begin)
     driver = start(target.job, target.rank, target.inputs, log, on_built=meter.names)
     train_steps(driver, batches(target.job, target.inputs), target.steps, log)
-    return {"phases": [phase.as_dict() for phase in log.done]}
+    return {
+        "phases": [phase.as_dict() for phase in log.done],
+        "live": dict(meter.ledger.live),
+        "files": dict(meter.files),
+    }
 
 
 if __name__ == "__main__":

@@ -29,6 +29,5 @@ def join(target: Target) -> None:
     """Enter the group as the target's rank."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
     dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=target.job.layout.world_size)
     deepspeed.init_distributed("fake")
