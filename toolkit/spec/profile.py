@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +17,14 @@ class Line:
     def at(self, micro_batch: int) -> float:
         """The quantity for this many samples."""
         return self.fixed + self.per_sample * micro_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A stretch of a backward: what is alive in it, and the parameter whose gradient is complete at its end."""
+
+    live: tuple[Line, ...]  # the largest of them holds; bytes above what was alive before the layer's forward
+    parameter: int | None = None  # its place in the layer's matrices + vectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,10 @@ class LayerCost:
     backward_ops: float
     tp_allreduce_bytes: Line = field(default_factory=Line)  # sent by tensor parallelism in forward (backward: as much)
     sp_alltoall_bytes: Line = field(default_factory=Line)  # sent by sequence parallelism in forward (backward: as much)
+    forward: tuple[Line, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
+    backward: tuple[Moment, ...] = ()  # backward_peak_bytes in its order; the fresh gradient of a parameter included
+    matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
+    vectors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,4 +109,11 @@ def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
 
 
 def _cost(entry: dict[str, Any]) -> LayerCost:
-    return LayerCost(**{k: Line(**v) if isinstance(v, dict) else v for k, v in entry.items()})
+    plain = {k: Line(**v) if isinstance(v, dict) else v for k, v in entry.items()}
+    lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors")}
+    moments = tuple(Moment(live=_lines(m["live"]), parameter=m["parameter"]) for m in entry.get("backward", ()))
+    return LayerCost(**{**plain, **lists, "forward": _lines(entry.get("forward", ())), "backward": moments})
+
+
+def _lines(entries: Iterable[dict[str, float]]) -> tuple[Line, ...]:
+    return tuple(Line(**entry) for entry in entries)

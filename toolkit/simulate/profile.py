@@ -1,0 +1,176 @@
+"""The profile of a model: what each of its layers costs in each setting, traced without memory or DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofit.models.build import forward_logits
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.simulate.costs import MICRO_BATCHES, cost_of, layer_of
+from zerofit.simulate.recorder import Recorder
+from zerofit.simulate.standins import as_on
+from zerofit.simulate.subject import Subject, first_tensor, make_subject, takes_labels, watched
+from zerofit.spec.profile import Layer, LayerCost, Line, Profile, setting
+from zerofit.train.build import DTYPES
+from zerofit.train.loss import part_of, weighted_cross_entropy
+
+
+class Setting(NamedTuple):
+    """What a trace depends on besides the model and its inputs."""
+
+    precision: str
+    checkpointing: bool = False
+    tp: int = 1
+    sp: int = 1
+
+
+def profile_model(
+    source: ModelSource,
+    task: str,
+    inputs: Inputs,
+    args: dict[str, Any],
+    settings: Iterable[Setting],
+    device: str = "cuda",
+) -> Profile:
+    """Layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
+
+    Bytes are those of a rank with the whole model. Raises ModelError where a model has no tensor or sequence parallel
+    form, or cannot be run on the meta device (the message names the op).
+    """
+    wanted = list(dict.fromkeys(settings))
+    layers, costs, subject = (), {}, None
+    for one in wanted:
+        subject, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
+        costs[setting(*one)] = costs_here
+        layers = layers_here if one.tp == 1 or not layers else layers
+    layers = _with_shares(layers, costs)
+    config = subject.config
+    heads = getattr(config, "num_attention_heads", None)
+    return Profile(
+        model=source.name,
+        task=task,
+        seq_len=None if isinstance(inputs, ImageInputs) else inputs.seq_len,
+        layers=layers,
+        costs=costs,
+        attention_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        hidden_size=getattr(config, "hidden_size", None),
+        model_type=getattr(config, "model_type", None),
+        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+    )
+
+
+def _traced(
+    source: ModelSource, task: str, inputs: Inputs, args: dict[str, Any], one: Setting, device: str
+) -> tuple[Subject, tuple[Layer, ...], tuple[LayerCost, ...]]:
+    subject = make_subject(source, inputs, args, one.precision, one.checkpointing, one.tp)
+    with as_on(device, one.sp):
+        recorders = tuple(_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+    units = [n for n, unit in enumerate(subject.units) if unit.count]
+    layers = tuple(layer_of(subject, recorders[0], unit) for unit in units)
+    costs = tuple(cost_of(subject, recorders, unit) for unit in units)
+    pairs = zip(costs, layers, strict=True)
+    return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+
+
+def _on_one_rank(cost: LayerCost, layer: Layer, config: Any, one: Setting) -> LayerCost:
+    """With what tensor and sequence parallelism send, and the numels of a rank's shards."""
+    if one.tp == one.sp == 1 or layer.name != "block":
+        return cost
+    out = cost.output_bytes
+    if one.tp > 1:  # the outputs of attention and of the MLP are summed over the ranks
+        sent = Line(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+        return replace(cost, tp_allreduce_bytes=sent, matrices=layer.matrices, vectors=layer.vectors)
+    # queries and the output have all heads, keys and values theirs
+    heads = config.num_attention_heads
+    share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * _head_width(config)
+    return replace(cost, sp_alltoall_bytes=Line(fixed=share * out.fixed, per_sample=share * out.per_sample))
+
+
+def _head_width(config: Any) -> float:
+    """Width of all heads together over the hidden size."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
+    return head_dim * config.num_attention_heads / config.hidden_size
+
+
+def _with_shares(layers: tuple[Layer, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[Layer, ...]:
+    """The share of each layer's parameters that tensor parallelism splits, from any setting that has it split."""
+    for key, entries in costs.items():
+        degree = int(key.split("/tp=")[1].split("/")[0])
+        if degree > 1:
+            return tuple(_with_share(layer, cost, degree) for layer, cost in zip(layers, entries, strict=True))
+    return layers
+
+
+def _with_share(layer: Layer, cost: LayerCost, degree: int) -> Layer:
+    whole, mine = sum(layer.matrices) + sum(layer.vectors), sum(cost.matrices) + sum(cost.vectors)
+    return replace(layer, tp_sharded=(1 - mine / whole) / (1 - 1 / degree)) if cost.matrices else layer
+
+
+def _run(subject: Subject, task: str, inputs: Inputs, count: int, one: Setting, device: str) -> Recorder:
+    """Forward, loss and backward of `count` samples as the training step has them (train/driver.py)."""
+    recorder, model, last = Recorder(subject.model), subject.model, len(subject.units) - 1
+    passing = True
+
+    def begin(unit: int, tensors: Any) -> None:
+        if not passing:  # checkpointing runs forwards again
+            return
+        recorder.mark("forward", unit)
+        tensor = first_tensor(tensors)
+        if tensor is not None:
+            recorder.handed_on[unit - 1] = tensor.nbytes
+            tensor.register_hook(lambda grad: recorder.mark("backward", unit - 1))
+
+    handles = recorder.watch()
+    try:
+        with recorder, watched(subject.units, begin), torch.device("meta"):
+            recorder.mark("forward", 0)
+            x, labels, kept = _batch(task, inputs, count, one, device)
+            loss = _loss(model, x, labels, task, one)
+            passing = False
+            del x
+            recorder.mark("backward", last)
+            loss.backward()
+            del kept
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+        where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
+        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {_first_line(error)}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder
+
+
+def _batch(task: str, inputs: Inputs, count: int, one: Setting, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, labels, and what else of the batch lives through the step (train/driver.py, _inputs).
+
+    Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
+    """
+    if task == "image":
+        images = torch.empty(count, inputs.channels, inputs.size, inputs.size)
+        labels = torch.empty(count, dtype=torch.long)
+        return images.to(DTYPES[one.precision]), labels, images if device == "cpu" else None
+    tokens = torch.empty(count, inputs.seq_len // one.sp, dtype=torch.long)
+    return tokens, torch.empty_like(tokens), None
+
+
+def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: Setting) -> Tensor:
+    extra = {}
+    if one.sp > 1:
+        extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
+    if not hasattr(model, "config") and takes_labels(model):
+        return part_of(model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels), "loss")
+    logits, aux = forward_logits(model, x, **extra)
+    loss = weighted_cross_entropy(part_of(logits, "logits"), labels, 1.0)
+    return loss if aux is None else loss + aux
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,123 @@
+"""What a GPU or CPU would do where the meta device does something else: attention, masks, dropout, all-to-all.
+
+Everything is put in place for the time of a trace only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_math_attention = functional.scaled_dot_product_attention
+
+
+@contextmanager
+def as_on(device: str, sp: int = 1) -> Iterator[None]:
+    """Kernels of this kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all."""
+    attention = _cuda_attention if device == "cuda" else _cpu_attention
+    if sp > 1:
+        attention = _ulysses(attention, sp)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
+        if device == "cuda":
+            stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
+        for name, stand_in in _MASKING.items():
+            stack.enter_context(_patched_masks(name, stand_in))
+        yield
+
+
+def _patched_masks(name: str, stand_in: Callable) -> Any:
+    import sys
+
+    # a CNN's trace must not import transformers
+    module = sys.modules.get("transformers.masking_utils")
+    return patch.object(module, name, stand_in) if hasattr(module, name) else ExitStack()
+
+
+# transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
+# to be traced; without padding it then passes no mask, and attention gets is_causal
+_MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
+
+
+def _cuda_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Any fused kernel of a GPU: q, k, v, the output and the log-sum-exp are kept, and nothing of length squared.
+
+    The kernels of the CPU and of a GPU keep the same; that of the CPU has a meta version without a GPU.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _cpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The CPU's fused kernel, which has no dropout; with dropout torch computes the whole matrix of scores."""
+    if dropout_p > 0.0 or query.dim() != 4:
+        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _cuda_attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+
+
+def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU's fused dropout keeps a mask of one byte an element (torch's native_dropout)."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
+
+
+def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
+    """Attention over the whole sequence with 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+
+    Inputs are (batch, heads, length / sp, head_dim), so is the output.
+    """
+
+    def behind_all_to_all(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if key.shape[1] % sp:  # each key and value head is repeated for sp / heads ranks
+            key = key.repeat_interleave(sp // key.shape[1], dim=1)
+            value = value.repeat_interleave(sp // value.shape[1], dim=1)
+        out = attention(*(_gather(t, sp) for t in (query, key, value)), *args, **kwargs)
+        batch, heads, length, dim = out.shape
+        sent = out.permute(2, 0, 1, 3).reshape(sp, length // sp, batch, heads * dim).contiguous()
+        back = _AllToAll.apply(sent).permute(1, 2, 0, 3).reshape(length // sp, batch, sp * heads * dim).contiguous()
+        return back.reshape(length // sp, batch, sp * heads, dim).permute(1, 2, 0, 3)
+
+    return behind_all_to_all
+
+
+def _gather(x: Tensor, sp: int) -> Tensor:
+    """(batch, heads, length / sp, dim) to (batch, heads / sp, length, dim)."""
+    batch, heads, length, dim = x.shape
+    sent = x.permute(2, 0, 1, 3).reshape(length, batch, sp, heads // sp, dim)
+    received = _AllToAll.apply(sent.permute(2, 0, 1, 3, 4).contiguous())
+    return received.reshape(sp * length, batch, heads // sp, dim).permute(1, 2, 0, 3).contiguous()
+
+
+class _AllToAll(torch.autograd.Function):
+    """Receives into a new buffer of the same shape, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad.contiguous())
