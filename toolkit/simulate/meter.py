@@ -107,14 +107,15 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 if place is None and _address(tensor) not in self._index:
                     place = self._whereabouts()
-                self._track(tensor, name, place)
+                self.track(tensor, name, place)
         extra = self._scratch(name, args, kwargs, out)
         if extra:
             module, code, line = place or self._whereabouts()
             storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, "temporaries")
             self.ledger.died(self.ledger.born(storage))
 
-    def _track(self, tensor: Tensor, op: str, place: tuple[str, CodeType | None, int] | None) -> None:
+    def track(self, tensor: Tensor, op: str, place: tuple[str, CodeType | None, int] | None = None) -> None:
+        """Note a tensor's storage if it is new, or has another size than when it was noted."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:

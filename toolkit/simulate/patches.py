@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.meter import Meter
@@ -51,7 +51,7 @@ def module_apply() -> None:
 def item() -> None:
     """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros, equality).
 
-    (torch._subclasses.fake_impls.op_implementations_dict)
+    (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
     """
 
     def local_scalar_dense(fake_mode: Any, func: Any, arg: FakeTensor) -> Any:
@@ -61,9 +61,8 @@ def item() -> None:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0
 
-    known = fake_impls.op_implementations_dict
-    known[torch.ops.aten._local_scalar_dense.default] = local_scalar_dense
-    known[torch.ops.aten.equal.default] = lambda fake_mode, func, one, other: True
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = local_scalar_dense
+    torch.equal = lambda one, other: one.shape == other.shape
 
 
 def masks() -> None:
@@ -123,11 +122,28 @@ def compiled_ops(meter: Meter) -> None:
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
 
 
+def rng_state(meter: Meter) -> None:
+    """Activation checkpointing keeps states of the random generator, which are real tensors: they are noted too.
+
+    (torch.get_rng_state)
+    """
+    original = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = original()
+        meter.track(state, "get_rng_state")
+        return state
+
+    torch.get_rng_state = torch.random.get_rng_state = get_rng_state
+
+
 EVERYWHERE = (module_apply, item, masks, order_checks, device_mesh, object_collectives)
 
 
 def tensor_constructor() -> None:
     """torch.tensor() on a device without kernels: a fake of the same shape and type. (torch.tensor)"""
+    from deepspeed.runtime.zero import partition_parameters
+
     original = torch.tensor
 
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -137,6 +153,31 @@ def tensor_constructor() -> None:
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     torch.tensor = tensor
+    partition_parameters._orig_torch_tensor = tensor  # what zero.Init puts back
+
+
+def constants() -> None:
+    """The value of a small CPU tensor that goes to the device is forgotten: no kernel could take it there.
+
+    (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
+    """
+    original = FakeTensorMode._dispatch_impl
+
+    def dispatch_impl(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None] if device is not None else []
+        if not known or torch.device(device).type in ("cpu", "meta"):
+            return original(self, func, types, args, kwargs)
+        values = [t.constant for t in known]
+        for t in known:
+            t.constant = None
+        try:
+            return original(self, func, types, args, kwargs)
+        finally:
+            for t, value in zip(known, values, strict=True):
+                t.constant = value
+
+    FakeTensorMode._dispatch_impl = dispatch_impl
 
 
 def backend_keys() -> None:
@@ -205,11 +246,12 @@ def record_stream() -> None:
     torch.Tensor.record_stream = lambda self, stream: None
 
 
-ON_GPU = (tensor_constructor, backend_keys, data_setter, attention, record_stream)
+ON_GPU = (tensor_constructor, constants, backend_keys, data_setter, attention, record_stream)
 
 
 def apply_all(gpu: bool, meter: Meter) -> None:
     """Change what must be changed, for the rest of this process."""
     compiled_ops(meter)
+    rng_state(meter)
     for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()

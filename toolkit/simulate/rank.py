@@ -42,10 +42,13 @@ def simulate(target: Target) -> dict[str, Any]:
 
 def _live(target: Target, meter: Any) -> dict[str, Any]:
     from zerofit.simulate.batches import batches
+    from zerofit.simulate.handover import announce_input
     from zerofit.simulate.phases import PhaseLog, start, train_steps
 
     log = PhaseLog(meter, meter.begin)
     driver = start(target.job, target.rank, target.inputs, log, on_built=meter.names)
+    if target.job.layout.pp > 1:
+        announce_input(driver, target.inputs)
     train_steps(driver, batches(target.job, target.inputs), target.steps, log)
     return {
         "phases": [phase.as_dict() for phase in log.done],
