@@ -28,7 +28,7 @@ class Ranks:
     """A server of ranks; a context manager. `show` hears what is going on twice a second."""
 
     def __init__(self, folder: Path, show: Callable[[str], None] = lambda text: None):
-        self._folder, self._show = folder, show
+        self._folder, self.show = folder, show
         build(show)
         folder.mkdir(parents=True, exist_ok=True)
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -52,6 +52,10 @@ class Ranks:
         """The same ranks, simulated."""
         return self._all("simulated", target, "simulating")
 
+    def simulated_with_kernels(self, target: Target) -> list[dict[str, Any]]:
+        """The same ranks, simulated with the scratch that each kernel takes on this machine."""
+        return self._all("simulated with kernels", target, "simulating")
+
     def _all(self, call: str, target: Target, doing: str) -> list[dict[str, Any]]:
         port, ranks = free_port(), range(target.job.layout.world_size)
         tasks = [{"call": call, "target": replace(target, rank=rank).as_dict(), "port": port} for rank in ranks]
@@ -67,7 +71,7 @@ class Ranks:
         start = time.monotonic()
         while not select.select([self._server.stdout], [], [], POLL_S)[0]:
             waited_s = time.monotonic() - start
-            self._show(f"{doing} ({waited_s:.0f} s)")
+            self.show(f"{doing} ({waited_s:.0f} s)")
             if waited_s > TIMEOUT_S:
                 raise RuntimeError(f"{doing}: no answer in {TIMEOUT_S} s")
         line = self._server.stdout.readline()

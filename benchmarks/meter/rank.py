@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 from zerofit.simulate.target import Target
 
@@ -42,4 +43,19 @@ def simulated(target: Target) -> dict[str, Any]:
     return simulate(target)
 
 
-CALLS = {"metered": metered, "simulated": simulated}
+def simulated_with_kernels(target: Target) -> dict[str, Any]:
+    """The same, where kernels take the scratch that this machine's were measured to take."""
+    from zerofit.simulate import scratch
+
+    from .scratch import KernelScratch
+
+    kernels, known = KernelScratch(), scratch.scratch_of(target)
+
+    def both(op: str, args: Any, kwargs: Any, out: Any) -> int:
+        return (kernels if op.startswith("aten::") else known)(op, args, kwargs, out)
+
+    with patch.object(scratch, "scratch_of", lambda target: both):
+        return simulated(target)
+
+
+CALLS = {"metered": metered, "simulated": simulated, "simulated with kernels": simulated_with_kernels}

@@ -1,0 +1,82 @@
+"""How far `zerofit simulate` and `zerofit plan` are from what real runs allocate; see README.md.
+
+python benchmarks/memory_accuracy.py [--configs WORDS] [--ranks 1 2 4] [--out FOLDER] [--cuda]
+
+Each configuration is trained for three steps by real ranks under an exact allocator meter, and simulated and forecast
+for every rank. Exit code 1 where a figure misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from meter.comparison import TARGETS, Comparison, compare
+from meter.configurations import NAMES, target
+from meter.pool import Ranks
+from meter.report import draw, summary, table, write
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """0, or 1 where a figure misses its target."""
+    asked = parse()
+    if asked.cuda:
+        from meter.cuda import main as on_gpu
+
+        return on_gpu(asked.out)
+    names = [name for name in NAMES if chosen(name, asked.configs, asked.ranks)]
+    if not names:
+        raise SystemExit(f"no configuration has all of: {' '.join(asked.configs)}")
+    found = run(names)
+    console = Console()
+    console.print(table(found))
+    console.print(summary(found))
+    if asked.out:
+        write(found, asked.out / "memory-accuracy-cpu.json")
+        draw(found, asked.out / "memory-accuracy-cpu.png")
+    return 0 if all(target.met(found) for target in TARGETS) else 1
+
+
+def chosen(name: str, words: list[str], ranks: list[int]) -> bool:
+    """Whether a configuration has all these words, and one of these numbers of ranks."""
+    return set(words) <= set(name.split()) and int(name.rpartition("x")[2]) in ranks
+
+
+def run(names: list[str]) -> list[Comparison]:
+    """Train, simulate and forecast each configuration; those that fail say so, and are missing in the answer."""
+    found: list[Comparison] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress, tempfile.TemporaryDirectory() as folder:
+        bar = progress.add_task("", total=len(names))
+        with Ranks(Path(folder), lambda text: progress.update(bar, description=text)) as ranks:
+            for name in names:
+                ranks.show = lambda text, name=name: progress.update(bar, description=f"{name}: {text}")
+                started = time.monotonic()
+                try:
+                    found.append(compare(name, target(name), ranks))
+                except RuntimeError as error:
+                    progress.print(f"{name}: {error}", markup=False)
+                else:
+                    progress.print(f"{found[-1].line()}  {time.monotonic() - started:.0f} s", markup=False)
+                progress.advance(bar)
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", nargs="*", default=[], help="only those with all these words, e.g. llama zero3")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], help="only those with so many ranks")
+    parser.add_argument("--out", type=Path, help=f"write JSON and plot into this folder (ours: {RESULTS.name}/)")
+    parser.add_argument("--cuda", action="store_true", help="one rank on this machine's GPU instead")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

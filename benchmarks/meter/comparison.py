@@ -1,0 +1,127 @@
+"""One configuration's real, simulated and forecast memory side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerofit.simulate.target import Target
+
+from .pool import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most bytes that one rank's tensors and kernels had at once in one optimizer step (-1: before the first)."""
+
+    rank: int
+    step: int
+    phase: str  # in which the real run had its peak
+    real_bytes: int
+    simulated_bytes: int  # what `zerofit simulate` answers
+    with_kernels_bytes: int  # the same where each kernel takes the scratch measured on this machine
+    planned_bytes: int | None  # what `zerofit plan` reckons for the whole run
+
+    def error(self, forecast: str) -> float | None:
+        """Relative error of "simulated", "with_kernels" or "planned"."""
+        figure = getattr(self, f"{forecast}_bytes")
+        return None if figure is None else figure / self.real_bytes - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All ranks and steps of a configuration."""
+
+    name: str
+    peaks: tuple[Peak, ...]
+
+    def errors(self, forecast: str) -> list[float]:
+        """Of every rank in every training step; a plan's of the run's highest step alone."""
+        training = [peak for peak in self.peaks if peak.step >= 0]
+        if forecast == "planned":
+            training = [max(of, key=lambda peak: peak.real_bytes) for of in _by_rank(training)]
+        errors = (peak.error(forecast) for peak in training)
+        return [error for error in errors if error is not None]
+
+    def worst(self, forecast: str) -> float | None:
+        """The error that is furthest from 0."""
+        return max(self.errors(forecast), key=abs, default=None)
+
+    def line(self) -> str:
+        """For the progress output."""
+        cells = [f"{what} {percent(self.worst(what))}" for what in ("simulated", "with_kernels", "planned")]
+        return f"{self.name:42}" + "  ".join(cells)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"name": self.name, "peaks": [asdict(peak) for peak in self.peaks]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What the errors of a forecast may be at most."""
+
+    forecast: str
+    median: float
+    most: float
+
+    def errors(self, found: Sequence[Comparison]) -> list[float]:
+        """Sizes of all errors."""
+        return [abs(error) for one in found for error in one.errors(self.forecast)]
+
+    def met(self, found: Sequence[Comparison]) -> bool:
+        """Whether median and maximum are within the goal; true where there is nothing to judge."""
+        errors = self.errors(found)
+        return not errors or (statistics.median(errors) <= self.median and max(errors) <= self.most)
+
+
+TARGETS = (
+    Goal(forecast="with_kernels", median=0.001, most=0.01),
+    Goal(forecast="planned", median=0.02, most=0.05),
+)
+
+
+def percent(error: float | None) -> str:
+    """Signed, or a dash."""
+    return "-" if error is None else f"{100 * error:+.3f} %"
+
+
+def compare(name: str, target: Target, ranks: Ranks) -> Comparison:
+    """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
+    real, simulated = ranks.real(target), ranks.simulated(target)
+    with_kernels = ranks.simulated_with_kernels(target)
+    planned = _planned(target)
+    peaks = [
+        Peak(
+            rank=rank,
+            step=step,
+            phase=_highest(answer, step)["name"],
+            real_bytes=_peak_bytes(answer, step),
+            simulated_bytes=_peak_bytes(simulated[rank], step),
+            with_kernels_bytes=_peak_bytes(with_kernels[rank], step),
+            planned_bytes=planned(rank) if step >= 0 else None,
+        )
+        for rank, answer in enumerate(real)
+        for step in range(-1, target.steps)
+    ]
+    return Comparison(name=name, peaks=tuple(peaks))
+
+
+def _planned(target: Target) -> Callable[[int], int | None]:
+    return lambda rank: None
+
+
+def _highest(answer: dict[str, Any], step: int) -> dict[str, Any]:
+    return max((p for p in answer["phases"] if p["step"] == step), key=lambda phase: phase["peak_bytes"])
+
+
+def _peak_bytes(answer: dict[str, Any], step: int) -> int:
+    """Over what was alive when the rank began to build its model."""
+    return _highest(answer, step)["peak_bytes"] - answer["phases"][0]["start_bytes"]
+
+
+def _by_rank(peaks: Sequence[Peak]) -> Iterator[list[Peak]]:
+    for rank in sorted({peak.rank for peak in peaks}):
+        yield [peak for peak in peaks if peak.rank == rank]

@@ -1,0 +1,178 @@
+"""The runs whose memory is measured, forecast and compared: small models, every feature with every other one.
+
+Each two settings that can be combined (a model and a stage, a stage and a precision, ...) come together at least once,
+and each model has each of its layouts and offloads at each stage (a covering design). The last ones of some models are
+added for data parallelism on more ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zerofit.cli.prepare import prepare
+from zerofit.data import NullProgress, open_data
+from zerofit.simulate.target import Target
+from zerofit.spec.load import load_run
+
+STEPS = 3
+
+# large enough for tens of megabytes, small enough for four ranks on two cores (VGG-11 has its published 129 million
+# parameters, LeNet its 62 thousand)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama-tiny", "seq_len": 128, "model_args": {"vocab_size": 2048, "hidden_size": 192}},
+    "gpt2": {
+        "model": "gpt2",
+        "seq_len": 128,
+        "model_args": {
+            "vocab_size": 2048,
+            "n_embd": 192,
+            "n_layer": 4,
+            "n_head": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    },
+    "bert": {
+        "model": "bert-base",
+        "seq_len": 128,
+        "model_args": {
+            "vocab_size": 2048,
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 768,
+        },
+    },
+    "vit": {
+        "model": "vit-b-16-hf",
+        "image_size": 64,
+        "model_args": {
+            "hidden_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 768,
+            "patch_size": 8,
+        },
+    },
+    "resnet18": {"model": "resnet18", "image_size": 64},
+    "vgg11": {"model": "vgg11", "image_size": 32},
+    "lenet": {"model": "lenet", "image_size": 28},
+}
+OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
+DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel"}
+
+# model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), offload of the
+# optimizer or of parameters too, pipeline, tensor or sequence parallel degree, ranks
+NAMES = """
+llama zero0 fp32 mb2 ckpt x2
+llama zero1 fp32 mb2 offload x1
+llama zero2 bf16 mb2 offload x2
+llama zero3 fp32 mb2 ga2 offload-all x1
+llama zero3 fp32 mb2 ckpt offload x1
+llama zero0 bf16 mb2 ga2 ckpt pp2 x2
+llama zero1 bf16 mb2 pp2 x2
+llama zero0 fp32 mb2 ga2 ckpt sp2 x4
+llama zero1 bf16 mb8 ga2 sp2 x2
+llama zero2 fp32 mb2 ckpt sp2 x2
+llama zero3 bf16 mb8 sp2 x2
+llama zero0 fp32 mb2 ckpt tp2 x2
+llama zero1 bf16 mb2 tp2 x2
+llama zero2 fp32 mb8 ckpt tp2 x2
+llama zero3 bf16 mb2 ga2 tp2 x2
+llama zero0 fp32 mb8 x4
+llama zero1 bf16 mb2 ckpt x2
+llama zero2 fp32 mb8 x4
+llama zero3 fp32 mb2 x4
+llama zero3 bf16 mb2 ckpt x2
+gpt2 zero0 bf16 mb8 ga2 x1
+gpt2 zero1 bf16 mb2 ckpt offload x2
+gpt2 zero2 bf16 mb2 ckpt x2
+gpt2 zero2 fp32 mb2 ckpt offload x1
+gpt2 zero3 fp32 mb2 ga2 offload-all x2
+gpt2 zero3 fp32 mb2 x2
+gpt2 zero3 bf16 mb8 offload x2
+gpt2 zero0 bf16 mb8 pp2 x2
+gpt2 zero1 bf16 mb8 ga2 pp2 x4
+gpt2 zero3 bf16 mb2 ckpt x4
+bert zero0 bf16 mb2 ckpt x2
+bert zero1 bf16 mb2 ga2 ckpt offload x2
+bert zero2 fp32 mb2 ga2 ckpt offload x1
+bert zero3 fp32 mb8 ckpt offload-all x1
+bert zero3 fp32 mb2 offload x2
+bert zero0 bf16 mb8 ckpt pp2 x2
+bert zero1 bf16 mb2 pp2 x2
+bert zero0 bf16 mb8 ckpt tp2 x2
+bert zero1 fp32 mb2 ga2 ckpt tp2 x4
+bert zero2 fp32 mb2 ga2 tp2 x2
+bert zero3 bf16 mb2 ga2 tp2 x2
+bert zero2 bf16 mb8 x4
+vit zero0 fp32 mb8 ga2 ckpt x2
+vit zero1 bf16 mb8 ga2 ckpt offload x1
+vit zero2 fp32 mb2 ga2 x1
+vit zero2 bf16 mb8 ga2 offload x2
+vit zero3 fp32 mb2 offload-all x4
+vit zero3 bf16 mb8 ckpt x2
+vit zero3 bf16 mb2 ckpt offload x2
+vit zero0 bf16 mb8 ga2 ckpt pp2 x2
+vit zero1 fp32 mb8 ckpt pp2 x2
+resnet18 zero0 bf16 mb8 x1
+resnet18 zero1 bf16 mb8 offload x2
+resnet18 zero2 bf16 mb2 x1
+resnet18 zero2 bf16 mb8 ga2 offload x2
+resnet18 zero3 bf16 mb8 ckpt offload-all x1
+resnet18 zero3 fp32 mb2 ga2 ckpt x1
+resnet18 zero3 fp32 mb2 ga2 ckpt offload x2
+resnet18 zero0 bf16 mb2 ga2 pp2 x2
+resnet18 zero1 bf16 mb2 ga2 pp2 x4
+resnet18 zero2 fp32 mb2 x4
+resnet18 zero3 bf16 mb8 x2
+vgg11 zero0 bf16 mb2 ckpt x1
+vgg11 zero1 fp32 mb2 ga2 ckpt offload x2
+vgg11 zero2 fp32 mb8 ga2 ckpt x2
+vgg11 zero2 fp32 mb8 ckpt offload x1
+vgg11 zero3 bf16 mb8 ga2 offload-all x1
+vgg11 zero3 fp32 mb2 ckpt x1
+vgg11 zero3 bf16 mb2 offload x1
+vgg11 zero0 bf16 mb2 pp2 x2
+vgg11 zero1 bf16 mb8 ga2 pp2 x2
+lenet zero0 bf16 mb8 ga2 ckpt x1
+lenet zero1 fp32 mb2 ga2 ckpt offload x2
+lenet zero2 bf16 mb2 ga2 x2
+lenet zero2 bf16 mb8 ga2 offload x4
+lenet zero3 bf16 mb2 ckpt offload-all x1
+lenet zero3 fp32 mb2 ga2 ckpt x2
+lenet zero3 fp32 mb2 ga2 ckpt offload x1
+lenet zero0 bf16 mb2 ga2 pp2 x2
+lenet zero1 fp32 mb2 ckpt pp2 x2
+""".strip().splitlines()
+
+
+def target(name: str) -> Target:
+    """The job of a configuration, as `zerofit train` would prepare it, for rank 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, _, _ = prepare(load_run(None, {**options(name), "output": Path(folder) / "run"}), NullProgress())
+    inputs = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress()).inputs
+    return Target(job=job, inputs=inputs, steps=STEPS, device_bytes=psutil.virtual_memory().available)
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of `zerofit train`."""
+    model, stage, precision, micro, *more, ranks = name.split()
+    asked = {**MODELS[model], "data": "synthetic", "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
+    asked["micro_batch"] = int(micro[2:])
+    asked["ds_config"] = json.loads(resources.files("zerofit.ds_configs").joinpath(f"{stage}.json").read_text())
+    for word in more:
+        if word in DEGREES:
+            asked[DEGREES[word]] = 2
+        elif word in OFFLOADS:
+            devices = {part: {"device": "cpu", "pin_memory": True} for part in OFFLOADS[word]}
+            asked["ds_config"]["zero_optimization"] |= devices
+        else:
+            asked |= {"ga2": {"gradient_accumulation_steps": 2}, "ckpt": {"activation_checkpointing": True}}[word]
+    return asked
