@@ -13,11 +13,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Layout
 from zerofit.spec.run import RunSpec
-
-# model types whose attention takes position ids down to the kernel and names its kv heads, as Ulysses needs
-SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
-# model types that AutoTP has been seen to train like one device does; GPT-2 it refuses, ViT fails in forward
-TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
+from zerofit.spec.support import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES
 
 
 def check_combination(layout: Layout, problems: Problems) -> None:

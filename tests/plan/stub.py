@@ -1,0 +1,99 @@
+"""A hand-made profile and a memory formula of a few lines, so that the search can be tested by itself."""
+
+from __future__ import annotations
+
+from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.time import BYTES
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.device import Device
+from zerofit.spec.hardware import find_device
+from zerofit.spec.profile import Layer, LayerCost, Line, Profile, setting
+
+GIB = 2**30
+BLOCKS, WIDTH = 8, 1024
+BLOCK = 12 * WIDTH * WIDTH  # elements
+DEGREES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)]
+
+
+def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost:
+    """A block of 2 FLOP a parameter and token on 1024 tokens, and activations of 34 bytes a token and width."""
+    tokens, share = 1024, tp * sp
+    out = 2 * tokens * width / sp
+    flops = 2 * BLOCK * tokens / share
+    saved = out if checkpointing else 17 * out / tp
+    return LayerCost(
+        saved_bytes=Line(per_sample=saved),
+        forward_peak_bytes=Line(per_sample=17 * out / tp),
+        backward_peak_bytes=Line(per_sample=20 * out / tp),
+        output_bytes=Line(per_sample=out),
+        forward_flops=Line(per_sample=flops),
+        backward_flops=Line(per_sample=(3 if checkpointing else 2) * flops),
+        forward_bytes=Line(fixed=2 * BLOCK / tp, per_sample=20 * out / tp),
+        backward_bytes=Line(fixed=4 * BLOCK / tp, per_sample=40 * out / tp),
+        forward_ops=20,
+        backward_ops=40,
+        tp_allreduce_bytes=Line(per_sample=2 * out if tp > 1 else 0.0),
+        sp_alltoall_bytes=Line(per_sample=4 * out if sp > 1 else 0.0),
+        matrices=(BLOCK // tp,) if tp > 1 else (),
+    )
+
+
+def make_profile(blocks: int = BLOCKS, model_type: str | None = "llama", heads: int = 16, kv_heads: int = 8) -> Profile:
+    """A Llama-like model of `blocks` blocks and nothing else, in bf16."""
+    settings = [(c, tp, sp) for c in (False, True) for tp, sp in DEGREES]
+    return Profile(
+        model="hand-made",
+        task="causal-lm",
+        seq_len=1024,
+        layers=(Layer(name="block", count=blocks, matrices=(BLOCK,), vectors=(), tp_sharded=1.0),),
+        costs={setting("bf16", *one): (cost(*one),) for one in settings},
+        attention_heads=heads,
+        kv_heads=kv_heads,
+        hidden_size=WIDTH,
+        model_type=model_type,
+    )
+
+
+def make_cluster(kind: str = "h100-80gb", gpus: int = 8, nodes: int = 1, **device: object) -> Cluster:
+    """A cluster of the catalogue; `device` overrides fields of its devices."""
+    found: Device = find_device(kind)
+    if device:
+        found = Device(**{**{f: getattr(found, f) for f in found.__dataclass_fields__}, **device})
+    return Cluster(device=found, gpus=gpus, nodes=nodes, host_bytes=found.node.host_bytes)
+
+
+class Formula:
+    """The usual formula: states by stage, saved activations, one block's peak."""
+
+    def __init__(self, profile: Profile):
+        self.profile, self.calls = profile, 0
+
+    def __call__(self, choice: Choice) -> Memory:
+        self.calls += 1
+        (one,) = self.profile.costs[setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)]
+        b, p = BYTES[choice.precision], self.profile.parameters / choice.tp / choice.pp
+        blocks, shards = self.profile.layers[0].count / choice.pp, choice.dp * choice.sp
+        parameters = b * p / (shards if choice.zero_stage == 3 else 1)
+        gradients = b * p / (shards if choice.zero_stage >= 2 else 1)
+        states = 12 * p / (shards if choice.zero_stage else 1)
+        host = states if choice.offload_optimizer == "cpu" else 0
+        nvme = states if choice.offload_optimizer == "nvme" else 0
+        if choice.offload_param != "none":
+            host, parameters = host + parameters, 0
+        saved = blocks * one.saved_bytes.at(choice.micro_batch)
+        parts = {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer state": states - host - nvme if choice.offload_optimizer == "none" else 0,
+            "activations": saved + one.backward_peak_bytes.at(choice.micro_batch),
+            "buckets": b * choice.bucket * (2 if choice.overlap else 1),
+        }
+        parts = {kind: int(size) for kind, size in parts.items()}
+        return Memory(
+            peak_bytes=sum(parts.values()),
+            peak_phase="backward",
+            static_bytes=int(parameters + parts["optimizer state"]),
+            host_bytes=int(host),
+            nvme_bytes=int(nvme),
+            breakdown=parts,
+        )

@@ -1,0 +1,79 @@
+"""Whether a forecast fits: device, host and disks, with what is kept free for that which cannot be known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofit.plan.choice import Choice, Memory
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.overhead import (
+    CONTEXT_BYTES,
+    CPU_PROCESS_BYTES,
+    FRAGMENTATION,
+    FRAGMENTATION_ZERO3,
+    HOST_PROCESS_BYTES,
+    HOST_RESERVE,
+    NCCL_ALL_TO_ALL_BYTES,
+    NCCL_NVLINK_BYTES,
+    NCCL_PCIE_BYTES,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """Bytes wanted against bytes there are. Device figures are of one rank, host and NVMe figures of one node."""
+
+    device_bytes: float  # the allocated peak and the margin
+    margin_bytes: float  # of it: fragmentation, context, communicators
+    device_there_bytes: int
+    host_bytes: float
+    host_there_bytes: float
+    nvme_bytes: int
+    nvme_there_bytes: int
+
+    @property
+    def short(self) -> str | None:
+        """The place that is too small: "device", "host" or "nvme"; None where everything fits."""
+        if self.device_bytes > self.device_there_bytes:
+            return "device"
+        if self.host_bytes > self.host_there_bytes:
+            return "host"
+        return "nvme" if self.nvme_bytes > self.nvme_there_bytes else None
+
+    @property
+    def over(self) -> float:
+        """How many times what there is the scarcest place would have to be."""
+        pairs = [(self.device_bytes, self.device_there_bytes), (self.host_bytes, self.host_there_bytes)]
+        if self.nvme_bytes:
+            pairs.append((self.nvme_bytes, self.nvme_there_bytes))
+        return max(wanted / max(1, there) for wanted, there in pairs)
+
+
+def fit(memory: Memory, choice: Choice, cluster: Cluster) -> Fit:
+    """The forecast against the cluster."""
+    margin = margin_bytes(memory.peak_bytes, choice, cluster)
+    process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
+    return Fit(
+        device_bytes=memory.peak_bytes + margin,
+        margin_bytes=margin,
+        device_there_bytes=cluster.device.memory_bytes,
+        host_bytes=0 if cluster.on_cpu else (memory.host_bytes + process) * cluster.gpus,
+        host_there_bytes=cluster.host_bytes * (1 - HOST_RESERVE),
+        nvme_bytes=memory.nvme_bytes * cluster.gpus,
+        nvme_there_bytes=cluster.nvme_bytes,
+    )
+
+
+def margin_bytes(peak_bytes: int, choice: Choice, cluster: Cluster) -> float:
+    """What is kept free beside the allocated peak."""
+    share = FRAGMENTATION_ZERO3 if choice.zero_stage == 3 else FRAGMENTATION
+    return share * peak_bytes + fixed_bytes(choice, cluster)
+
+
+def fixed_bytes(choice: Choice, cluster: Cluster) -> int:
+    """The context and the communicators of a rank."""
+    if cluster.on_cpu:
+        return CPU_PROCESS_BYTES
+    channels = NCCL_PCIE_BYTES if "PCIe" in cluster.device.link_name else NCCL_NVLINK_BYTES
+    groups = sum(degree > 1 for degree in (choice.dp, choice.tp, choice.pp, choice.sp))
+    return CONTEXT_BYTES + groups * channels + (NCCL_ALL_TO_ALL_BYTES if choice.sp > 1 else 0)

@@ -1,0 +1,122 @@
+"""How fast a cluster really is: peaks of the catalogue times efficiencies, or what `zerofit calibrate` measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerofit.spec.calibration import Calibration
+from zerofit.spec.cluster import Cluster
+
+
+class Figure(NamedTuple):
+    """A number and how it was come by."""
+
+    value: float
+    how: str
+
+
+# share of the peak that the best matrix product reaches in bf16; one published table, measured by its contributors
+_MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
+BEST_MATMUL: dict[str, Figure] = {
+    "B200": Figure(0.776, _MAMF),
+    "H200": Figure(0.838, _MAMF + ", its GH200 with the same chip"),
+    "H100": Figure(0.803, _MAMF),
+    "H100 PCIe": Figure(0.803, "assumed as H100 SXM"),
+    "A100": Figure(0.869, _MAMF),
+    "MI250X": Figure(0.767, _MAMF + ", one GCD"),
+    "MI300X": Figure(0.601, _MAMF),
+}
+OTHER_MATMUL = Figure(0.80, "assumed: the middle of those that were measured")
+
+EFFICIENCIES: dict[str, Figure] = {
+    "shapes": Figure(0.85, "assumed: products in a model's shapes against the best shape"),
+    "memory": Figure(0.85, "assumed: streaming kernels against the data sheet's bandwidth"),
+    "nvlink": Figure(
+        0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
+    ),
+    "pcie ring": Figure(0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"),
+    "network": Figure(0.8, "assumed: GPUDirect RDMA on a quiet fabric"),
+    "pcie": Figure(0.8, "assumed: pinned copies"),
+    "host": Figure(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
+    "nvme": Figure(0.8, "assumed: large asynchronous reads and writes"),
+    "cpu": Figure(0.7, "assumed: oneDNN against the cores' peak"),
+    "cpu bf16": Figure(0.5, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
+}
+LAUNCH_S = Figure(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
+HOP_S = Figure(2e-6, "assumed: one step of a ring inside a node")
+NETWORK_HOP_S = Figure(6e-6, "assumed: one step of a ring between nodes")
+CALL_S = Figure(20e-6, "assumed: what a collective costs before its first byte")
+ZERO3_HOOK_S = Figure(200e-6, "assumed: fetching and releasing one layer's parameters in Python, in each pass")
+CONTENTION = Figure(0.15, "assumed: what compute loses of the time that a collective runs beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates that a forecast counts with: bytes or FLOP a second of one rank, where nothing else is said."""
+
+    flops: float
+    memory: float
+    launch_s: float
+    ahead: bool  # launches run ahead of the device, as on GPUs
+    link: float
+    network: float
+    pcie: float
+    host: float  # host memory of a whole node under Adam
+    nvme_read: float  # of a whole node
+    nvme_write: float
+    call_s: float
+    hop_s: float
+    network_hop_s: float
+    peak: float | None  # FLOP/s of the data sheet, for MFU; None for CPUs
+    sources: dict[str, str]  # what was assumed, measured or published
+
+
+def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None = None) -> Rates:
+    """The rates of a cluster at a precision; `calibration` replaces what it has measured."""
+    device, node = cluster.device, cluster.device.node
+    measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
+    peak = device.peak(precision) or device.peak("fp32")
+    share, how = _matmul(cluster, precision)
+    ring = "nvlink" if "PCIe" not in device.link_name else "pcie ring"
+    assumed = {
+        "flops": (peak * share, how),
+        "memory": (device.bandwidth * EFFICIENCIES["memory"].value, EFFICIENCIES["memory"].how),
+        "launch_s": LAUNCH_S,
+        "link": (device.link * EFFICIENCIES[ring].value, EFFICIENCIES[ring].how),
+        "network": (node.network * EFFICIENCIES["network"].value, EFFICIENCIES["network"].how),
+        "pcie": (device.pcie * EFFICIENCIES["pcie"].value, EFFICIENCIES["pcie"].how),
+        "host": (node.host_bandwidth * EFFICIENCIES["host"].value, EFFICIENCIES["host"].how),
+        "nvme_read": (node.nvme_read * EFFICIENCIES["nvme"].value, EFFICIENCIES["nvme"].how),
+        "nvme_write": (node.nvme_write * EFFICIENCIES["nvme"].value, EFFICIENCIES["nvme"].how),
+        "call_s": CALL_S,
+    }
+    found = {
+        "flops": measured.matmul_flops.get(precision),
+        "memory": measured.memory_bandwidth,
+        "launch_s": measured.launch_s,
+        "link": measured.link,
+        "pcie": measured.host_copy,
+        "host": measured.host_bandwidth,
+        "nvme_read": measured.disk_read,
+        "nvme_write": measured.disk_write,
+        "call_s": measured.link_latency_s,
+    }
+    date = f"measured here on {measured.date[:10]}"
+    chosen = {name: (found[name], date) if found.get(name) else pair for name, pair in assumed.items()}
+    return Rates(
+        **{name: value for name, (value, _) in chosen.items()},
+        ahead=not cluster.on_cpu,
+        hop_s=HOP_S.value,
+        network_hop_s=NETWORK_HOP_S.value,
+        peak=None if cluster.on_cpu else device.peak(precision),
+        sources={name: source for name, (_, source) in chosen.items()},
+    )
+
+
+def _matmul(cluster: Cluster, precision: str) -> Figure:
+    """The share of the peak that the matrix products of a model reach."""
+    if cluster.on_cpu:
+        return EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
+    best, shapes = BEST_MATMUL.get(cluster.device.name, OTHER_MATMUL), EFFICIENCIES["shapes"]
+    return Figure(best.value * shapes.value, f"{best.how}; times {shapes.value:g}, {shapes.how}")

@@ -1,0 +1,62 @@
+"""Why a layout does not fit, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.fit import Fit, fit
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.derived import BUCKET_LIMIT
+from zerofit.spec.units import shown_bytes
+
+Forecast = Callable[[Choice], Memory]
+
+
+def why(memory: Memory, judged: Fit) -> str:
+    """What is too large, by how much."""
+    if judged.short == "device":
+        kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
+        wanted, there = shown_bytes(judged.device_bytes), shown_bytes(judged.device_there_bytes)
+        return (
+            f"the peak in {memory.peak_phase} is {shown_bytes(memory.peak_bytes)}, of it {shown_bytes(size)} {kind}; "
+            f"with a margin of {shown_bytes(judged.margin_bytes)} that is {wanted}, and the device has {there}"
+        )
+    if judged.short == "host":
+        return (
+            f"the ranks of a node want {shown_bytes(judged.host_bytes)} of host memory, and there are "
+            f"{shown_bytes(judged.host_there_bytes)}"
+        )
+    return f"a node's disks take {shown_bytes(judged.nvme_bytes)}, and there are {shown_bytes(judged.nvme_there_bytes)}"
+
+
+def remedy(choice: Choice, cluster: Cluster, forecast: Forecast) -> str:
+    """The first change of one knob with which the layout would fit."""
+    for words, changed in _changes(choice, cluster):
+        try:
+            if fit(forecast(changed), changed, cluster).short is None:
+                return f"{words} would fit"
+        except KeyError:  # a setting that was not traced
+            continue
+    return ""
+
+
+def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Choice]]:
+    changes = []
+    if choice.bucket > BUCKET_LIMIT:
+        changes.append((f"a bucket of {BUCKET_LIMIT:,} elements", replace(choice, bucket=BUCKET_LIMIT)))
+    if choice.micro_batch > 1 and choice.micro_batch % 2 == 0:
+        halved = replace(choice, micro_batch=choice.micro_batch // 2, accumulation=choice.accumulation * 2)
+        changes.append((f"micro batch {choice.micro_batch // 2}", halved))
+    if not choice.checkpointing:
+        changes.append(("activation checkpointing", replace(choice, checkpointing=True)))
+    if choice.pp == 1:
+        changes += [(f"ZeRO stage {s}", replace(choice, zero_stage=s)) for s in range(choice.zero_stage + 1, 4)]
+    if choice.offload_optimizer == "none" and choice.zero_stage >= 2 and not cluster.on_cpu:
+        changes.append(("offloading the optimizer", replace(choice, offload_optimizer="cpu")))
+    if choice.micro_batch > 1:
+        single = replace(choice, micro_batch=1, accumulation=choice.accumulation * choice.micro_batch)
+        changes.append(("micro batch 1", single))
+        changes.append(("micro batch 1 with activation checkpointing", replace(single, checkpointing=True)))
+    return changes

@@ -1,0 +1,268 @@
+"""The layouts that a plan considers: what DeepSpeed and zerofit take of stages, offloading, degrees and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice, Offload
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.derived import bucket_elements, persistence_elements, prefetch_elements, width
+from zerofit.spec.errors import Problem
+from zerofit.spec.profile import Profile, setting
+from zerofit.spec.support import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES
+
+LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
+MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
+IMAGES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is asked of a plan; None leaves it to the search."""
+
+    precision: str
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    sp: int | None = None
+    checkpointing: bool | None = None
+
+
+class Degrees(NamedTuple):
+    """Parallel degrees beside data parallelism; at most one is above 1."""
+
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+
+    @property
+    def product(self) -> int:
+        """Ranks that hold one copy of the batch's share."""
+        return self.tp * self.pp * self.sp
+
+
+@dataclass
+class Space:
+    """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often."""
+
+    choices: list[Choice] = field(default_factory=list)
+    left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
+
+    def leave_out(self, problem: Problem) -> None:
+        """Note one degree or batch that cannot be."""
+        _, count = self.left_out.get(problem.kind, (problem, 0))
+        self.left_out[problem.kind] = (problem, count + 1)
+
+
+def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
+    """Every layout that can be run on this cluster as wished."""
+    space = Space()
+    for degrees in _degrees(cluster, profile, wish):
+        problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, wish)
+        if problem:
+            space.leave_out(problem)
+            continue
+        batches = list(_batches(degrees, profile, cluster, wish, space))
+        options = list(
+            product(_sharding(degrees, cluster, wish.precision), _checkpointings(degrees, profile, wish), batches)
+        )
+        for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
+            for bucket, overlap in _buckets(profile, stage, degrees):
+                space.choices.append(
+                    Choice(
+                        zero_stage=stage,
+                        micro_batch=micro,
+                        accumulation=accumulation,
+                        dp=cluster.ranks // degrees.product,
+                        tp=degrees.tp,
+                        pp=degrees.pp,
+                        sp=degrees.sp,
+                        precision=wish.precision,
+                        checkpointing=checkpointing,
+                        offload_optimizer=optimizer,
+                        offload_param=param,
+                        bucket=bucket,
+                        overlap=overlap,
+                        **_stage3_sizes(profile, stage),
+                    )
+                )
+    return space
+
+
+def settings_of(profile_heads: tuple[int | None, int | None], model_type: str | None, gpus: int) -> list[Degrees]:
+    """The degrees that are worth tracing for a model on nodes of this many ranks."""
+    heads, kv_heads = profile_heads
+    found = [Degrees()]
+    for degree in (2, 4, 8, 16, 32, 64):
+        fits = heads and not heads % degree and not (kv_heads or heads) % degree
+        if fits and model_type in TENSOR_PARALLEL_TYPES and degree <= gpus:
+            found.append(Degrees(tp=degree))
+        if fits and model_type in SEQUENCE_PARALLEL_TYPES and degree <= gpus:
+            found.append(Degrees(sp=degree))
+    return found
+
+
+def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    """Why these degrees cannot be on this model and cluster, if so."""
+    if sum(degree > 1 for degree in degrees) > 1:
+        return Problem(
+            kind="combination",
+            message="tensor, pipeline and sequence parallelism cannot be combined: DeepSpeed builds the process "
+            "groups of only one of them",
+            hint="keep one; data parallelism fills the remaining ranks",
+            where="--tensor-parallel, --pipeline, --sequence-parallel",
+        )
+    if cluster.ranks % degrees.product:
+        name, degree = _named(degrees)
+        fitting = [d for d in range(2, cluster.ranks + 1) if cluster.ranks % d == 0]
+        hint = f"degrees that do: {_list(fitting)}"
+        return Problem(
+            kind="degree-ranks", message=f"{name} {degree} does not divide {cluster.ranks} ranks", hint=hint, where=name
+        )
+    if degrees.pp > 1:
+        return _pipeline_problem(degrees.pp, profile)
+    if degrees.tp > 1 or degrees.sp > 1:
+        return _heads_problem(degrees, profile, cluster)
+    return None
+
+
+def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
+    layers = sum(layer.count for layer in profile.layers)
+    if ":" in profile.model:
+        message = f"--pipeline {pp} needs a model that is a list of layers, which {profile.model} is not"
+        return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
+    if pp <= layers:
+        return None
+    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}"
+    return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
+
+
+def _heads_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    name, degree = _named(degrees)
+    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
+    kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
+    if profile.attention_heads is None or profile.model_type not in types:
+        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
+        message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
+        return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
+    for count, what in ((profile.attention_heads, "attention heads"), (profile.kv_heads, "key-value heads")):
+        if count and count % degree:
+            fitting = [d for d in range(1, count + 1) if count % d == 0]
+            message = f"{name} {degree} does not divide the {count} {what} of {profile.model}"
+            return Problem(kind=f"{kind}-heads", message=message, hint=f"degrees that do: {_list(fitting)}", where=name)
+    if degrees.tp > 1 and cluster.gpus % degree:
+        fitting = [d for d in range(1, cluster.gpus + 1) if cluster.gpus % d == 0]
+        message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"
+        return Problem(kind="tensor-parallel-node", message=message, hint=f"degrees that do: {_list(fitting)}")
+    if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
+        message = f"{name} {degree} does not divide {profile.seq_len} tokens"
+        hint = f"take --seq-len {profile.seq_len // degree * degree or degree}"
+        return Problem(kind="sequence-parallel-length", message=message, hint=hint, where=name)
+    return None
+
+
+def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees]:
+    """All of them, or those that were asked for."""
+    if wish.tp or wish.pp or wish.sp:
+        yield Degrees(wish.tp or 1, wish.pp or 1, wish.sp or 1)
+        return
+    yield Degrees()
+    layers = sum(layer.count for layer in profile.layers)
+    for degree in _divisors(cluster.ranks)[1:]:
+        if degree <= cluster.gpus:
+            yield Degrees(tp=degree)
+            yield Degrees(sp=degree)
+        if degree <= layers and ":" not in profile.model:
+            yield Degrees(pp=degree)
+
+
+def _untraced(degrees: Degrees, profile: Profile, wish: Wish) -> Problem | None:
+    keys = [setting(wish.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
+    if any(key in profile.costs for key in keys):
+        return None
+    message = f"the profile of {profile.model} does not hold {keys[0]}"
+    return Problem(kind="not-profiled", message=message, hint="plan from the model's name", where="--profile")
+
+
+def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tuple[int, Offload, Offload]]:
+    """ZeRO stage, where the optimizer's states lie, where parameters do."""
+    if degrees.pp == 1 or precision != "fp32":  # clips by the first stage's norm alone (runtime/utils.py:394)
+        yield 0, "none", "none"
+    yield 1, "none", "none"
+    if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)
+        return
+    yield 2, "none", "none"
+    yield 3, "none", "none"
+    if cluster.on_cpu:  # host memory is the device's
+        return
+    yield 2, "cpu", "none"
+    yield 3, "cpu", "none"
+    yield 3, "cpu", "cpu"
+    if cluster.nvme_bytes:  # below stage 3 DeepSpeed takes the host instead (stage_1_and_2.py:220)
+        yield 3, "nvme", "none"
+        yield 3, "nvme", "cpu"
+        yield 3, "nvme", "nvme"
+
+
+def _checkpointings(degrees: Degrees, profile: Profile, wish: Wish) -> list[bool]:
+    wanted = (False, True) if wish.checkpointing is None else (wish.checkpointing,)
+    return [c for c in wanted if setting(wish.precision, c, degrees.tp, degrees.sp) in profile.costs]
+
+
+def _batches(
+    degrees: Degrees, profile: Profile, cluster: Cluster, wish: Wish, space: Space
+) -> Iterator[tuple[int, int]]:
+    """Micro batch and accumulation steps; a pipeline gets at least one micro batch a stage."""
+    dp = cluster.ranks // degrees.product
+    if wish.global_batch is None:
+        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task == "image" else 1)
+        micros = [wish.micro_batch] if wish.micro_batch else [2**n for n in range(most.bit_length())]
+        yield from ((micro, wish.accumulation or degrees.pp) for micro in micros)
+        return
+    if wish.global_batch % dp:
+        below = wish.global_batch // dp * dp
+        message = f"global batch {wish.global_batch} is no multiple of the data parallel degree {dp}"
+        hint = f"take {below} or {below + dp}" if below else f"take {dp}"
+        space.leave_out(Problem(kind="global-batch", message=message, hint=hint, where="--global-batch"))
+        return
+    share = wish.global_batch // dp
+    for micro in _divisors(share):
+        wanted = wish.micro_batch in (None, micro) and wish.accumulation in (None, share // micro)
+        if wanted and share // micro >= degrees.pp:
+            yield micro, share // micro
+
+
+def _buckets(profile: Profile, stage: int, degrees: Degrees) -> list[tuple[int, bool]]:
+    """Elements of the buckets, and whether gradients are reduced beside backward."""
+    small = bucket_elements(profile.parameters)
+    if stage == 0 or degrees.pp > 1:
+        return [(small, False)]
+    sizes = [small, LARGE_BUCKET] if profile.parameters > LARGE_BUCKET else [small]
+    return [(size, overlap) for size in sizes for overlap in (False, True)]
+
+
+def _stage3_sizes(profile: Profile, stage: int) -> dict[str, int]:
+    if stage < 3:
+        return {}
+    largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
+    hidden = width(profile.hidden_size, largest)
+    return {"prefetch": prefetch_elements(hidden), "persistence": persistence_elements(hidden)}
+
+
+def _named(degrees: Degrees) -> tuple[str, int]:
+    names = ("--tensor-parallel", "--pipeline", "--sequence-parallel")
+    return next((name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:16]))

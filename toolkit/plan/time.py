@@ -1,0 +1,212 @@
+"""Seconds of an optimizer step: compute, collectives, transfers and the step itself, as DeepSpeed orders them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.collectives import Group, collective_s, group_of
+from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
+from zerofit.plan.stages import stages_of
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.profile import LayerCost, Line, Profile, setting
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
+# by Adam (4); the parameter written in the model's dtype (runtime/zero/stage_1_and_2.py, step)
+ADAM_BYTES = 44
+HOST_ADAM_BYTES = 28  # the C++ op reads and writes the three and the gradient in one pass (csrc/adam/cpu_adam.cpp)
+STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step that the parts add to it; what hides behind compute is not in them."""
+
+    step_s: float
+    compute_s: float  # forward and backward of all micro batches
+    gather_s: float  # ZeRO-3: parameters, where they are waited for
+    reduce_s: float  # gradients
+    tensor_s: float  # all-reduces of tensor parallelism
+    sequence_s: float  # all-to-alls of sequence parallelism
+    bubble_s: float  # a pipeline that fills and drains
+    optimizer_s: float  # Adam, with the all-gather of what it stepped
+    transfer_s: float  # between device, host and disks, for offloading
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One micro batch through the slowest pipeline stage."""
+
+    forward_s: float
+    backward_s: float
+    tensor_bytes: float
+    sequence_bytes: float
+    layers: float  # how many the stage has
+    parameters: float  # elements of the stage with most, on one rank
+    handed_on_bytes: float
+
+
+class Timer:
+    """Forecasts of step times for one model on one cluster; parts that choices share are computed once."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
+        self._profile, self._cluster, self.rates = profile, cluster, rates
+        self._passes: dict[tuple, _Pass] = {}
+
+    def step(self, choice: Choice) -> StepTime:
+        """The time of one optimizer step. KeyError where the choice's setting is not in the profile."""
+        one, rates, b = self._pass(choice), self.rates, BYTES[choice.precision]
+        micro_batches = choice.accumulation
+        shards = group_of(choice.dp * choice.sp, choice.tp, self._cluster.gpus)
+        tensor_s, sequence_s = self._model_parallel_s(choice, one)
+        gather_s = self._gather_s(choice, one, shards, b)
+        reduce_s = self._reduce_s(choice, one, shards, b)
+        forward_s = one.forward_s + (tensor_s + sequence_s) / 2
+        backward_s = one.backward_s + (tensor_s + sequence_s) / 2
+        gather_wait_s, reduce_wait_s = self._waits(choice, forward_s, backward_s, gather_s, reduce_s)
+        handed_s = 2 * collective_s("send", one.handed_on_bytes, 1, self._neighbours(choice), rates)
+        a_micro_batch_s = forward_s + backward_s + gather_wait_s + handed_s
+        bubble_s = (choice.pp - 1) * a_micro_batch_s
+        reductions = micro_batches if choice.zero_stage >= 2 else 1
+        optimizer_s = self._optimizer_s(choice, one, shards, b)
+        transfer_s = self._transfer_s(choice, one, shards, b)
+        return StepTime(
+            step_s=micro_batches * a_micro_batch_s + bubble_s + reductions * reduce_wait_s + optimizer_s + transfer_s,
+            compute_s=micro_batches * (one.forward_s + one.backward_s),
+            gather_s=micro_batches * gather_wait_s,
+            reduce_s=reductions * reduce_wait_s,
+            tensor_s=micro_batches * tensor_s,
+            sequence_s=micro_batches * sequence_s,
+            bubble_s=bubble_s + micro_batches * handed_s,
+            optimizer_s=optimizer_s,
+            transfer_s=transfer_s,
+        )
+
+    def _pass(self, choice: Choice) -> _Pass:
+        degrees = (choice.tp, choice.sp, choice.pp, choice.zero_stage == 3)
+        key = (choice.precision, choice.checkpointing, choice.micro_batch, *degrees)
+        if key not in self._passes:
+            self._passes[key] = self._compute_pass(choice)
+        return self._passes[key]
+
+    def _compute_pass(self, choice: Choice) -> _Pass:
+        key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
+        costs, layers, m = self._profile.costs[key], self._profile.layers, choice.micro_batch
+        hooks_s = ZERO3_HOOK_S.value if choice.zero_stage == 3 else 0.0
+        passes = [tuple(self._layer_s(cost, m, phase, hooks_s) for phase in ("forward", "backward")) for cost in costs]
+        stages = stages_of(self._profile, choice.pp)
+        slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
+        sizes = [
+            sum(cost.matrices or layer.matrices) + sum(cost.vectors or layer.vectors)
+            for cost, layer in zip(costs, layers, strict=True)
+        ]
+
+        def total(line: str) -> float:
+            return sum(n * getattr(costs[i], line).at(m) for i, n in slowest)
+
+        again = 1.5 if choice.checkpointing else 1.0  # the forward's collectives run again in backward
+        return _Pass(
+            forward_s=sum(n * passes[i][0] for i, n in slowest),
+            backward_s=sum(n * passes[i][1] for i, n in slowest),
+            tensor_bytes=2 * again * total("tp_allreduce_bytes"),
+            sequence_bytes=2 * again * total("sp_alltoall_bytes"),
+            layers=sum(n for _, n in slowest),
+            parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
+            handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if choice.pp > 1 else 0.0,
+        )
+
+    def _layer_s(self, cost: LayerCost, micro_batch: int, phase: str, hooks_s: float) -> float:
+        """Compute-bound and memory-bound kernels take turns, so their times add; launches run ahead on GPUs."""
+        rates = self.rates
+        flops: Line = getattr(cost, f"{phase}_flops")
+        moved: Line = getattr(cost, f"{phase}_bytes")
+        busy_s = flops.at(micro_batch) / rates.flops + moved.at(micro_batch) / rates.memory
+        launch_s = getattr(cost, f"{phase}_ops") * rates.launch_s + hooks_s
+        return max(busy_s, launch_s) if rates.ahead else busy_s + launch_s
+
+    def _neighbours(self, choice: Choice) -> Group:
+        """A pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology."""
+        return group_of(2 if choice.pp > 1 else 1, choice.dp, self._cluster.gpus)
+
+    def _model_parallel_s(self, choice: Choice, one: _Pass) -> tuple[float, float]:
+        """All-reduces of tensor and all-to-alls of sequence parallelism in one micro batch; compute waits for them."""
+        gpus, again = self._cluster.gpus, 3 if choice.checkpointing else 2
+        tp, sp = group_of(choice.tp, 1, gpus), group_of(choice.sp, 1, gpus)
+        return (
+            collective_s("all_reduce", one.tensor_bytes, 2 * again * one.layers, tp, self.rates),
+            collective_s("all_to_all", one.sequence_bytes, 4 * again * one.layers, sp, self.rates),
+        )
+
+    def _gather_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+        """ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
+        if choice.zero_stage < 3:
+            return 0.0
+        whole = b * one.parameters
+        calls = max(one.layers, one.parameters / max(1, choice.prefetch))
+        seconds = collective_s("all_gather", whole, calls, shards, self.rates)
+        if choice.offload_param == "cpu":
+            seconds += whole / shards.size / self.rates.pcie
+        elif choice.offload_param == "nvme":
+            seconds += whole / shards.size * self._cluster.gpus / self.rates.nvme_read
+        return 2 * seconds
+
+    def _reduce_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+        """All gradients once. Stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
+        op = "reduce_scatter" if choice.zero_stage == 3 else "all_reduce"
+        calls = max(1.0, one.parameters / max(1, choice.bucket))
+        return collective_s(op, b * one.parameters, calls, shards, self.rates)
+
+    def _waits(
+        self, choice: Choice, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
+    ) -> tuple[float, float]:
+        """How long compute waits for gathers in a micro batch, and for one reduction of gradients.
+
+        Gathers are issued ahead of their layers. Reductions run beside backward with overlap_comm alone; without it
+        they are on its stream (stage3.py:341, stage_1_and_2.py, average_tensor). Stage 0 reduces after backward.
+        """
+        gather_wait_s = _beside(gather_s / 2, forward_s) + _beside(gather_s / 2, backward_s)
+        if not choice.overlap or choice.zero_stage == 0 or choice.pp > 1:
+            return gather_wait_s, reduce_s
+        idle_s = max(0.0, backward_s - gather_s / 2)  # of the links, while backward computes
+        last_bucket_s = reduce_s * min(1.0, choice.bucket / max(1, self._pass(choice).parameters))
+        return gather_wait_s, max(_beside(reduce_s, idle_s), last_bucket_s)
+
+    def _optimizer_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+        """Adam on a rank's share, then stages 1 and 2 gather what was stepped."""
+        share = one.parameters / (shards.size if choice.zero_stage else 1)
+        gathered_s = 0.0
+        if choice.zero_stage in (1, 2):
+            calls = max(1.0, one.parameters / max(1, choice.bucket))
+            gathered_s = collective_s("all_gather", b * one.parameters, calls, shards, self.rates)
+        if choice.offload_optimizer == "none":
+            return share * ADAM_BYTES / self.rates.memory + gathered_s
+        return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
+
+    def _transfer_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+        """Gradients down with every micro batch, parameters up once, states from and to the disks."""
+        if choice.offload_optimizer == "none":
+            return 0.0
+        share = one.parameters / shards.size
+        seconds = share * b * choice.accumulation / self.rates.pcie
+        if choice.offload_param == "none":
+            seconds += share * b / self.rates.pcie
+        if choice.offload_optimizer == "nvme":
+            of_node = share * self._cluster.gpus * STATE_BYTES
+            seconds += of_node / self.rates.nvme_read + of_node / self.rates.nvme_write
+        return seconds
+
+
+def _beside(collective_s: float, compute_s: float) -> float:
+    """Seconds that a collective adds to compute which it runs beside."""
+    return max(0.0, collective_s - compute_s) + CONTENTION.value * min(collective_s, compute_s)
+
+
+def model_flops(profile: Profile, precision: str) -> float:
+    """FLOPs of one sample's forward and backward, counted as three forwards (train/record.py does the same).
+
+    KeyError where the plain setting was not traced.
+    """
+    costs = profile.costs[setting(precision, False, 1, 1)]
+    pairs = zip(profile.layers, costs, strict=True)
+    return 3 * sum(layer.count * cost.forward_flops.per_sample for layer, cost in pairs)
