@@ -41,7 +41,7 @@ def cost_of(subject: Subject, recorders: tuple[Recorder, Recorder], unit: int) -
     bases = tuple(r.before["forward", unit] for r in recorders)
     place = _places(subject, recorders[0], unit)
     moments = tuple(
-        Moment(live=envelope(_lines(pair, bases)), parameter=place.get(pair[0].parameter))
+        Moment(live=envelope(_lines(pair, bases)), end=_end(pair, bases), parameter=place.get(pair[0].parameter))
         for pair in zip(*backwards, strict=True)
     )
     forward = envelope(line for pair in zip(*forwards, strict=True) for line in _lines(pair, bases))
@@ -84,6 +84,10 @@ def _lines(pair: tuple[Segment, Segment], bases: tuple[int, int]) -> list[Line]:
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
     return [_line((a - bases[0], b - bases[1])) for a, b in zip(*live, strict=True)]
+
+
+def _end(pair: tuple[Segment, Segment], bases: tuple[int, int]) -> Line:
+    return _line([segment.live_at_end - base for segment, base in zip(pair, bases, strict=True)])
 
 
 def _segments(recorder: Recorder, key: tuple[str, int]) -> list[Segment]:

@@ -22,6 +22,7 @@ class Segment:
 
     key: Key
     live: list[int] = field(default_factory=list)  # bytes alive after each op that allocates
+    live_at_end: int = 0  # bytes, the complete gradient included
     parameter: int | None = None  # whose gradient is complete at its end, by its place in model.parameters()
 
 
@@ -71,9 +72,9 @@ class Recorder(TorchDispatchMode):
 
     def _taker(self, index: int):
         def take(parameter: Tensor) -> None:
-            parameter.grad = None
             last = self.segments[-1]
-            last.parameter = index
+            last.parameter, last.live_at_end = index, self.live_bytes
+            parameter.grad = None
             self.segments.append(Segment(last.key))
 
         return take

@@ -24,6 +24,7 @@ class Moment:
     """A stretch of a backward: what is alive in it, and the parameter whose gradient is complete at its end."""
 
     live: tuple[Line, ...]  # the largest of them holds; bytes above what was alive before the layer's forward
+    end: Line = field(default_factory=Line)  # alive at its end, the fresh gradient included
     parameter: int | None = None  # its place in the layer's matrices + vectors
 
 
@@ -111,7 +112,10 @@ def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
 def _cost(entry: dict[str, Any]) -> LayerCost:
     plain = {k: Line(**v) if isinstance(v, dict) else v for k, v in entry.items()}
     lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors")}
-    moments = tuple(Moment(live=_lines(m["live"]), parameter=m["parameter"]) for m in entry.get("backward", ()))
+    moments = tuple(
+        Moment(live=_lines(m["live"]), end=Line(**m["end"]), parameter=m["parameter"])
+        for m in entry.get("backward", ())
+    )
     return LayerCost(**{**plain, **lists, "forward": _lines(entry.get("forward", ())), "backward": moments})
 
 

@@ -1,0 +1,80 @@
+"""Stage 3's gathered parameters: which of them are whole on a rank at which moment of a step.
+
+Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.states import shards
+from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
+
+REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
+
+
+def gathered_in_forward(line: Timeline, choice: Choice) -> list[int]:
+    """Bytes that are gathered at most in the forward of each of line.forward's layers."""
+    layers = _Layers(line, choice)
+    return [layers.bytes(layers.earlier[n] + layers.inside(n, recomputed=False)) for n, _ in line.forward]
+
+
+def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
+    """Bytes that are gathered at most in each of line.backward's stretches."""
+    layers = _Layers(line, choice)
+    found = []
+    layer, released = -1, 0
+    for event in line.backward:
+        if event.layer != layer:
+            layer, released = event.layer, 0
+        inside = layers.inside(layer, recomputed=choice.checkpointing)
+        found.append(layers.bytes(layers.earlier[layer] + max(inside - released, 0)))
+        if event.parameter is not None and event.parameter.numel > layers.persistence and layers.whole(layer, choice):
+            released += event.parameter.numel
+    return found
+
+
+class _Layers:
+    """Which layers' parameters stay gathered from forward to backward (`__params_to_release`).
+
+    A module's parameters are given back after it, unless the trace uses them again within the reuse distance; between
+    a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
+    """
+
+    def __init__(self, line: Timeline, choice: Choice):
+        self.ranks, self.element = shards(choice), ELEMENT_BYTES[choice.precision]
+        self.persistence, self.prefetch = choice.persistence, choice.prefetch
+        self.numels = [[n for n in numels if n > choice.persistence] for numels in line.layers]
+        totals = [sum(numels) for numels in line.layers]
+        following, self.kept = 0, [False] * len(totals)
+        for n in reversed(range(len(totals))):
+            self.kept[n] = 2 * following < REUSE_ELEMENTS
+            following += totals[n]
+        self.earlier = [0]
+        for numels, kept in zip(self.numels, self.kept, strict=True):
+            self.earlier.append(self.earlier[-1] + (sum(numels) if kept else 0))
+
+    def whole(self, layer: int, choice: Choice) -> bool:
+        """Whether a layer's parameters are gathered all together in its backward."""
+        return self.kept[layer] or choice.checkpointing
+
+    def inside(self, layer: int, recomputed: bool) -> int:
+        """Elements of a layer's own parameters that are gathered at once."""
+        numels = self.numels[layer]
+        if self.kept[layer] or recomputed:
+            return sum(numels)
+        return max((self._with_prefetch(numels[place:]) for place in range(len(numels))), default=0)
+
+    def bytes(self, elements: int) -> int:
+        """Of gathered elements."""
+        return self.element * elements if self.ranks > 1 else 0
+
+    def _with_prefetch(self, numels: Sequence[int]) -> int:
+        """A parameter in use and the next ones, until together they reach the prefetch size (:447)."""
+        ahead = 0
+        for numel in numels[1:]:
+            if ahead >= self.prefetch:
+                break
+            ahead += numel
+        return numels[0] + ahead

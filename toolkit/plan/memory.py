@@ -1,0 +1,183 @@
+"""How much memory a layout needs: the peak of a training step and of the start, from a stored profile.
+
+What is alive when is taken from DeepSpeed 0.19.8's source and torch's optimizers, term by term; nothing is fitted.
+Left out: kernels' scratch, what the collectives' library and the device's context hold, and the allocator's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.gather import gathered_in_forward
+from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.replay import Held, backward_moments, upper
+from zerofit.plan.start import start_moments
+from zerofit.plan.states import Standing, standing
+from zerofit.plan.step import step_moments
+from zerofit.plan.timeline import ELEMENT_BYTES, Point, Timeline, timeline
+from zerofit.spec.profile import Profile, setting
+
+# all of a choice that the moments of a step depend on
+_WITHOUT_MICRO_BATCH = tuple(name for name in Choice.__dataclass_fields__ if name != "micro_batch")
+_key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
+
+
+class _Moment(NamedTuple):
+    """What is alive on the device at one moment (on "cpu": in all)."""
+
+    phase: str
+    fixed: float  # bytes in all at micro batch 0
+    slope: float  # bytes a sample
+    activations: Point
+    kinds: dict[str, int]  # the rest
+
+
+class _Tables(NamedTuple):
+    """All that a choice's forecast needs besides its micro batch."""
+
+    moments: tuple[_Moment, ...]
+    static_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+
+
+def forecast(profile: Profile, choice: Choice, device: str = "cuda") -> Memory:
+    """The memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
+    return Forecaster(profile, device).memory(choice)
+
+
+class Forecaster:
+    """Forecasts of many choices for one model on one kind of device, "cpu" or "cuda".
+
+    On "cpu" host and device are one, and the optimizer is torch's; on "cuda" it is DeepSpeed's FusedAdam, or its
+    CPUAdam where the states are on the host.
+    """
+
+    def __init__(self, profile: Profile, device: str = "cuda"):
+        self.profile, self.device = profile, device
+        self._tables: dict[tuple, tuple[_Tables, ...]] = {}
+        self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
+
+    def memory(self, choice: Choice) -> Memory:
+        """Memory of the pipeline stage that needs most."""
+        key = _key_of(choice)
+        tables = self._tables.get(key)
+        if tables is None:
+            tables = self._tables[key] = tuple(self._made(choice))
+        samples = choice.micro_batch
+        found = [max((m.fixed + m.slope * samples, n) for n, m in enumerate(table.moments)) for table in tables]
+        stage = max(range(len(found)), key=lambda n: found[n][0])
+        table = tables[stage]
+        return _memory(table, table.moments[found[stage][1]], samples)
+
+    def _made(self, choice: Choice) -> Iterator[_Tables]:
+        key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
+        if choice.pp == 1:
+            yield self._table(self._timeline(key, None), choice, (0.0, 0.0))
+            return
+        bounds = stage_bounds(self.profile, choice.pp)
+        for stage in _telling(bounds):
+            line = self._timeline(key, bounds[stage])
+            yield self._table(line, choice, _in_flight(line, min(choice.pp - stage, choice.accumulation)))
+
+    def _table(self, line: Timeline, choice: Choice, more: Point) -> _Tables:
+        stands = standing(line, choice)
+        born_in_parts = self.profile.model_type is not None
+        moments = [
+            _moment("forward", held, stands, more, self.device) for held in upper(_forward_moments(line, choice))
+        ]
+        moments += [_moment("backward", held, stands, more, self.device) for held in backward_moments(line, choice)]
+        host = 0
+        for one in step_moments(line, choice, self.device):
+            held = Held((0.0, 0.0), gradients=one.gradients, temporaries=one.temporaries)
+            moments.append(_moment("step", held, stands, (0.0, 0.0), self.device, one.host))
+            host = max(host, one.host)
+        for kinds in start_moments(line, choice, self.device, born_in_parts):
+            kinds = {"buffers of the model": line.buffers_bytes, **kinds}
+            moments.append(_Moment("init", sum(kinds.values()), 0.0, (0.0, 0.0), kinds))
+        static = sum(stands.device.values()) + (sum(stands.host.values()) if self.device == "cpu" else 0)
+        return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
+
+
+def _forward_moments(line: Timeline, choice: Choice) -> Iterator[Held]:
+    """Forward of the micro batch that finds most: a later one, where gradients accumulate."""
+    element = ELEMENT_BYTES[choice.precision]
+    gradients = buckets = 0
+    if choice.accumulation > 1 and choice.zero_stage < 2:
+        gradients = element * line.parameters
+        buckets = element * choice.bucket * (1 + choice.overlap) if choice.zero_stage == 1 else 0
+    if choice.accumulation > 1 and choice.zero_stage == 2:
+        gradients = min((held.gradients for held in backward_moments(line, choice)), default=0)
+    gathered = gathered_in_forward(line, choice) if choice.zero_stage == 3 else [0] * len(line.forward)
+    for (_, points), whole in zip(line.forward, gathered, strict=True):
+        for point in points:
+            yield Held(point, gradients, buckets, whole)
+
+
+def _in_flight(line: Timeline, micro_batches: int) -> Point:
+    """What a pipeline stage holds for its other micro batches and for its neighbours (pipe/engine.py).
+
+    Each in flight has its input twice, as received (:1128) and as the forward took it (:705); one buffer receives
+    activations (:1123) and one gradients (:1180).
+    """
+    saved, received, sent = line.saved, line.received, line.sent
+    return tuple((micro_batches - 1) * saved[n] + (2 * micro_batches + 1) * received[n] + sent[n] for n in (0, 1))
+
+
+def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:
+    """Stages to look at: the first, the last, and of the others the first with each number of layers."""
+    seen, stages = set(), []
+    for stage, (first, last) in enumerate(bounds):
+        kind = (last - first, stage == 0, stage == len(bounds) - 1)
+        if kind not in seen:
+            seen.add(kind)
+            stages.append(stage)
+    return stages
+
+
+def _moment(phase: str, held: Held, stands: Standing, more: Point, device: str, host: int = 0) -> _Moment:
+    kinds = dict(stands.device)
+    parts = {
+        "gradients": held.gradients,
+        "communication buckets": held.buckets,
+        "gathered parameters": held.gathered,
+        "temporaries": held.temporaries,
+    }
+    if device == "cpu":
+        parts["temporaries"] += host
+        kinds = _added(kinds, stands.host)
+    kinds = _added(kinds, parts)
+    activations = (held.activations[0] + more[0], held.activations[1] + more[1])
+    return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
+
+
+def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
+
+
+def _upper(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
+    """Without those that another one exceeds at every micro batch."""
+    best: list[_Moment] = []
+    for one in sorted(moments, key=lambda m: (m.slope, m.fixed), reverse=True):
+        if not best or one.fixed + one.slope > best[-1].fixed + best[-1].slope:
+            best.append(one)
+    return tuple(best)
+
+
+def _memory(table: _Tables, moment: _Moment, samples: int) -> Memory:
+    activations = round(moment.activations[0] + moment.activations[1] * samples)
+    breakdown = {kind: size for kind, size in moment.kinds.items() if size}
+    if activations:
+        breakdown["activations"] = activations
+    return Memory(
+        peak_bytes=sum(breakdown.values()),
+        peak_phase=moment.phase,
+        static_bytes=table.static_bytes,
+        host_bytes=table.host_bytes,
+        nvme_bytes=table.nvme_bytes,
+        breakdown=breakdown,
+    )

@@ -1,0 +1,60 @@
+"""How a pipeline cuts the layers into stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from zerofit.spec.profile import Profile
+
+
+def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
+    """First and last layer (exclusive, each of a run counted) of each stage, balanced by parameters.
+
+    As train/pipeline.py has it cut by deepspeed.runtime.utils.partition_balanced. Raises ValueError for more stages
+    than layers.
+    """
+    weights = tuple(
+        sum(layer.matrices) + sum(layer.vectors) + (max(profile.layers[0].matrices) if layer.tied_to else 0)
+        for layer in profile.layers
+        for _ in range(layer.count)
+    )
+    if stages > len(weights):
+        raise ValueError(f"{profile.model} has {len(weights)} layers, too few for {stages} pipeline stages")
+    return _balanced(weights, stages)
+
+
+@lru_cache(maxsize=256)
+def _balanced(weights: tuple[int, ...], stages: int) -> tuple[tuple[int, int], ...]:
+    """The cuts with the least difference between the heaviest and the lightest stage, ties cut as late as possible.
+
+    The same dynamic programme as DeepSpeed's, over (heaviest, lightest) of the best cut of the first layers.
+    """
+    sums = list(accumulate(weights, initial=0))
+    best: list[tuple[float, float]] = [(0, math.inf), *[(math.inf, math.inf)] * len(weights)]
+    cuts: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        found = [_best_cut(best, sums, end) if end >= stage else (0, (math.inf, math.inf)) for end in range(len(sums))]
+        cuts.append([cut for cut, _ in found])
+        best = [value for _, value in found]
+    bounds, end = [], len(weights)
+    for cut in reversed(cuts):
+        bounds.append((cut[end], end))
+        end = cut[end]
+    return tuple(reversed(bounds))
+
+
+def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[int], end: int) -> tuple[int, tuple[float, float]]:
+    """Where the last of the stages over the first `end` layers begins, and the heaviest and lightest stage then."""
+    cost, found = math.inf, (0, (math.inf, math.inf))
+    for cut in range(end):
+        heaviest, lightest = best[cut]
+        if heaviest == math.inf:
+            continue
+        mine = sums[end] - sums[cut]
+        heaviest, lightest = max(heaviest, mine), min(lightest, mine)
+        if heaviest - lightest <= cost:
+            cost, found = heaviest - lightest, (cut, (heaviest, lightest))
+    return found

@@ -1,0 +1,201 @@
+"""DeepSpeed's handling of gradients, replayed over a backward: what they, their buckets and their reduction hold.
+
+Places are of DeepSpeed 0.19.8, below deepspeed/runtime/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.gather import gathered_in_backward
+from zerofit.plan.states import overlap_in_partition, shards
+from zerofit.plan.timeline import ELEMENT_BYTES, Event, Point, Timeline
+
+ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
+
+
+class Held(NamedTuple):
+    """Bytes at one moment: activations as a point, the rest by kind."""
+
+    activations: Point
+    gradients: int = 0
+    buckets: int = 0
+    gathered: int = 0
+    temporaries: int = 0
+
+    @property
+    def fixed(self) -> float:
+        """Bytes that do not grow with the micro batch."""
+        return self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
+
+
+def backward_moments(line: Timeline, choice: Choice) -> list[Held]:
+    """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch."""
+    pipeline = choice.pp > 1
+    if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and not pipeline):
+        found = _Bucketed(line, choice).run()
+    elif choice.zero_stage == 3:
+        found = _Scattered(line, choice).run()
+    else:
+        found = _accumulated(line, choice)
+    return upper(found)
+
+
+def upper(moments: Iterator[Held] | list[Held]) -> list[Held]:
+    """Those that are the largest for some micro batch from 1 on."""
+    best: list[Held] = []
+    for one in sorted(moments, key=lambda held: (held.activations[1], held.fixed)):
+        slope, height = one.activations[1], one.fixed
+        while best and best[-1].fixed + best[-1].activations[1] <= height + slope:
+            best.pop()
+        while len(best) > 1 and _hidden(best[-2], best[-1], one):
+            best.pop()
+        best.append(one)
+    return best
+
+
+def _hidden(left: Held, middle: Held, right: Held) -> bool:
+    rise = (left.fixed - right.fixed) * (middle.activations[1] - left.activations[1])
+    return rise <= (left.fixed - middle.fixed) * (right.activations[1] - left.activations[1])
+
+
+def _accumulated(line: Timeline, choice: Choice) -> Iterator[Held]:
+    """Stages 0 and 1: whole gradients wait for the last micro batch; stage 1 has its bucket from the first hook on."""
+    element = ELEMENT_BYTES[choice.precision]
+    whole = element * line.parameters
+    later = choice.accumulation > 1
+    bucket = element * choice.bucket if choice.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
+    for event in line.backward:
+        gradients = whole if later else element * event.done
+        for point in event.live:
+            yield Held(point, gradients, bucket if later or event.done else 0)
+    if choice.zero_stage == 0:
+        flat = element * _first_buckets(line)
+        yield Held((0.0, 0.0), whole, temporaries=flat)  # engine.py:3796
+    else:
+        yield from _reduced_at_the_end(line, choice, element)
+
+
+def _first_buckets(line: Timeline) -> int:
+    """Elements of the largest bucket of the all-reduce without ZeRO: full once beyond the limit (engine.py:3834)."""
+    largest = filled = 0
+    for group in line.groups:
+        for numel in group:
+            filled += numel
+            largest = max(largest, filled)
+            filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
+    return largest
+
+
+def _reduced_at_the_end(line: Timeline, choice: Choice, element: int) -> Iterator[Held]:
+    """Stage 1 without overlap: parameter by parameter, in the groups' order (stage_1_and_2.py:973)."""
+    state = _Bucketed(line, choice)
+    # with a pipeline a second bucket beside the hooks' (:963)
+    state.bucket_bytes = element * choice.bucket * (2 if choice.pp > 1 else 1)
+    waiting = line.parameters
+    for group in line.groups:
+        for numel in group:
+            yield from state.arrive(numel, (element * waiting, 0.0))
+            waiting -= numel
+    yield from state.finish()
+
+
+class _Bucketed:
+    """Stages 1 and 2: gradients are copied into a bucket, reduced when it is full, and this rank's are kept."""
+
+    def __init__(self, line: Timeline, choice: Choice):
+        self.line, self.element, self.ranks = line, ELEMENT_BYTES[choice.precision], shards(choice)
+        self.limit = choice.bucket
+        self.bucket_bytes = self.element * choice.bucket * (2 if choice.overlap else 1)  # :3266, :3275
+        offloaded = choice.offload_optimizer != "none"
+        kept = overlap_in_partition(line, self.ranks)
+        self.partition_bytes = 0 if offloaded else self.element * kept  # :2187
+        # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
+        self.passing = 8 if offloaded else 0
+        self.before = self.partition_bytes if choice.accumulation > 1 and choice.zero_stage == 2 else 0
+        # sequence parallelism reduces in float32 (:2371)
+        self.reduced = self.element + (4 if choice.sp > 1 and self.element == 2 else 0)
+        self.kept_bytes = self.filled = self.oversized = self.largest = 0
+
+    def run(self) -> Iterator[Held]:
+        """Over the backward."""
+        began = False
+        for event in self.line.backward:
+            for point in event.live:
+                yield self._held(point, bucket=began)
+            if event.parameter is not None:
+                began = True
+                yield from self.arrive(event.parameter.numel, event.end)
+        yield from self.finish()
+
+    def arrive(self, numel: int, activations: Point) -> Iterator[Held]:
+        """The hook of one complete gradient (:1414)."""
+        if self.filled + numel > self.limit:
+            yield from self._reduce(activations)
+        yield self._held(activations)
+        self.filled += numel
+        self.largest = max(self.largest, numel)
+        if numel > self.limit:
+            self.oversized = self.element * numel
+
+    def finish(self) -> Iterator[Held]:
+        """What is left in the bucket (independent_gradient_partition_epilogue)."""
+        yield from self._reduce((0.0, 0.0))
+
+    def _reduce(self, activations: Point) -> Iterator[Held]:
+        if not self.filled:
+            return
+        flat = self.reduced * self.filled if self.ranks > 1 else 0  # flattened for the all-reduce (:2367)
+        yield self._held(activations, temporaries=flat)
+        self.kept_bytes = self.partition_bytes
+        yield self._held(activations, temporaries=self.passing * self.largest)
+        self.filled = self.oversized = self.largest = 0
+
+    def _held(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> Held:
+        gradients = self.before + self.kept_bytes + self.oversized
+        return Held(activations, gradients, self.bucket_bytes if bucket else 0, 0, temporaries)
+
+
+class _Scattered:
+    """Stage 3: as stage 2, but parts go into standing buffers; parameters are gathered and given back meanwhile."""
+
+    def __init__(self, line: Timeline, choice: Choice):
+        self.line, self.limit = line, choice.bucket
+        self.element, self.ranks = ELEMENT_BYTES[choice.precision], shards(choice)
+        self.gathered = gathered_in_backward(line, choice)
+        self.offloaded = choice.offload_optimizer != "none"
+        self.filled = self.outside = self.parts = 0
+
+    def run(self) -> Iterator[Held]:
+        """Over the backward."""
+        for event, gathered in zip(self.line.backward, self.gathered, strict=True):
+            for point in event.live:
+                yield self._held(point, gathered)
+            if event.parameter is not None:
+                yield from self._arrive(event, gathered)
+        yield from self._reduce((0.0, 0.0), 0)
+
+    def _arrive(self, event: Event, gathered: int) -> Iterator[Held]:
+        """zero/stage3.py:1570."""
+        numel = event.parameter.numel
+        if self.filled and self.filled + numel > self.limit:
+            yield from self._reduce(event.end, gathered)
+        yield self._held(event.end, gathered)
+        self.parts += 1
+        self.filled += numel
+        if numel > self.limit:  # does not fit into the bucket, and stays where it is (:1627)
+            self.outside = self.element * numel
+
+    def _reduce(self, activations: Point, gathered: int) -> Iterator[Held]:
+        """One parameter alone is reduced in place where it needs no padding (comm/coalesced_collectives.py)."""
+        if not self.filled:
+            return
+        alone = self.parts == 1 and self.filled % self.ranks == 0
+        flat = 0 if alone else self.element * -(-self.filled // self.ranks) * self.ranks
+        yield self._held(activations, gathered, temporaries=flat)
+        self.filled = self.outside = self.parts = 0
+
+    def _held(self, activations: Point, gathered: int, temporaries: int = 0) -> Held:
+        return Held(activations, self.outside, 0, gathered, temporaries)

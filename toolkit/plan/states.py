@@ -1,0 +1,124 @@
+"""What lies on device and host between two steps: parameters, master weights, optimizer states, standing buffers.
+
+Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Bytes of Adam: two float32 states an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
+
+STATES_BYTES, MASTER_BYTES = 8, 4  # an element, whatever the precision
+
+
+class Standing(NamedTuple):
+    """Bytes by kind that stay from step to step."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    nvme: int = 0
+
+
+def shards(choice: Choice) -> int:
+    """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
+    return choice.dp * choice.sp
+
+
+def partitions(line: Timeline, ranks: int) -> tuple[int, ...]:
+    """Elements of one rank's flat partition of each group; padded to 2 x ranks (zero/stage_1_and_2.py:390, :525)."""
+    return tuple(-(-sum(group) // (2 * ranks)) * 2 for group in line.groups if group)
+
+
+def shards_of_parameters(line: Timeline, ranks: int) -> tuple[int, ...]:
+    """Elements of one rank's parts of each group at stage 3: each parameter is split by itself, rounded up."""
+    return tuple(sum(-(-numel // ranks) for numel in group) for group in line.groups if group)
+
+
+def kept_whole(line: Timeline, choice: Choice) -> int:
+    """Elements that stage 3 never gives back once gathered: persistent ones (partitioned_param_coordinator.py:644)."""
+    if shards(choice) == 1:
+        return 0  # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
+    return sum(numel for group in line.groups for numel in group if numel <= choice.persistence)
+
+
+def overlap_in_partition(line: Timeline, ranks: int) -> int:
+    """Elements of all parameters that reach into a rank's partitions, on the rank where they are most.
+
+    Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
+    """
+    totals = [0] * ranks
+    sizes = partitions(line, ranks)
+    for group, size in zip((g for g in line.groups if g), sizes, strict=True):
+        for rank, elements in _reaching_in(group, size):
+            totals[rank] += elements
+    return max(totals)
+
+
+def _reaching_in(numels: Sequence[int], size: int) -> list[tuple[int, int]]:
+    found: dict[int, int] = {}
+    start = 0
+    for numel in numels:
+        for rank in range(start // size, (start + numel - 1) // size + 1):
+            found[rank] = found.get(rank, 0) + numel
+        start += numel
+    return list(found.items())
+
+
+def standing(line: Timeline, choice: Choice) -> Standing:
+    """What stays of a rank's layers, by the ZeRO stage."""
+    element = ELEMENT_BYTES[choice.precision]
+    found = _STAGES[choice.zero_stage](line, choice, element)
+    return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
+
+
+def _unpartitioned(line: Timeline, choice: Choice, element: int) -> Standing:
+    """Stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
+    whole = line.parameters
+    master = MASTER_BYTES * whole if element == 2 else 0
+    states = STATES_BYTES * whole
+    return Standing({"parameters": element * whole, "master weights": master, "optimizer state": states}, {})
+
+
+def _partitioned_states(line: Timeline, choice: Choice, element: int) -> Standing:
+    """Stages 1 and 2: a flat buffer a group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
+    ranks = shards(choice)
+    part = sum(partitions(line, ranks))
+    parameters = {"parameters": element * part * ranks}
+    states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
+    if choice.offload_optimizer == "none":
+        return Standing(parameters | states, {})
+    # "nvme" is the CPU here (:220); pinned or not, the same sizes
+    host = states | {
+        "gradients": MASTER_BYTES * part,  # :941
+        "communication buckets": element * (part + line.largest),  # :573, :652
+    }
+    if choice.accumulation > 1:  # :1825
+        host["gradients"] += element * overlap_in_partition(line, ranks)
+    return Standing(parameters | {"communication buckets": element * line.largest}, host)  # :658
+
+
+def _partitioned(line: Timeline, choice: Choice, element: int) -> Standing:
+    """Stage 3: parts of parameters (zero/stage3.py:972), masters (:1172), gradients in the model's dtype (:791)."""
+    part = sum(shards_of_parameters(line, shards(choice)))
+    states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
+    device = {
+        "communication buckets": element * choice.bucket,  # :782, held for good
+        "gathered parameters": element * kept_whole(line, choice),
+    }
+    host: dict[str, int] = {}
+    nvme = 0
+    parameters_on = device if choice.offload_param == "none" else host
+    parameters_on["parameters"] = element * part
+    if choice.offload_optimizer == "none":
+        return Standing(device | states | {"gradients": element * part}, host)
+    gradients = (element + MASTER_BYTES) * part  # :791 on the host, and the optimizer's own in float32 (:1338)
+    if choice.offload_optimizer == "nvme":
+        nvme = sum(states.values()) + MASTER_BYTES * part
+        return Standing(device, host | {"gradients": element * part}, nvme)
+    return Standing(device, host | states | {"gradients": gradients}, nvme)
+
+
+_STAGES = {0: _unpartitioned, 1: _partitioned_states, 2: _partitioned_states, 3: _partitioned}

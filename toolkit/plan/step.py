@@ -1,0 +1,86 @@
+"""What an optimizer step holds besides the standing bytes, by ZeRO stage and device.
+
+Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. torch's AdamW for single tensors (torch/optim/adam.py, the
+CPU's) holds a square root and a quotient of the tensor it steps; FusedAdam and CPUAdam step in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.states import MASTER_BYTES, overlap_in_partition, partitions, shards, shards_of_parameters
+from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
+
+NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
+SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
+SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, its default (zero/offload_config.py)
+
+
+class Stepping(NamedTuple):
+    """Bytes at one moment of the step."""
+
+    gradients: int = 0
+    temporaries: int = 0
+    host: int = 0
+
+
+def step_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Stepping]:
+    """The moments that can be the step's peak."""
+    element = ELEMENT_BYTES[choice.precision]
+    temporaries = 8 if device == "cpu" else 0
+    if choice.zero_stage == 0:
+        yield from _whole(line, element, device, temporaries)
+    elif choice.offload_optimizer != "none":
+        yield Stepping(host=_host_temporaries(line, choice, temporaries))
+    elif choice.zero_stage == 3:
+        yield from _parts(line, choice, element, temporaries)
+    else:
+        yield from _flat_partitions(line, choice, element, temporaries)
+
+
+def _whole(line: Timeline, element: int, device: str, temporaries: int) -> Iterator[Stepping]:
+    gradients = element * line.parameters
+    if element == 4:
+        yield Stepping(gradients, temporaries * line.largest)
+    elif device == "cpu":  # a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
+        yield Stepping(gradients + MASTER_BYTES * line.parameters, temporaries * line.largest)
+    else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
+        waiting, flat = gradients, 0
+        for group in line.groups:
+            lifted = MASTER_BYTES * sum(group)
+            yield Stepping(waiting + flat + lifted, lifted)
+            waiting, flat = waiting - element * sum(group), flat + lifted
+
+
+def _flat_partitions(line: Timeline, choice: Choice, element: int, temporaries: int) -> Iterator[Stepping]:
+    """zero/stage_1_and_2.py:3107: group after group; the kept gradients go when the last group's are flattened."""
+    ranks = shards(choice)
+    kept = element * overlap_in_partition(line, ranks)
+    sizes = partitions(line, ranks)
+    yield Stepping(kept, NORM_BYTES * line.largest)
+    for n, size in enumerate(sizes):
+        lifted = MASTER_BYTES * size
+        yield Stepping(kept + lifted, element * size if element == 2 else 0)
+        yield Stepping((kept if n < len(sizes) - 1 else 0) + lifted, temporaries * size)
+
+
+def _parts(line: Timeline, choice: Choice, element: int, temporaries: int) -> Iterator[Stepping]:
+    """zero/stage3.py:2686: sub-group after sub-group; isinf of all gradients before (:3012, low precision only)."""
+    ranks = shards(choice)
+    parts = shards_of_parameters(line, ranks)
+    if element == 2:
+        yield Stepping(0, (element + 1) * sum(parts))
+    yield Stepping(0, NORM_BYTES * -(-line.largest // ranks))
+    for part in parts:
+        size = min(part, SUB_GROUP_ELEMENTS)
+        yield Stepping(MASTER_BYTES * size, max(element * size if element == 2 else 0, temporaries * size))
+
+
+def _host_temporaries(line: Timeline, choice: Choice, temporaries: int) -> int:
+    ranks = shards(choice)
+    parts = partitions(line, ranks) if choice.zero_stage < 3 else shards_of_parameters(line, ranks)
+    size = min(max(parts, default=0), SUB_GROUP_ELEMENTS)
+    swapped = choice.zero_stage == 3 and choice.offload_optimizer == "nvme"
+    return (temporaries + (SWAP_BUFFERS * MASTER_BYTES if swapped else 0)) * size
