@@ -1,0 +1,241 @@
+"""The caching allocator's rules, each by a case reckoned by hand from c10/cuda/CUDACachingAllocator.cpp."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerofit.simulate.allocator import EmptyCache, PhaseEnd, pinned_bytes, replay
+from zerofit.simulate.caching import MIB, CachingAllocator, rounded_bytes, segment_bytes
+from zerofit.simulate.expandable import ExpandableAllocator
+
+
+@pytest.mark.parametrize(
+    ("asked", "block", "segment"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB - 1, 10 * MIB, 10 * MIB),  # rounded up first, and then large enough for its own segment
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+        (25 * MIB, 25 * MIB, 26 * MIB),
+    ],
+)
+def test_sizes(asked, block, segment):
+    assert (rounded_bytes(asked), segment_bytes(rounded_bytes(asked))) == (block, segment)
+    assert replay([(0, asked)]).peak_reserved_bytes == segment
+
+
+def test_nothing_takes_nothing():
+    found = replay([(0, 0), (0, 0)])
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (0, 0)
+
+
+def test_a_large_block_keeps_up_to_one_mib_too_much():
+    # 20 MiB segment: 19 MiB leave exactly kSmallSize, which is not split off; 512 bytes less leave more than that
+    held = replay([(0, 5 * MIB), (1, 14 * MIB)])  # 5 of 20 MiB, then 15 MiB of rest for 14: stays whole
+    assert (held.peak_allocated_bytes, held.peak_reserved_bytes) == (20 * MIB, 20 * MIB)
+    split = replay([(0, 5 * MIB), (1, 14 * MIB - 512)])
+    assert split.peak_allocated_bytes == 19 * MIB - 512
+
+
+def test_a_small_block_is_split_to_the_last_512_bytes():
+    found = replay([(0, MIB), (1, MIB - 512), (2, 512)])
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (2 * MIB, 2 * MIB)
+    assert replay([(0, MIB), (1, MIB - 512), (2, 1024)]).peak_reserved_bytes == 4 * MIB
+
+
+def test_a_freed_block_is_used_again():
+    assert replay([(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB)]).peak_reserved_bytes == 30 * MIB
+    assert replay([(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB + 1)]).peak_reserved_bytes == 62 * MIB
+
+
+def test_small_and_large_do_not_share():
+    assert replay([(0, 20 * MIB), (0, -20 * MIB), (1, MIB)]).peak_reserved_bytes == 22 * MIB
+
+
+def test_free_neighbours_merge():
+    fill = [(0, 8 * MIB), (1, 6 * MIB), (2, 6 * MIB)]  # one segment of 20 MiB
+    apart = replay([*fill, (0, -8 * MIB), (2, -6 * MIB), (3, 9 * MIB)])
+    assert apart.peak_reserved_bytes == 40 * MIB
+    merged = replay([*fill, (0, -8 * MIB), (1, -6 * MIB), (3, 14 * MIB)])
+    assert merged.peak_reserved_bytes == 20 * MIB
+    all_three = replay([*fill, (0, -8 * MIB), (2, -6 * MIB), (1, -6 * MIB), (3, 20 * MIB)])
+    assert all_three.peak_reserved_bytes == 20 * MIB
+
+
+def test_segments_do_not_merge():
+    found = replay([(0, 10 * MIB), (1, 10 * MIB), (0, -10 * MIB), (1, -10 * MIB), (2, 20 * MIB)])
+    assert found.peak_reserved_bytes == 40 * MIB
+
+
+def test_the_smallest_block_that_fits_is_taken():
+    held = [(0, 40 * MIB), (1, 30 * MIB), (0, -40 * MIB), (1, -30 * MIB)]
+    # 30 MiB go to the block of 30, so that 40 MiB still fit
+    assert replay([*held, (2, 30 * MIB), (3, 40 * MIB)]).peak_reserved_bytes == 70 * MIB
+    # 35 MiB take 40 and leave 5
+    assert replay([*held, (2, 35 * MIB), (3, 5 * MIB), (4, 30 * MIB)]).peak_reserved_bytes == 70 * MIB
+
+
+def test_streams_have_pools_of_their_own():
+    assert replay([(0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB, 7)]).peak_reserved_bytes == 60 * MIB
+    assert replay([(0, 30 * MIB, 7), (0, -30 * MIB, 7), (1, 30 * MIB, 7)]).peak_reserved_bytes == 30 * MIB
+
+
+def test_resizing_holds_both_for_a_moment():
+    found = replay([(0, 30 * MIB), (0, 10 * MIB), (0, -40 * MIB), PhaseEnd("end")])
+    assert found.peak_allocated_bytes == found.peak_reserved_bytes == 70 * MIB
+    assert found.phase_ends[0].allocated_bytes == 0
+
+
+def test_empty_cache_gives_back_whole_segments_only():
+    events = [(0, 30 * MIB), (1, 5 * MIB), (2, 6 * MIB), (0, -30 * MIB), (2, -6 * MIB)]
+    found = replay([*events, PhaseEnd("before"), EmptyCache(), PhaseEnd("after")])
+    assert [(e.name, e.reserved_bytes) for e in found.phase_ends] == [("before", 50 * MIB), ("after", 20 * MIB)]
+    assert found.phase_ends[1].allocated_bytes == 5 * MIB
+
+
+def test_a_full_device_gives_back_its_cache_first():
+    found = replay([(0, 60 * MIB), (0, -60 * MIB), (1, 70 * MIB)], device_bytes=100 * MIB)
+    assert (found.flushes, found.out_of_memory) == (1, None)
+    assert (found.peak_reserved_bytes, found.end_reserved_bytes) == (70 * MIB, 70 * MIB)
+
+
+def test_out_of_memory():
+    events = [(0, 30 * MIB), (1, 5 * MIB), (2, 5 * MIB), (2, -5 * MIB), (3, 50 * MIB + 1), (4, MIB)]
+    found = replay(events, device_bytes=100 * MIB)
+    failed = found.out_of_memory
+    assert failed is not None
+    assert (failed.event, failed.asked_bytes) == (4, 52 * MIB)
+    assert (failed.allocated_bytes, failed.reserved_bytes) == (35 * MIB, 50 * MIB)
+    assert found.flushes == 1
+    assert found.peak_reserved_bytes == 50 * MIB
+    assert replay(events, device_bytes=102 * MIB).out_of_memory is not None  # 102 + 2 MiB for the small one
+    assert replay(events, device_bytes=104 * MIB).out_of_memory is None
+
+
+def test_fragmentation():
+    assert replay([(0, 5 * MIB)]).fragmentation == 0.75
+    assert replay([]).fragmentation == 0.0
+
+
+def test_expandable_grows_by_pages():
+    found = replay([(0, 5 * MIB), (1, 14 * MIB), PhaseEnd("a"), (2, 30 * MIB)], expandable=True)
+    assert found.phase_ends[0].reserved_bytes == 20 * MIB
+    # the free MiB at the end of the first page is the beginning of the next block: 29 MiB more in two pages
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (49 * MIB, 60 * MIB)
+
+
+def test_expandable_segments_join_what_the_default_cannot():
+    events = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (1, -40 * MIB), (2, 80 * MIB)]
+    assert replay(events, expandable=True).peak_reserved_bytes == 80 * MIB
+    assert replay(events).peak_reserved_bytes == 160 * MIB
+
+
+def test_expandable_keeps_the_end_of_the_segment_for_growing():
+    # [25][15] [2][18 free]; with 0 released 17 MiB go to its 25 though 18 fit tighter, so that 38 need one page only
+    events = [(0, 25 * MIB), (1, 15 * MIB), (2, 2 * MIB), (0, -25 * MIB), (3, 17 * MIB), (4, 38 * MIB)]
+    assert replay(events, expandable=True).peak_reserved_bytes == 80 * MIB
+
+
+def test_expandable_small_pages():
+    found = replay([(0, MIB), (1, MIB), PhaseEnd("a"), (2, 512)], expandable=True)
+    assert [found.phase_ends[0].reserved_bytes, found.peak_reserved_bytes] == [2 * MIB, 4 * MIB]
+
+
+def test_expandable_gives_back_single_pages():
+    # pages of 20 MiB: 0 covers the first three, 1 the fourth and half of the fifth; freed, 0 returns its three
+    events = [(0, 60 * MIB), (1, 30 * MIB), (0, -60 * MIB), EmptyCache(), PhaseEnd("a"), (2, 70 * MIB)]
+    found = replay(events, expandable=True)
+    assert found.phase_ends[0].reserved_bytes == 40 * MIB
+    # 10 MiB are free at the end of the fifth page: 70 MiB begin there
+    assert found.end_reserved_bytes == 100 * MIB
+    gone = replay([(0, 60 * MIB), (0, -60 * MIB), EmptyCache(), (1, MIB)], expandable=True)
+    assert gone.end_reserved_bytes == 2 * MIB
+
+
+def test_expandable_out_of_memory():
+    found = replay(
+        [(0, 60 * MIB), (0, -60 * MIB), (1, 5 * MIB, 3), (2, 90 * MIB)], device_bytes=100 * MIB, expandable=True
+    )
+    assert found.flushes == 1
+    assert found.out_of_memory is not None and found.out_of_memory.asked_bytes == 90 * MIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192), (2**30 + 1, 2**31)]
+)
+def test_pinned(asked, taken):
+    assert pinned_bytes(asked) == taken
+
+
+sizes = st.one_of(st.integers(0, 4 * MIB), st.integers(0, 64 * MIB), st.sampled_from([512, MIB, 10 * MIB]))
+steps = st.lists(st.tuples(sizes, st.booleans(), st.integers(0, 40), st.integers(0, 1)), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=steps, kind=st.sampled_from([CachingAllocator, ExpandableAllocator]), limit=st.sampled_from([None, 256 * MIB])
+)
+def test_blocks_never_overlap_and_all_comes_back(steps, kind, limit):
+    allocator = kind(limit)
+    live: list[int] = []
+    for number, (size, free, which, stream) in enumerate(steps):
+        if free and live:
+            allocator.release(live.pop(which % len(live)))
+        elif allocator.allocate(number, size, stream):
+            live.append(number)
+        assert allocator.reserved_bytes >= allocator.allocated_bytes == sum(b.size for b in allocator.live.values())
+        assert limit is None or allocator.reserved_bytes <= limit
+        places = sorted((b.address, b.size) for b in allocator.live.values())
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(places))
+    for number in live:
+        allocator.release(number)
+    allocator.empty_cache()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+def random_events(count: int, seed: int) -> list[tuple[int, int]]:
+    chance, live, events = random.Random(seed), {}, []
+    for number in range(count):
+        if live and chance.random() < 0.48:
+            storage = chance.choice(list(live))
+            events.append((storage, -live.pop(storage)))
+        else:
+            live[number] = int(2 ** chance.uniform(4, 26))
+            events.append((number, live[number]))
+    return events
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_as_torch_does(seed, expandable):
+    import torch
+
+    torch.empty(1, device="cuda")
+    set_options = torch._C._accelerator_setAllocatorSettings
+    set_options(f"expandable_segments:{expandable}")
+    torch.cuda.empty_cache()
+    base, base_allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    events, held = random_events(2000, seed), {}
+    for storage, change in events:
+        if change > 0:
+            held[storage] = torch.empty(change, dtype=torch.uint8, device="cuda")
+        else:
+            del held[storage]
+    ours = replay(events, expandable=expandable)
+    assert torch.cuda.max_memory_allocated() - base_allocated == pytest.approx(ours.peak_allocated_bytes, rel=0.01)
+    assert torch.cuda.max_memory_reserved() - base == pytest.approx(ours.peak_reserved_bytes, rel=0.03)
+    held.clear()
+    torch.cuda.empty_cache()
+    set_options("expandable_segments:False")

@@ -1,0 +1,118 @@
+"""What torch reserves on the device, and pins on the host, for a sequence of allocations and releases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from zerofit.simulate.caching import CachingAllocator, rounded_bytes, segment_bytes
+from zerofit.simulate.expandable import ExpandableAllocator
+
+
+@dataclass(frozen=True)
+class EmptyCache:
+    """An event: torch.cuda.empty_cache()."""
+
+
+@dataclass(frozen=True)
+class PhaseEnd:
+    """An event: note what is reserved here."""
+
+    name: str
+
+
+_RESIZED = -1  # stands for a storage while it has two blocks
+
+Event = tuple[int, int] | tuple[int, int, int] | EmptyCache | PhaseEnd  # (storage from 0 on, change in bytes[, stream])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The first allocation that failed, after cached segments had been given back."""
+
+    event: int  # its place among the events
+    asked_bytes: int  # as rounded for the driver: torch's "Tried to allocate"
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(kw_only=True)
+class AtPhaseEnd:
+    """What a PhaseEnd event found."""
+
+    name: str
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(kw_only=True)
+class Reserved:
+    """What a replay found. With an out of memory, everything up to there: a run ends with it."""
+
+    peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
+    peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
+    end_reserved_bytes: int = 0
+    phase_ends: list[AtPhaseEnd] = field(default_factory=list)
+    flushes: int = 0  # num_alloc_retries: cached segments were given back because the device was full
+    out_of_memory: OutOfMemory | None = None
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak beyond the allocated one."""
+        return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
+
+
+def replay(events: Iterable[Event], *, device_bytes: int | None = None, expandable: bool = False) -> Reserved:
+    """Replay a device's allocations and releases in their order.
+
+    A positive change allocates or grows a storage, a negative one shrinks or releases it; resizing holds the old block
+    until the new one is there, as at::native::resize_bytes_cuda does. `device_bytes` is what is left to the allocator:
+    the device's memory less the context and what else does not go through it.
+    """
+    allocator = (ExpandableAllocator if expandable else CachingAllocator)(device_bytes)
+    found = Reserved()
+    sizes: dict[int, int] = {}
+    for number, event in enumerate(events):
+        if isinstance(event, tuple):
+            if not _change(allocator, sizes, *event):
+                found.out_of_memory = OutOfMemory(
+                    event=number,
+                    asked_bytes=segment_bytes(rounded_bytes(sizes[event[0]])),
+                    allocated_bytes=allocator.allocated_bytes,
+                    reserved_bytes=allocator.reserved_bytes,
+                )
+                break
+        elif isinstance(event, EmptyCache):
+            allocator.empty_cache()
+        else:
+            at_end = {"allocated_bytes": allocator.allocated_bytes, "reserved_bytes": allocator.reserved_bytes}
+            found.phase_ends.append(AtPhaseEnd(name=event.name, **at_end))
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "flushes"):
+        setattr(found, name, getattr(allocator, name))
+    found.end_reserved_bytes = allocator.reserved_bytes
+    return found
+
+
+def _change(allocator: CachingAllocator, sizes: dict[int, int], storage: int, change: int, stream: int = 0) -> bool:
+    """Apply one event; False where it does not fit."""
+    old = sizes.get(storage, 0)
+    new = sizes[storage] = old + change
+    if not new:
+        del sizes[storage]
+        allocator.release(storage)
+        return True
+    if not old:
+        return allocator.allocate(storage, new, stream)
+    moved = allocator.allocate(_RESIZED, new, stream)
+    if moved:
+        allocator.release(storage)
+        allocator.live[storage] = allocator.live.pop(_RESIZED)
+    return moved
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What pinned host memory of this size takes: a power of two.
+
+    ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
+    """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
