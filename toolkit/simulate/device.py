@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -162,6 +163,8 @@ class SimulatedGpu(SimulatedHost):
         return _Stream()
 
     default_stream = current_stream
+
+    pin_memory = DeepSpeedAccelerator.pin_memory  # the CPU's does nothing
 
     def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor.clone()

@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import _all_to_all_groups
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zerofit.simulate.kinds import LOGITS, TEMPORARIES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
 
+_ULYSSES = "deepspeed::dim_zero_all_to_all"
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
-_PASSED_OVER = (
-    _TORCH,
-    _HERE,
-    "<",
-    os.path.dirname(os.__file__) + "/contextlib",
-    os.path.dirname(os.__file__) + "/func",
-)
+_PYTHON = os.path.dirname(os.__file__)
+# frames that say nothing of who wants memory: torch, this package, contextlib, functools, DeepSpeed's nvtx decorator
+_PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
+_DECORATOR = "deepspeed/utils/nvtx.py"
 
 Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
 
@@ -45,6 +45,7 @@ class Meter(TorchDispatchMode):
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         self.sent: Counter[tuple[str, int, int, str, int]] = Counter()  # (op, bytes, group size, phase, step) -> calls
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
+        self.last = ("", "")  # the op that was begun last, and the module that ran
         self.device = device
         self._scratch = scratch
         self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
@@ -87,9 +88,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and note what it did."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         name = func._overloadpacket._qualified_op_name
-        if name.startswith("c10d::"):
+        self.last = (name, self._modules.current)
+        out = func(*args, **kwargs)
+        if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
         if not func.is_view:
             self._note_storages(name, func, args, kwargs, out)
@@ -108,10 +110,12 @@ class Meter(TorchDispatchMode):
                 if place is None and _address(tensor) not in self._index:
                     place = self._whereabouts()
                 self.track(tensor, name, place)
+        if place and place[1] is not None and is_loss(place[1].co_filename):
+            self._note_logits(args)
         extra = self._scratch(name, args, kwargs, out)
         if extra:
             module, code, line = place or self._whereabouts()
-            storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, "temporaries")
+            storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, kind=TEMPORARIES)
             self.ledger.died(self.ledger.born(storage))
 
     def track(self, tensor: Tensor, op: str, place: tuple[str, CodeType | None, int] | None = None) -> None:
@@ -128,9 +132,17 @@ class Meter(TorchDispatchMode):
             return
         module, code, line = place or self._whereabouts()
         where = DEVICE if tensor.device.type == self.device else HOST
-        index = self.ledger.born(Storage(size, where, self._phase, self._step, op, module, code, line))
+        again = self._phase == "backward" and self._modules.running
+        index = self.ledger.born(Storage(size, where, self._phase, self._step, op, module, code, line, again))
         self._index[address] = index
         weakref.finalize(storage, self._released, address, index).atexit = False
+
+    def _note_logits(self, args: Any) -> None:
+        """What a loss is computed from is its own."""
+        for tensor in tree_leaves(args):
+            storage = self.storage_of(tensor) if isinstance(tensor, Tensor) and tensor.is_floating_point() else None
+            if storage is not None and storage.kind is None:
+                storage.kind = LOGITS
 
     def _released(self, address: int, index: int) -> None:
         del self._index[address]
@@ -142,8 +154,7 @@ class Meter(TorchDispatchMode):
         code, line = _caller()
         if node is None:
             here = (self._modules.current, code, line)
-            if torch.is_grad_enabled():
-                self._forward_of[torch.autograd._get_sequence_nr()] = here
+            self._forward_of[torch.autograd._get_sequence_nr()] = here
             return here
         if self._modules.running:  # recomputation of a checkpoint
             return self._modules.current, code, line
@@ -152,7 +163,10 @@ class Meter(TorchDispatchMode):
 
     def _note_collective(self, name: str, args: Any) -> None:
         sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
-        group = next((dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch._C.ScriptObject)), 1)
+        if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
+            name, group = "alltoall_base", _all_to_all_groups[args[1]].size()
+        else:
+            group = next((dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch._C.ScriptObject)), 1)
         self.sent[name.removeprefix("c10d::").strip("_"), max(sizes, default=0), group, self._phase, self._step] += 1
 
 
@@ -194,7 +208,8 @@ def _bytes(tensor: Tensor) -> int:
 def _caller() -> tuple[CodeType | None, int]:
     frame = sys._getframe(2)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PASSED_OVER):
+        file = frame.f_code.co_filename
+        if not file.startswith(_PASSED_OVER) and not file.endswith(_DECORATOR):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0

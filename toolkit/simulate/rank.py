@@ -1,61 +1,134 @@
-"""One simulated rank, in a process of its own: `python -m zerofit.simulate.rank TARGET.json ANSWER.json`."""
+"""One simulated rank: the real driver and the real engine on fake tensors, in a process that is of no other use."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zerofit.models.catalog import PRETRAINED, ModelError, find
+from zerofit.simulate import device
+from zerofit.simulate.allocator import replay
+from zerofit.simulate.batches import batches
+from zerofit.simulate.handover import announce_input
+from zerofit.simulate.holders import note_held, watch_gradients
+from zerofit.simulate.ledger import DEVICE
+from zerofit.simulate.meter import Meter, Scratch
+from zerofit.simulate.patches import apply_all
+from zerofit.simulate.phases import PhaseLog, start, train_steps
+from zerofit.simulate.reading import host_peak, moments, settle_kinds, timeline
+from zerofit.simulate.scratch import scratch_of
 from zerofit.simulate.target import Target
+from zerofit.simulate.world import join, set_environment
+from zerofit.spec.errors import Problem, UserError
+
+LINES = 3  # of an exception's message
 
 
-def main() -> int:
-    """Simulate the target and write what was seen."""
-    target = Target.from_dict(json.loads(Path(sys.argv[1]).read_text()))
-    answer = simulate(target)
-    Path(sys.argv[2]).write_text(json.dumps(answer))
-    return 0
+def simulate(
+    target: Target, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Build, init and train on fake tensors; the answer is plain JSON (see `_answer`).
 
-
-def simulate(target: Target) -> dict[str, Any]:
-    """Build, init and train on fake tensors. Changes this process for good: it is of no use for anything else after."""
-    from zerofit.simulate.world import join, set_environment
-
+    This process's torch and DeepSpeed are changed for good. `scratch` stands in for the device's own table.
+    """
     set_environment(target)
-    import torch._dynamo  # noqa: F401  zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from zerofit.simulate import device
-    from zerofit.simulate.meter import Meter
-    from zerofit.simulate.patches import apply_all
-    from zerofit.simulate.scratch import scratch_of
-
     gpu = target.accelerator == "cuda"
-    meter = Meter(device.NAME if gpu else "cpu", scratch_of(target))
+    meter = Meter(device.NAME if gpu else "cpu", scratch or scratch_of(target))
     (device.install_gpu if gpu else device.install_host)(meter, target.device_bytes)
     apply_all(gpu, meter)
-    with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        join(target)
-        return _live(target, meter)
+    try:
+        with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
+            join(target)
+            log = _live(_without_files(target, folder), meter, say)
+    except (UserError, ModelError):
+        raise
+    except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
+        traceback.print_exc()
+        raise UserError(_not_simulated(target, meter, error)) from error
+    return _answer(meter, log)
 
 
-def _live(target: Target, meter: Any) -> dict[str, Any]:
-    from zerofit.simulate.batches import batches
-    from zerofit.simulate.handover import announce_input
-    from zerofit.simulate.phases import PhaseLog, start, train_steps
+def _not_simulated(target: Target, meter: Meter, error: Exception) -> Problem:
+    """Where the simulation has stopped: the op, the module that ran and the line that raised."""
+    op, module = meter.last
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:LINES])
+    return Problem(
+        kind="not-simulated",
+        message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
+        f"at op {op}: {first}",
+        hint="code that looks at the values of tensors (item(), `if x.sum() > 0`) has none here: train a step instead",
+        where=f"{frame.filename}:{frame.lineno}",
+    )
 
-    log = PhaseLog(meter, meter.begin)
-    driver = start(target.job, target.rank, target.inputs, log, on_built=meter.names)
-    if target.job.layout.pp > 1:
+
+def _without_files(target: Target, folder: str) -> Target:
+    """A pretrained model's weights are not read, and what is swapped goes nowhere: shapes are all that counts."""
+    job = target.job
+    source = find(job.run.model)
+    if source.origin == PRETRAINED:
+        job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
+    zero = dict(job.ds_config.get("zero_optimization", {}))
+    for part in ("offload_optimizer", "offload_param"):
+        if zero.get(part, {}).get("device") == "nvme":
+            zero[part] = {**zero[part], "nvme_path": folder}
+    return replace(target, job=replace(job, ds_config={**job.ds_config, "zero_optimization": zero}))
+
+
+def _live(target: Target, meter: Meter, say: Callable[[str], None]) -> PhaseLog:
+    job, engines = target.job, []
+
+    def built(model: torch.nn.Module) -> None:
+        meter.names(model)
+        watch_gradients(meter, model)
+
+    def begin(name: str, step: int) -> None:
+        for engine in engines:
+            note_held(meter, engine)
+        meter.begin(name, step)
+        say(name if step < 0 else f"step {step + 1}: {name}")
+
+    log = PhaseLog(meter, begin)
+    driver = start(job, target.rank, target.inputs, log, on_built=built)
+    if job.layout.pp > 1:
         announce_input(driver, target.inputs)
-    train_steps(driver, batches(target.job, target.inputs), target.steps, log)
+    engines.append(driver.engine)
+    train_steps(driver, batches(job, target.inputs), target.steps, log)
+    note_held(meter, driver.engine)
+    return log
+
+
+def _answer(meter: Meter, log: PhaseLog) -> dict[str, Any]:
+    """What was seen, as plain JSON: figures in bytes, moments the highest first, `events` those of the device."""
+    ledger = meter.ledger
+    settle_kinds(ledger)
+    events = [(i, change) for i, change in ledger.events if ledger.storages[i].place == DEVICE]
     return {
         "phases": [phase.as_dict() for phase in log.done],
-        "live": dict(meter.ledger.live),
-        "files": dict(meter.files),
+        "moments": [asdict(moment) for moment in moments(ledger)],
+        "host": host_peak(ledger),
+        "nvme_bytes": sum(meter.files.values()),
+        "reserved_bytes": replay(events).peak_reserved_bytes,
+        "sent": _sent(meter),
+        "flops": [{"phase": phase, "step": step, "flops": n} for (phase, step), n in meter.flops.items()],
+        "timeline": timeline(ledger),
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _sent(meter: Meter) -> list[dict[str, Any]]:
+    """Collectives by op, group size, phase and step: how many, and their bytes together."""
+    calls: Counter[tuple[Any, ...]] = Counter()
+    sizes: Counter[tuple[Any, ...]] = Counter()
+    for (op, size, *rest), count in meter.sent.items():
+        calls[op, *rest] += count
+        sizes[op, *rest] += size * count
+    names = ("op", "group_size", "phase", "step")
+    return [{**dict(zip(names, key, strict=True)), "count": n, "bytes": sizes[key]} for key, n in calls.items()]

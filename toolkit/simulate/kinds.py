@@ -1,0 +1,62 @@
+"""What each storage is for: by who was seen to hold it, by who allocated it, else by the phase of its allocation."""
+
+from __future__ import annotations
+
+from zerofit.simulate.ledger import Storage
+
+PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weights", "optimizer state"
+ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
+GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
+KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES)
+
+
+def settle(storage: Storage) -> str:
+    """The kind of a storage that nobody was seen to hold."""
+    code = storage.code
+    if code is not None:
+        for ending, functions in ALLOCATED_BY.items():
+            if code.co_filename.endswith(ending) and code.co_name in functions:
+                return functions[code.co_name]
+        if is_loss(code.co_filename):
+            return LOGITS
+    if storage.phase == "build":
+        return PARAMETERS
+    return ACTIVATIONS if storage.phase == "forward" or storage.recomputed else TEMPORARIES
+
+
+def is_loss(file: str) -> bool:
+    """Whether this source file computes a loss."""
+    return file.endswith(("zerofit/train/loss.py", "toolkit/train/loss.py", "transformers/loss/loss_utils.py"))
+
+
+_ZERO_1_2 = {
+    "setup_buckets": BUCKETS,
+    "allreduce_bucket": BUCKETS,
+    "copy_grads_in_partition": GRADIENTS,
+    "step": GRADIENTS,  # the flat gradient and its float32 copy
+    "initialize_optimizer_states": GRADIENTS,
+    "reduce_gradients": BUCKETS,
+    "flatten_dense_tensors_aligned": GRADIENTS,
+}
+_ZERO_3 = {
+    "partition_grads": GRADIENTS,
+    "_offload_grad_partition_at_boundary": GRADIENTS,
+    "_prepare_fp32_grad_for_sub_group": GRADIENTS,
+    "initialize_optimizer_states": GRADIENTS,
+    "_create_fp32_partitions": MASTER,
+}
+_GATHERING = (
+    *("_all_gather_sequential", "_all_gather_dtype", "_allgather_params_sequential", "_allgather_params_coalesced"),
+    *("_allgather_params", "_allgather_param", "all_gather_coalesced", "_partition_all_gather"),
+)
+# file -> function -> kind. Functions of DeepSpeed 0.19.8; one that is gone makes its memory "temporaries".
+ALLOCATED_BY: dict[str, dict[str, str]] = {
+    "deepspeed/runtime/zero/stage_1_and_2.py": _ZERO_1_2,
+    "deepspeed/runtime/zero/stage3.py": _ZERO_3,
+    "deepspeed/runtime/zero/partition_parameters.py": dict.fromkeys(_GATHERING, GATHERED),
+    "deepspeed/runtime/fp16/unfused_optimizer.py": {"step": GRADIENTS, "initialize_optimizer_states": GRADIENTS},
+    "deepspeed/runtime/fp16/fused_optimizer.py": {"step": GRADIENTS, "initialize_optimizer_states": GRADIENTS},
+    "deepspeed/runtime/bf16_optimizer.py": {"_setup_for_real_optimizer": GRADIENTS},
+    "deepspeed/runtime/engine.py": {"allreduce_bucket": BUCKETS},
+    "deepspeed/runtime/pipe/engine.py": {"_allocate_zeros": ACTIVATIONS},
+}
