@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,12 +22,10 @@ class Peak:
     real_bytes: int
     simulated_bytes: int  # what `zerofit simulate` answers
     with_kernels_bytes: int  # the same where each kernel takes the scratch measured on this machine
-    planned_bytes: int | None  # what `zerofit plan` reckons for the whole run
 
-    def error(self, forecast: str) -> float | None:
-        """Relative error of "simulated", "with_kernels" or "planned"."""
-        figure = getattr(self, f"{forecast}_bytes")
-        return None if figure is None else figure / self.real_bytes - 1
+    def error(self, forecast: str) -> float:
+        """Relative error of "simulated" or "with_kernels"."""
+        return getattr(self, f"{forecast}_bytes") / self.real_bytes - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +34,22 @@ class Comparison:
 
     name: str
     peaks: tuple[Peak, ...]
+    planned_bytes: int  # what `zerofit plan` reckons for the whole run of the rank that needs most
+
+    @property
+    def highest(self) -> Peak:
+        """Of all ranks and all steps, the start included: what a plan is about."""
+        return max(self.peaks, key=lambda peak: peak.real_bytes)
 
     def errors(self, forecast: str) -> list[float]:
-        """Of every rank in every training step; a plan's of the run's highest step alone."""
-        training = [peak for peak in self.peaks if peak.step >= 0]
+        """Of a simulation in every training step of every rank; of a plan one, in the highest peak."""
         if forecast == "planned":
-            training = [max(of, key=lambda peak: peak.real_bytes) for of in _by_rank(training)]
-        errors = (peak.error(forecast) for peak in training)
-        return [error for error in errors if error is not None]
+            return [self.planned_bytes / self.highest.real_bytes - 1]
+        return [peak.error(forecast) for peak in self.peaks if peak.step >= 0]
 
-    def worst(self, forecast: str) -> float | None:
+    def worst(self, forecast: str) -> float:
         """The error that is furthest from 0."""
-        return max(self.errors(forecast), key=abs, default=None)
+        return max(self.errors(forecast), key=abs)
 
     def line(self) -> str:
         """For the progress output."""
@@ -56,7 +58,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"name": self.name, "peaks": [asdict(peak) for peak in self.peaks]}
+        peaks = [asdict(peak) for peak in self.peaks]
+        return {"name": self.name, "planned_bytes": self.planned_bytes, "peaks": peaks}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +86,15 @@ TARGETS = (
 )
 
 
-def percent(error: float | None) -> str:
-    """Signed, or a dash."""
-    return "-" if error is None else f"{100 * error:+.3f} %"
+def percent(error: float) -> str:
+    """With its sign."""
+    return f"{100 * error:+.3f} %"
 
 
 def compare(name: str, target: Target, ranks: Ranks) -> Comparison:
     """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
     real, simulated = ranks.real(target), ranks.simulated(target)
     with_kernels = ranks.simulated_with_kernels(target)
-    planned = _planned(target)
     peaks = [
         Peak(
             rank=rank,
@@ -101,16 +103,11 @@ def compare(name: str, target: Target, ranks: Ranks) -> Comparison:
             real_bytes=_peak_bytes(answer, step),
             simulated_bytes=_peak_bytes(simulated[rank], step),
             with_kernels_bytes=_peak_bytes(with_kernels[rank], step),
-            planned_bytes=planned(rank) if step >= 0 else None,
         )
         for rank, answer in enumerate(real)
         for step in range(-1, target.steps)
     ]
-    return Comparison(name=name, peaks=tuple(peaks))
-
-
-def _planned(target: Target) -> Callable[[int], int | None]:
-    return lambda rank: None
+    return Comparison(name=name, peaks=tuple(peaks), planned_bytes=ranks.planned(target)["peak_bytes"])
 
 
 def _highest(answer: dict[str, Any], step: int) -> dict[str, Any]:
@@ -120,8 +117,3 @@ def _highest(answer: dict[str, Any], step: int) -> dict[str, Any]:
 def _peak_bytes(answer: dict[str, Any], step: int) -> int:
     """Over what was alive when the rank began to build its model."""
     return _highest(answer, step)["peak_bytes"] - answer["phases"][0]["start_bytes"]
-
-
-def _by_rank(peaks: Sequence[Peak]) -> Iterator[list[Peak]]:
-    for rank in sorted({peak.rank for peak in peaks}):
-        yield [peak for peak in peaks if peak.rank == rank]

@@ -56,9 +56,16 @@ class Ranks:
         """The same ranks, simulated with the scratch that each kernel takes on this machine."""
         return self._all("simulated with kernels", target, "simulating")
 
+    def planned(self, target: Target) -> dict[str, Any]:
+        """The forecast of `zerofit plan` for the rank that needs most."""
+        return self._ask("planned", [target], "forecasting")[0]
+
     def _all(self, call: str, target: Target, doing: str) -> list[dict[str, Any]]:
-        port, ranks = free_port(), range(target.job.layout.world_size)
-        tasks = [{"call": call, "target": replace(target, rank=rank).as_dict(), "port": port} for rank in ranks]
+        return self._ask(call, [replace(target, rank=rank) for rank in range(target.job.layout.world_size)], doing)
+
+    def _ask(self, call: str, targets: list[Target], doing: str) -> list[dict[str, Any]]:
+        port = free_port()
+        tasks = [{"call": call, "target": target.as_dict(), "port": port} for target in targets]
         self._server.stdin.write(json.dumps(tasks) + "\n")
         self._server.stdin.flush()
         answers = self._receive(f"{doing} {len(tasks)} rank{'s' * (len(tasks) > 1)}")

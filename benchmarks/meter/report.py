@@ -77,25 +77,28 @@ def surroundings() -> dict[str, Any]:
 
 
 def draw(found: Sequence[Comparison], path: Path) -> None:
-    """Forecast over real peaks, and below it the errors, both over the real peak's size."""
+    """Forecasts over real peaks, and below them the errors."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 8), height_ratios=(2, 1), sharex=True, layout="tight")
-    for what, title, mark in zip(("with_kernels", "planned"), ("simulate", "plan"), "o+", strict=True):
-        pairs = [(p.real_bytes / MEBI, p.error(what)) for one in found for p in one.peaks if p.step >= 0]
-        pairs = [(real, error) for real, error in pairs if error is not None]
-        if not pairs:
-            continue
-        real, off = zip(*pairs, strict=True)
-        forecast = [size * (1 + error) for size, error in pairs]
-        above.scatter(real, forecast, marker=mark, s=18, alpha=0.6, label=title)
-        below.scatter(real, [100 * error for error in off], marker=mark, s=18, alpha=0.6, label=title)
-    limits = [f(p.real_bytes / MEBI for one in found for p in one.peaks if p.step >= 0) for f in (min, max)]
+    steps = [peak for one in found for peak in one.peaks if peak.step >= 0]
+    series = {
+        "simulate, every rank and step": ("o", [(p.real_bytes / MEBI, p.with_kernels_bytes / MEBI) for p in steps]),
+        "plan, the rank that needs most": (
+            "+",
+            [(one.highest.real_bytes / MEBI, one.planned_bytes / MEBI) for one in found],
+        ),
+    }
+    for title, (mark, pairs) in series.items():
+        real, forecast = zip(*pairs, strict=True)
+        above.scatter(real, forecast, marker=mark, s=24, alpha=0.6, label=title)
+        below.scatter(real, [100 * (f / r - 1) for r, f in pairs], marker=mark, s=24, alpha=0.6)
+    limits = [pick(peak.real_bytes / MEBI for peak in steps) for pick in (min, max)]
     above.plot(limits, limits, color="grey", linewidth=0.8)
-    above.set(xscale="log", yscale="log", ylabel="forecast MiB", title="Peak of a training step, every rank")
+    above.set(xscale="log", yscale="log", ylabel="forecast MiB", title="Peak memory: forecast against real runs")
     above.legend()
     below.axhline(0, color="grey", linewidth=0.8)
     below.set(xlabel="real MiB (allocator meter)", ylabel="error %")
