@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MIB = 2**20
 
 # The CUDA context with the kernels that a training step loads. pytorch#107667: about 300 MB with lazy loading (CUDA
@@ -23,3 +25,81 @@ FRAGMENTATION = 0.05
 FRAGMENTATION_ZERO3 = 0.10
 # Share of a host's memory that is left to the system, data loaders and file caches. Assumed.
 HOST_RESERVE = 0.05
+
+# Share of the reserved peak that is kept free where the allocator was replayed on the very sequence of allocations:
+# kernels' scratch, which of two equal free blocks is taken, memory that waits for another stream. Assumed.
+REPLAYED = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What public sources say of one thing: from `low_bytes` to `high_bytes`."""
+
+    low_bytes: int
+    high_bytes: int
+    source: str
+
+
+# Loading every kernel of torch instead of those used: 666,632,192 bytes against 287,047,680 (pytorch#86509)
+_KERNELS_BYTES = 666_632_192 - 287_047_680
+_KERNELS = "and at most what loading all kernels added in pytorch#86509, 362 MiB"
+_ADA = Figure(
+    low_bytes=426 * MIB,
+    high_bytes=426 * MIB + _KERNELS_BYTES,
+    source=f"a bare context, RTX 6000 Ada, torch 2.10: 426 MiB (unslothai/unsloth-zoo#1053), {_KERNELS}",
+)
+_BLACKWELL = Figure(
+    low_bytes=612 * MIB,
+    high_bytes=612 * MIB + _KERNELS_BYTES,
+    source=f"a bare context, B200: 612 MiB (unslothai/unsloth#8669), {_KERNELS}",
+)
+_HOPPER = Figure(
+    low_bytes=_ADA.low_bytes,
+    high_bytes=_BLACKWELL.high_bytes,
+    source="no figure of Hopper itself found: from Ada's lower end to Blackwell's upper end",
+)
+_OLDER = Figure(
+    low_bytes=287_047_680 - 20 * MIB,
+    high_bytes=666_632_192 - 20 * MIB,
+    source="free memory before and after one op, with its kernels and with all, less torch's segment (pytorch#86509)",
+)
+_AMD = Figure(
+    low_bytes=200 * 10**6,
+    high_bytes=1024 * MIB,
+    source="rocBLAS alone about 200 MB; TensorFlow keeps 1 GiB free on MI200 and later (ROCm/tensorflow-upstream#2490)",
+)
+_CONTEXTS = {"b200": _BLACKWELL, "h100": _HOPPER, "h200": _HOPPER, "rtx4090": _ADA, "l4": _ADA, "mi": _AMD}
+
+# A connection of a communicator to one peer over one channel: LL, LL128 and SIMPLE buffers (524,288 + 4,915,200 +
+# 4,194,304 bytes) in a 10 MiB allocation at the receiver, 2 MiB at the sender. NCCL src/init.cc (DEFAULT_LL_BUFFSIZE,
+# DEFAULT_LL128_BUFFSIZE, DEFAULT_BUFFSIZE), src/transport/p2p.cc (p2pSendSetup, p2pRecvSetup); both sizes are those of
+# the allocations counted in NVIDIA/nccl#1685. Both directions together:
+NCCL_CONNECTION_BYTES = 12 * MIB
+# Channels that logs show: 16 (nccl#1453, H100), 24 (nccl-tests#100, A100; nccl#1259, H100), 32 for all-to-all
+# (nccl#1685) over NVLink; 2 (nccl-tests#228) to 8 (nccl#1189) through the host. Fewest and most.
+NCCL_NVLINK_CHANNELS = (16, 32)
+NCCL_PCIE_CHANNELS = (2, 8)
+
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: compute capability 9, 10 and 12 (Hopper,
+# Blackwell), all others; on AMD gfx94x and gfx95x, all others. cuBLASLt shares it (TORCH_CUBLASLT_UNIFIED_WORKSPACE),
+# hipBLASLt has 76 MiB of its own (parseCUDABlasLtWorkspaceSize).
+CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+CUBLAS_HOPPER_BYTES = 32 * MIB
+HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * MIB
+
+
+def context_figure(kind: str) -> Figure:
+    """The driver's context and loaded kernels on a kind of device (`--gpu`'s words)."""
+    for beginning, figure in _CONTEXTS.items():
+        if kind.startswith(beginning):
+            return figure
+    return _OLDER
+
+
+def blas_workspace_bytes(kind: str) -> int:
+    """What torch allocates, through its caching allocator, for each cuBLAS handle and stream on a kind of device."""
+    if kind.startswith("mi300"):
+        return HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES
+    if kind.startswith("mi"):
+        return HIPBLAS_BYTES + HIPBLASLT_BYTES
+    return CUBLAS_HOPPER_BYTES if kind.startswith(("h1", "h2", "b2")) else CUBLAS_BYTES
