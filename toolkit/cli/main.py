@@ -8,6 +8,7 @@ import click
 
 from zerofit.cli.check import check, schema
 from zerofit.cli.models import models
+from zerofit.cli.plan import plan
 from zerofit.cli.plot import plot
 from zerofit.cli.train import train
 from zerofit.spec.errors import Problem
@@ -38,5 +39,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, check, schema, models, plot):
+for command in (train, plan, check, schema, models, plot):
     main.add_command(command)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zerofit.plan.choice import Choice, Memory
 from zerofit.plan.fit import Fit, fit
@@ -16,10 +18,20 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.profile import Profile, setting
 
+PLAIN = 0.03  # a forecast of time is less exact than this share
+
+
+class Rated(NamedTuple):
+    """A layout that fits, and its speed."""
+
+    choice: Choice
+    time: StepTime
+    samples_per_s: float
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
-    """A layout that fits, and what it does."""
+    """One of the best layouts, with everything that is known of it."""
 
     choice: Choice
     memory: Memory
@@ -38,70 +50,61 @@ class Rejected:
     message: str
     hint: str
     choice: Choice | None = None
-    memory: Memory | None = None
     fit: Fit | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a search has found, best first."""
+    """What a search has found."""
 
     cluster: Cluster
     rates: Rates
-    ranked: list[Ranked]
+    best: list[Ranked]  # best first, those that differ in more than buckets and overlap
     rejected: list[Rejected]
     considered: int
+    fitting: int
     seconds: float
 
     @property
     def nearest(self) -> Rejected | None:
         """The rejected layout that lacks least."""
-        forecast = [r for r in self.rejected if r.fit]
-        return min(forecast, key=lambda r: r.fit.over, default=None)
+        return min((r for r in self.rejected if r.fit), key=lambda r: r.fit.over, default=None)
 
 
 def search(
-    profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast, calibration: Calibration | None = None
+    profile: Profile,
+    cluster: Cluster,
+    wish: Wish,
+    forecast: Forecast,
+    calibration: Calibration | None = None,
+    top: int = 10,
 ) -> Answer:
     """Rank all layouts. Raises UserError where degrees or batches that were asked for cannot be."""
     start = time.perf_counter()
     refuse(profile, cluster, wish)
     space = space_of(profile, cluster, wish)
-    if not space.choices:
+    if not space.families:
         raise UserError(*(problem for problem, _ in space.left_out.values()))
     rates = rates_of(cluster, wish.precision, calibration)
-    fitting, misses = _judged(space.choices, cluster, forecast)
-    timer, flops = Timer(profile, cluster, rates), _flops_or_none(profile, wish)
-    ranked = [_ranked(found, timer, cluster, flops) for found in fitting]
-    ranked.sort(key=_rank)
+    fitting, misses = _judged(space.families, cluster, forecast)
+    timer = Timer(profile, cluster, rates)
+    rated = sorted((_rated(choice, timer) for choice in fitting), key=_rank)
+    flops = model_flops(profile, wish.precision) if setting(wish.precision, False, 1, 1) in profile.costs else None
     return Answer(
         cluster=cluster,
         rates=rates,
-        ranked=ranked,
+        best=[_ranked(one, cluster, forecast, rates, flops) for one in _distinct(rated, top)],
         rejected=_rejected(misses, space, cluster, forecast),
-        considered=len(space.choices),
+        considered=sum(map(len, space.families)),
+        fitting=len(fitting),
         seconds=time.perf_counter() - start,
     )
 
 
-def distinct(ranked: list[Ranked], most: int) -> list[Ranked]:
-    """The best ones that differ in more than buckets and overlap."""
-    seen: dict[tuple, Ranked] = {}
-    for one in ranked:
-        c = one.choice
-        key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.checkpointing)
-        seen.setdefault(key, one)
-        if len(seen) == most:
-            break
-    return list(seen.values())
-
-
-def any_fits(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> Choice | None:
-    """Some layout that fits, without looking for the fastest; None where there is none."""
-    for choice in reversed(space_of(profile, cluster, wish).choices):  # those that shard and offload most come last
-        if fit(forecast(choice), choice, cluster).short is None:
-            return choice
-    return None
+def pressure(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float:
+    """What the layout that fits best wants of the scarcest memory, as a share of what there is; above 1 none fits."""
+    families = space_of(profile, cluster, wish).families
+    return min((_fit_of(family[0], cluster, forecast)[1].over for family in families), default=math.inf)
 
 
 def refuse(profile: Profile, cluster: Cluster, wish: Wish) -> None:
@@ -121,61 +124,99 @@ def refuse(profile: Profile, cluster: Cluster, wish: Wish) -> None:
     problems.raise_if_any()
 
 
+def _fit_of(choice: Choice, cluster: Cluster, forecast: Forecast) -> tuple[Memory, Fit]:
+    """The forecast counts one micro batch before the last, and those in flight; more of them change nothing."""
+    most = max(2, choice.pp)
+    memory = forecast(choice if choice.accumulation <= most else replace(choice, accumulation=most))
+    return memory, fit(memory, choice, cluster)
+
+
 def _judged(
-    choices: list[Choice], cluster: Cluster, forecast: Forecast
-) -> tuple[list[tuple[Choice, Memory, Fit]], dict[str, list]]:
-    """Those that fit, and for each reason [count, the nearest miss]."""
+    families: list[list[Choice]], cluster: Cluster, forecast: Forecast
+) -> tuple[list[Choice], dict[str, tuple[int, Choice, Memory, Fit]]]:
+    """Those that fit, and for each reason how many do not and the one that came nearest.
+
+    Where the first of a family does not fit, the others, which need more, do not either. Where it fits with all that
+    larger buckets can add to spare, the others fit too.
+    """
     fitting, misses = [], {}
-    for choice in choices:
-        memory = forecast(choice)
-        judged = fit(memory, choice, cluster)
+    for family in families:
+        memory, judged = _fit_of(family[0], cluster, forecast)
         short = judged.short
-        if short is None:
-            fitting.append((choice, memory, judged))
+        if short:
+            _note(misses, short, len(family), family[0], memory, judged)
             continue
-        reason = f"device-memory-{memory.peak_phase}" if short == "device" else f"{short}-memory"
-        entry = misses.setdefault(reason, [0, (choice, memory, judged)])
-        entry[0] += 1
-        if judged.over < entry[1][2].over:
-            entry[1] = (choice, memory, judged)
+        fitting.append(family[0])
+        spare = judged.device_there_bytes - judged.device_bytes
+        for variant in family[1:]:
+            if _most_added(variant) > spare:
+                memory, judged = _fit_of(variant, cluster, forecast)
+                if judged.short:
+                    _note(misses, judged.short, 1, variant, memory, judged)
+                    continue
+            fitting.append(variant)
     return fitting, misses
 
 
-def _ranked(found: tuple[Choice, Memory, Fit], timer: Timer, cluster: Cluster, flops: float | None) -> Ranked:
-    choice, memory, judged = found
+def _most_added(variant: Choice) -> float:
+    """Bytes that buckets can add at most: in float32, flattened, sent and received, twice with overlap."""
+    return 4 * 4 * variant.bucket * (1 + variant.overlap)
+
+
+def _note(misses: dict, short: str, count: int, choice: Choice, memory: Memory, judged: Fit) -> None:
+    reason = f"device-memory-{memory.peak_phase}" if short == "device" else f"{short}-memory"
+    known = misses.get(reason)
+    nearest = (choice, memory, judged) if known is None or judged.over < known[3].over else known[1:]
+    misses[reason] = ((known[0] if known else 0) + count, *nearest)
+
+
+def _rated(choice: Choice, timer: Timer) -> Rated:
     step = timer.step(choice)
-    samples_per_s = choice.micro_batch * choice.accumulation * choice.dp / step.step_s
-    peak = timer.rates.peak
-    mfu = samples_per_s * flops / (peak * cluster.ranks) if peak and flops else None
-    return Ranked(choice=choice, memory=memory, fit=judged, time=step, samples_per_s=samples_per_s, mfu=mfu)
+    return Rated(choice, step, choice.micro_batch * choice.accumulation * choice.dp / step.step_s)
 
 
-def _rank(one: Ranked) -> tuple:
-    """Fastest first; of those within a thousandth of each other the simplest, then the smallest."""
-    c = one.choice
-    offloads = (c.offload_optimizer != "none") + (c.offload_param != "none")
-    plain = (offloads, c.tp * c.pp * c.sp, c.checkpointing, c.zero_stage, c.overlap, c.bucket)
-    return (-float(f"{one.samples_per_s:.3g}"), plain, one.memory.peak_bytes)
+def _rank(one: Rated) -> tuple:
+    """Fastest first; of those that are alike in three digits the plainest."""
+    return (-float(f"{one.samples_per_s:.3g}"), *plain(one.choice))
 
 
-def _rejected(misses: dict[str, list], space: Space, cluster: Cluster, forecast: Forecast) -> list[Rejected]:
+def plain(choice: Choice) -> tuple:
+    """Sorts plain layouts before those with more machinery."""
+    offloads = (choice.offload_optimizer != "none") + (choice.offload_param != "none")
+    degrees = choice.tp * choice.pp * choice.sp
+    sizes = (choice.overlap, choice.bucket, choice.micro_batch)
+    return (offloads, degrees, choice.checkpointing, choice.zero_stage, *sizes)
+
+
+def plainest(best: list[Ranked]) -> int | None:
+    """The place of the plainest among those that are nearly as fast as the first."""
+    near = [n for n, one in enumerate(best) if one.samples_per_s >= (1 - PLAIN) * best[0].samples_per_s]
+    return min(near, key=lambda n: plain(best[n].choice), default=None)
+
+
+def _distinct(rated: list[Rated], most: int) -> list[Rated]:
+    """The best ones that differ in more than buckets and overlap."""
+    seen: dict[tuple, Rated] = {}
+    for one in rated:
+        c = one.choice
+        key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.checkpointing)
+        seen.setdefault(key, one)
+        if len(seen) == most:
+            break
+    return list(seen.values())
+
+
+def _ranked(one: Rated, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None) -> Ranked:
+    memory, judged = _fit_of(one.choice, cluster, forecast)
+    mfu = one.samples_per_s * flops / (rates.peak * cluster.ranks) if rates.peak and flops else None
+    return Ranked(memory=memory, fit=judged, mfu=mfu, **one._asdict())
+
+
+def _rejected(misses: dict, space: Space, cluster: Cluster, forecast: Forecast) -> list[Rejected]:
     rejected = []
-    for reason, (count, (choice, memory, judged)) in misses.items():
-        rejected.append(
-            Rejected(
-                reason=reason,
-                count=count,
-                message=why(memory, judged),
-                hint=remedy(choice, cluster, forecast),
-                choice=choice,
-                memory=memory,
-                fit=judged,
-            )
-        )
+    for reason, (count, choice, memory, judged) in misses.items():
+        message, hint = why(memory, judged), remedy(choice, cluster, forecast)
+        rejected.append(Rejected(reason=reason, count=count, message=message, hint=hint, choice=choice, fit=judged))
     for reason, (problem, count) in space.left_out.items():
         rejected.append(Rejected(reason=reason, count=count, message=problem.message, hint=problem.hint))
     return sorted(rejected, key=lambda r: -r.count)
-
-
-def _flops_or_none(profile: Profile, wish: Wish) -> float | None:
-    return model_flops(profile, wish.precision) if setting(wish.precision, False, 1, 1) in profile.costs else None

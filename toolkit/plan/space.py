@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -48,9 +48,12 @@ class Degrees(NamedTuple):
 
 @dataclass
 class Space:
-    """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often."""
+    """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often.
 
-    choices: list[Choice] = field(default_factory=list)
+    A family's members differ in buckets and overlap alone; the first needs least memory.
+    """
+
+    families: list[list[Choice]] = field(default_factory=list)
     left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
 
     def leave_out(self, problem: Problem) -> None:
@@ -72,25 +75,22 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
             product(_sharding(degrees, cluster, wish.precision), _checkpointings(degrees, profile, wish), batches)
         )
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
-            for bucket, overlap in _buckets(profile, stage, degrees):
-                space.choices.append(
-                    Choice(
-                        zero_stage=stage,
-                        micro_batch=micro,
-                        accumulation=accumulation,
-                        dp=cluster.ranks // degrees.product,
-                        tp=degrees.tp,
-                        pp=degrees.pp,
-                        sp=degrees.sp,
-                        precision=wish.precision,
-                        checkpointing=checkpointing,
-                        offload_optimizer=optimizer,
-                        offload_param=param,
-                        bucket=bucket,
-                        overlap=overlap,
-                        **_stage3_sizes(profile, stage),
-                    )
-                )
+            first = Choice(
+                zero_stage=stage,
+                micro_batch=micro,
+                accumulation=accumulation,
+                dp=cluster.ranks // degrees.product,
+                tp=degrees.tp,
+                pp=degrees.pp,
+                sp=degrees.sp,
+                precision=wish.precision,
+                checkpointing=checkpointing,
+                offload_optimizer=optimizer,
+                offload_param=param,
+                bucket=bucket_elements(profile.parameters),
+                **_stage3_sizes(profile, stage),
+            )
+            space.families.append([first, *_variants(first, profile)])
     return space
 
 
@@ -237,13 +237,14 @@ def _batches(
             yield micro, share // micro
 
 
-def _buckets(profile: Profile, stage: int, degrees: Degrees) -> list[tuple[int, bool]]:
-    """Elements of the buckets, and whether gradients are reduced beside backward."""
-    small = bucket_elements(profile.parameters)
-    if stage == 0 or degrees.pp > 1:
-        return [(small, False)]
-    sizes = [small, LARGE_BUCKET] if profile.parameters > LARGE_BUCKET else [small]
-    return [(size, overlap) for size in sizes for overlap in (False, True)]
+def _variants(first: Choice, profile: Profile) -> list[Choice]:
+    """The same with larger buckets, and with gradients reduced beside backward."""
+    if first.zero_stage == 0 or first.pp > 1:
+        return []
+    variants = [replace(first, overlap=True)]
+    if profile.parameters > LARGE_BUCKET:
+        variants += [replace(one, bucket=LARGE_BUCKET) for one in (first, variants[0])]
+    return variants
 
 
 def _stage3_sizes(profile: Profile, stage: int) -> dict[str, int]:

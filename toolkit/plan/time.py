@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from zerofit.plan.choice import Choice
 from zerofit.plan.collectives import Group, collective_s, group_of
+from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
-from zerofit.plan.stages import stages_of
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import LayerCost, Line, Profile, setting
 
@@ -95,7 +96,7 @@ class Timer:
         costs, layers, m = self._profile.costs[key], self._profile.layers, choice.micro_batch
         hooks_s = ZERO3_HOOK_S.value if choice.zero_stage == 3 else 0.0
         passes = [tuple(self._layer_s(cost, m, phase, hooks_s) for phase in ("forward", "backward")) for cost in costs]
-        stages = stages_of(self._profile, choice.pp)
+        stages = self._stages(choice.pp)
         slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
         sizes = [
             sum(cost.matrices or layer.matrices) + sum(cost.vectors or layer.vectors)
@@ -115,6 +116,11 @@ class Timer:
             parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
             handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if choice.pp > 1 else 0.0,
         )
+
+    def _stages(self, pp: int) -> list[list[tuple[int, int]]]:
+        """For each pipeline stage, which layers it has: (place in profile.layers, how many of that run)."""
+        flat = [index for index, layer in enumerate(self._profile.layers) for _ in range(layer.count)]
+        return [sorted(Counter(flat[first:last]).items()) for first, last in stage_bounds(self._profile, pp)]
 
     def _layer_s(self, cost: LayerCost, micro_batch: int, phase: str, hooks_s: float) -> float:
         """Compute-bound and memory-bound kernels take turns, so their times add; launches run ahead on GPUs."""

@@ -1,0 +1,158 @@
+"""`zerofit plan`: which layouts fit and how fast they are, before any GPU is there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+
+FINDING = 1
+RUN_FIELDS = (
+    *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "precision"),
+    *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel"),
+)
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--gpus", type=int, help="devices of one node")
+@click.option("--gpu", "kinds", multiple=True, metavar="KIND", help="h100-80gb, ..., cpu; several to compare")
+@click.option("--nodes", type=int, help="equal nodes [1]")
+@click.option("--host-memory", metavar="SIZE", help="memory of one node, for offloading")
+@click.option("--device-memory", metavar="SIZE", help="memory of one device, in place of the catalogue's")
+@click.option("--nvme", metavar="SIZE", help="local disks of one node that offloading may fill")
+@click.option("--network", metavar="SIZE", help="bytes a second to other nodes, for each device")
+@click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
+@click.option("--profile", type=click.Path(path_type=Path), help="plan from a stored profile, without torch")
+@click.option("--write", type=click.Path(path_type=Path), help="folder for the best as ds_config.json, run.yaml")
+@click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
+@click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
+@run_options(RUN_FIELDS)
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def plan(model: str | None, as_json: bool, **options: Any) -> None:
+    """Rank the layouts of MODEL that fit a cluster, with memory and speed, and say why the others do not.
+
+    Without hardware flags: this machine. Exit code 0: something fits, 1: nothing does, 2: bad input.
+    """
+    from zerofit.cli.plan_show import show
+
+    found: dict[str, Any] = {}
+
+    def work() -> dict[str, Any]:
+        found.update(_plan(model, options))
+        return found
+
+    answer(work, as_json, show)
+    sys.exit(0 if found["layouts"] else FINDING)
+
+
+def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    from zerofit.cli.plan_hardware import Asked, clusters
+    from zerofit.cli.plan_profile import parse_image
+    from zerofit.cli.plan_write import refuse_existing
+    from zerofit.spec.errors import Problems
+    from zerofit.spec.load import load_run
+
+    start, problems = time.perf_counter(), Problems()
+    flags = {name: options[name] for name in RUN_FIELDS if options[name] is not None}
+    problems.attempt(lambda: load_run(None, flags))  # refuses --micro-batch 0 and the like
+    if (model is None) == (options["profile"] is None):
+        problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
+    if options["maximum"] and options["minimum"]:
+        problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
+    if options["image"]:
+        problems.attempt(lambda: parse_image(options["image"]))
+    if options["write"]:
+        problems.attempt(lambda: refuse_existing(options["write"]))
+    names = ("kinds", "gpus", "nodes", "host_memory", "device_memory", "nvme", "network")
+    found = problems.attempt(lambda: clusters(Asked(**{name: options[name] for name in names})))
+    problems.raise_if_any()
+    result = _answered(model, options, found)
+    result["total_s"] = round(time.perf_counter() - start, 3)
+    return result
+
+
+def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> dict[str, Any]:
+    """The answer for the best of the clusters, with the others beside it where there are several."""
+    results = [_for_cluster(model, options, cluster) for cluster in found]
+    results.sort(key=lambda pair: -pair[0]["layouts"][0]["samples_per_s"] if pair[0]["layouts"] else 0.0)
+    result, (question, answered) = results[0]
+    if len(results) > 1:
+        result["boxes"] = [_box(one) for one, _ in results]
+    if options["write"] and answered.best:
+        from zerofit.cli.plan_write import write_plan
+
+        choice = answered.best[0].choice
+        args = options["model_args"] or {}
+        result["written"] = write_plan(options["write"], choice, question.profile, args, options["image"])
+    return result
+
+
+def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[dict[str, Any], tuple[Any, Any]]:
+    from zerofit.cli import plan_question as questions
+    from zerofit.cli.plan_json import answer_json
+
+    question, place = _question(model, options, cluster)
+    asked: dict[str, Any] = {}
+    if options["maximum"]:
+        question, asked = questions.maximum(question, cluster, options["maximum"], lambda m: click.echo(m, err=True))
+    elif options["minimum"]:
+        smallest = questions.fewest(question, cluster)
+        cluster = smallest or cluster
+        ranks = {"value": smallest.ranks, "gpus": smallest.gpus, "nodes": smallest.nodes} if smallest else {}
+        asked = {"min": "gpus", "value": None, "looked_up_to": questions.MOST_GPUS, **ranks}
+    answered = questions.best(question, cluster)
+    result = answer_json(answered, question.profile)
+    result["profile"] = str(place) if place else None
+    if asked:
+        result["asked"] = asked
+    if not answered.best:
+        result["remedies"] = questions.remedies(question, cluster)
+    return result, (question, answered)
+
+
+def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[Any, Path | None]:
+    """The question about this cluster, and where its profile lies."""
+    from zerofit.cli.plan_profile import Wanted, get_profile, read_profile
+    from zerofit.cli.plan_question import Question, precision_of, traced_degrees
+    from zerofit.plan.space import Wish
+
+    wish = Wish(
+        precision=precision_of(options["precision"], cluster),
+        global_batch=options["global_batch"],
+        micro_batch=options["micro_batch"],
+        accumulation=options["gradient_accumulation_steps"],
+        tp=options["tensor_parallel"],
+        pp=options["pipeline"],
+        sp=options["sequence_parallel"],
+        checkpointing=options["activation_checkpointing"],
+    )
+    if options["profile"]:
+        return Question(profile=read_profile(options["profile"]), wish=wish, top=options["top"]), options["profile"]
+    wanted = Wanted(
+        model=model,
+        precision=wish.precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=options["seq_len"],
+        image=options["image"],
+        model_args=options["model_args"] or {},
+        degrees=traced_degrees(wish),
+    )
+    profile, place = get_profile(wanted, lambda message: click.echo(message, err=True))
+    wanted = replace(wanted, seq_len=profile.seq_len)
+    return Question(profile=profile, wish=wish, wanted=wanted, top=options["top"]), place
+
+
+def _box(result: dict[str, Any]) -> dict[str, Any]:
+    cluster = result["cluster"]
+    best = result["layouts"][0] if result["layouts"] else None
+    names = ("gpu", "gpus", "nodes", "ranks")
+    return {**{name: cluster[name] for name in names}, "layout": best, "remedies": result.get("remedies", [])}

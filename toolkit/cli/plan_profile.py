@@ -1,0 +1,190 @@
+"""The profile that a plan is made from: a file, one that was kept, or traced now (which imports torch)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofit.models.catalog import OWN_MODULE
+from zerofit.models.presets import PRESETS
+from zerofit.plan.space import Degrees, settings_of
+from zerofit.spec.cache import cache_root
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.folder import write_json
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import RunSpec
+
+DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less (as `zerofit train`)
+TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be profiled."""
+
+    model: str
+    precision: str
+    device: str  # "cpu" or "cuda"
+    seq_len: int | None = None
+    image: str | None = None  # "3x224x224"
+    model_args: dict[str, Any] = field(default_factory=dict)
+    checkpointings: tuple[bool, ...] = (False, True)
+    degrees: tuple[Degrees, ...] | None = None  # None: all that are worth it
+
+
+def read_profile(path: Path) -> Profile:
+    """A stored profile. Raises UserError."""
+    try:
+        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{path} holds no profile: {type(error).__name__}: {error}"
+    hint = "`zerofit plan MODEL` keeps one and says where"
+    raise UserError(Problem(kind="profile", message=message, hint=hint, where="--profile"))
+
+
+def get_profile(wanted: Wanted, say: Callable[[str], None]) -> tuple[Profile, Path | None]:
+    """The kept profile, or one that is traced now and kept; and where it lies (None: a user's own code is not kept).
+
+    Raises UserError and ModelError.
+    """
+    path = _place(wanted)
+    if path is not None and path.is_file():
+        try:
+            return Profile.from_dict(json.loads(path.read_text(encoding="utf-8"))), path
+        except (ValueError, KeyError, TypeError, AttributeError):
+            path.unlink()  # half written, or of another version
+    say(f"tracing {wanted.model} without memory ...")
+    profile = trace(wanted)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, profile.as_dict())
+    return profile, path
+
+
+def trace(wanted: Wanted) -> Profile:
+    """Run the model without memory. Raises UserError and ModelError."""
+    from zerofit.models.catalog import find
+    from zerofit.simulate.profile import Setting, profile_model
+    from zerofit.train.probe import models_say, task_of
+
+    with models_say("MODEL"):
+        source = find(wanted.model)
+    task = task_of(source, RunSpec(model=wanted.model, model_args=wanted.model_args))
+    if task == "gan":
+        message = f"{wanted.model} trains two engines, which no profile describes"
+        raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
+    with models_say("MODEL"):
+        inputs, config = _inputs(wanted, source, task)
+        degrees = wanted.degrees or _degrees(config, getattr(inputs, "seq_len", None))
+        settings = [Setting(wanted.precision, c, d.tp, d.sp) for d in degrees for c in wanted.checkpointings]
+        return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+
+
+def _inputs(wanted: Wanted, source: Any, task: str) -> tuple[Any, Any]:
+    """What the model is fed, and its transformers config if it has one."""
+    from zerofit.models.hf import make_config, max_positions
+    from zerofit.models.inputs import TextInputs
+
+    if task == "image":
+        return _images(wanted, source), None
+    config = make_config(source, None, wanted.model_args) if source.family == "transformers" else None
+    longest = max_positions(config) if config is not None else None
+    seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    vocabulary = getattr(config, "vocab_size", None) or wanted.model_args.get("vocab_size") or 2
+    return TextInputs(vocab_size=vocabulary, seq_len=seq_len), config
+
+
+def _images(wanted: Wanted, source: Any) -> Any:
+    from zerofit.models.cnn import PUBLISHED_INPUTS
+    from zerofit.models.inputs import ImageInputs
+    from zerofit.models.vision import IMAGENET
+
+    published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
+    if wanted.image is None:
+        return published
+    channels, size = parse_image(wanted.image)
+    return ImageInputs(channels=channels, size=size, classes=published.classes)
+
+
+def parse_image(text: str) -> tuple[int, int]:
+    """Channels and pixels of "image:3x224x224". Raises UserError."""
+    parts = text.removeprefix("image:").split("x")
+    if len(parts) == 3 and all(p.isdigit() and int(p) for p in parts) and parts[1] == parts[2]:
+        return int(parts[0]), int(parts[1])
+    message = f"{text!r} is no input"
+    hint = "write channels, height and width of square images: image:3x224x224"
+    raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+
+
+def _degrees(config: Any, seq_len: int | None) -> list[Degrees]:
+    if config is None:
+        return [Degrees()]
+    heads = getattr(config, "num_attention_heads", None)
+    pair = (heads, getattr(config, "num_key_value_heads", None) or heads)
+    found = settings_of(pair, getattr(config, "model_type", None), TRACED_RANKS)
+    return [d for d in found if d.sp == 1 or not (seq_len or 0) % d.sp]
+
+
+def _place(wanted: Wanted) -> Path | None:
+    """Where the profile is kept: by the model's config and everything else that it depends on."""
+    content = _content(wanted.model)
+    if content is None:
+        return None
+    names = ("torch", "torchvision", "transformers", "zerofit")
+    key = {
+        "model": content,
+        "args": wanted.model_args,
+        "inputs": [wanted.seq_len, wanted.image],
+        "settings": [wanted.precision, wanted.checkpointings, wanted.degrees],
+        "device": wanted.device,
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "code": _code(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
+    return cache_root() / "profiles" / f"{stem}-{wanted.precision}-{digest}.json"
+
+
+def _content(model: str) -> Any:
+    """What stands behind a model's name, as plain data; None where it is a user's own code."""
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    return None if OWN_MODULE.match(model) else model
+
+
+def _code() -> str:
+    """A digest of the code that traces: a profile of older code is made anew."""
+    import zerofit
+
+    root = Path(zerofit.__file__).parent
+    names = ("profile", "costs", "recorder", "subject", "standins")
+    return _digest([root / "spec" / "profile.py", *(root / "simulate" / f"{name}.py" for name in names)])
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()[:12]
+
+
+def longest_sequence(wanted: Wanted) -> int | None:
+    """The longest sequence that the model takes; None without a limit of its own."""
+    from zerofit.models.build import source_max_positions
+    from zerofit.models.catalog import find
+    from zerofit.train.probe import models_say
+
+    with models_say("MODEL"):
+        source = find(wanted.model)
+        return source_max_positions(source, wanted.model_args) if source.family == "transformers" else None

@@ -1,0 +1,171 @@
+"""The questions of `zerofit plan`: the best layouts, the largest that fits, the fewest devices, which box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerofit.cli.plan_profile import Wanted, longest_sequence, trace
+from zerofit.plan.inverse import MOST_GPUS, gpu_counts, largest, repeated_layer, with_layers
+from zerofit.plan.memory import Forecaster
+from zerofit.plan.reasons import Forecast
+from zerofit.plan.search import Answer, pressure, search
+from zerofit.plan.space import Degrees, Wish
+from zerofit.spec.calibration import read_calibration
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import DEVICES
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.profile import Profile
+
+MOST_TOKENS = 2**24  # of a sequence
+MOST_LAYERS = 4096
+MOST_SAMPLES = 2**16  # of a micro batch
+TOKENS = 256  # steps in which sequence lengths are looked for
+MAXIMA = ("seq-len", "micro-batch", "layers")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model, a wish, and how the model's profile can be had again for another sequence length."""
+
+    profile: Profile
+    wish: Wish
+    wanted: Wanted | None = None  # None: the profile came from a file
+    top: int = 10
+
+
+def best(question: Question, cluster: Cluster) -> Answer:
+    """The best layouts on one cluster."""
+    calibration = read_calibration(cluster.device.kind)
+    forecast = forecast_of(question.profile, cluster)
+    return search(question.profile, cluster, question.wish, forecast, calibration, question.top)
+
+
+def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
+    """The memory forecast for this kind of device."""
+    return Forecaster(profile, "cpu" if cluster.on_cpu else "cuda").memory
+
+
+def maximum(question: Question, cluster: Cluster, what: str, say: Say) -> tuple[Question, dict[str, Any]]:
+    """The question at the largest value that fits, and what to say about it."""
+    if what == "seq-len":
+        return _longest(question, cluster, say)
+    if what == "layers":
+        return _deepest(question, cluster)
+    return _widest(question, cluster)
+
+
+def fewest(question: Question, cluster: Cluster) -> Cluster | None:
+    """The smallest cluster of this kind on which a layout fits; None where not even MOST_GPUS do."""
+    forecast = forecast_of(question.profile, cluster)
+    for gpus, nodes in gpu_counts(cluster):
+        smaller = _of_size(cluster, gpus, nodes)
+        if pressure(question.profile, smaller, question.wish, forecast) <= 1:
+            return smaller
+    return None
+
+
+def precision_of(asked: str | None, cluster: Cluster) -> str:
+    """As asked, or the usual one of the device: bf16, before Ampere fp16, on a CPU fp32. Raises UserError."""
+    able = cluster.device.tflops
+    if asked is None:
+        return "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+    if asked in able:
+        return asked
+    message = f"{cluster.device.kind} has no {asked} arithmetic"
+    hint = f"take --precision {' or '.join(able)}"
+    raise UserError(Problem(kind="precision", message=message, hint=hint, where="--precision"))
+
+
+def remedies(question: Question, cluster: Cluster) -> list[str]:
+    """What would make the model fit, where nothing does."""
+    found = []
+    more = fewest(question, cluster)
+    if more is not None and more.ranks > cluster.ranks:
+        found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
+    elif more is None:
+        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} are enough")
+    forecast = forecast_of(question.profile, cluster)
+    larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
+    for device in sorted(larger, key=lambda d: d.memory_bytes) if not cluster.on_cpu else ():
+        able = question.wish.precision in device.tflops
+        if able and pressure(question.profile, replace(cluster, device=device), question.wish, forecast) <= 1:
+            found.append(f"{cluster.ranks} x {device.kind}, with the same host memory")
+            break
+    if not cluster.nvme_bytes and not cluster.on_cpu:
+        disks = replace(cluster, nvme_bytes=10**15)
+        if pressure(question.profile, disks, question.wish, forecast) <= 1:
+            found.append("local NVMe disks (--nvme SIZE)")
+    return found
+
+
+def _of_size(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
+    """Fewer devices of a node have their share of its host memory; a CPU's ranks share all of it."""
+    if cluster.on_cpu:
+        whole = cluster.device.memory_bytes * cluster.gpus
+        device = replace(cluster.device, memory_bytes=whole // gpus)
+        return replace(cluster, gpus=gpus, nodes=nodes, device=device)
+    return replace(cluster, gpus=gpus, nodes=nodes, host_bytes=cluster.host_bytes * gpus // cluster.gpus)
+
+
+def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, dict[str, Any]]:
+    wanted, wish = question.wanted, question.wish
+    if wanted is None or question.profile.seq_len is None:
+        message = "--max seq-len needs a model that takes tokens, by its name: other lengths are traced anew"
+        hint = "give MODEL instead of --profile" if wanted is None else "take --max micro-batch"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
+    limit = longest_sequence(wanted)
+    # where it may be recomputed it is: the longest sequence is found among the layouts that need least
+    checkpointing = True if wish.checkpointing is None else wish.checkpointing
+    lean = replace(wanted, checkpointings=(checkpointing,))
+    single = replace(wish, micro_batch=wish.micro_batch or 1)
+
+    def wants(seq_len: int) -> float:
+        say(f"tracing {wanted.model} at {seq_len} tokens ...")
+        profile = trace(replace(lean, seq_len=seq_len))
+        return pressure(profile, cluster, single, forecast_of(profile, cluster))
+
+    found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS)
+    bounded = found is not None and found + TOKENS > (limit or MOST_TOKENS)
+    note = {"max": "seq-len", "value": found, "step": TOKENS, "looked": looked, "limit": limit}
+    note["next_fits"] = None if bounded else False
+    if found is None:
+        return question, note
+    profile = trace(replace(wanted, seq_len=found))
+    return replace(question, profile=profile, wanted=replace(wanted, seq_len=found), wish=single), note
+
+
+def _deepest(question: Question, cluster: Cluster) -> tuple[Question, dict[str, Any]]:
+    layer = question.profile.layers[repeated_layer(question.profile)]
+
+    def wants(count: int) -> float:
+        profile = with_layers(question.profile, count)
+        return pressure(profile, cluster, question.wish, forecast_of(profile, cluster))
+
+    found, looked = largest(wants, 1, 1, MOST_LAYERS)
+    note = {"max": "layers", "value": found, "step": 1, "looked": looked, "layer": layer.name, "now": layer.count}
+    note["next_fits"] = None if found == MOST_LAYERS else False
+    return (replace(question, profile=with_layers(question.profile, found)) if found else question), note
+
+
+def _widest(question: Question, cluster: Cluster) -> tuple[Question, dict[str, Any]]:
+    """Any micro batch, without regard to a global batch."""
+    free = replace(question.wish, global_batch=None)
+    forecast = forecast_of(question.profile, cluster)
+
+    def wants(micro: int) -> float:
+        return pressure(question.profile, cluster, replace(free, micro_batch=micro), forecast)
+
+    found, looked = largest(wants, 1, 1, MOST_SAMPLES)
+    note = {"max": "micro-batch", "value": found, "step": 1, "looked": looked}
+    note["next_fits"] = None if found == MOST_SAMPLES else False
+    return (replace(question, wish=replace(free, micro_batch=found)) if found else question), note
+
+
+def traced_degrees(wish: Wish) -> tuple[Degrees, ...] | None:
+    """The degrees to trace: the asked ones beside the plain model, or None for all that are worth it."""
+    if not (wish.tp or wish.sp):
+        return None
+    return tuple(dict.fromkeys((Degrees(), Degrees(wish.tp or 1, 1, wish.sp or 1))))
