@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zerofit.plan.choice import Choice, Memory
 from zerofit.plan.gather import gathered_in_forward
-from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.pipeline import idle, in_flight, stage_bounds
 from zerofit.plan.replay import Held, backward_moments, upper
 from zerofit.plan.start import start_moments
 from zerofit.plan.states import Standing, standing
@@ -24,6 +24,9 @@ from zerofit.spec.profile import Profile, setting
 # all of a choice that the moments of a step depend on
 _WITHOUT_MICRO_BATCH = tuple(name for name in Choice.__dataclass_fields__ if name != "micro_batch")
 _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
+
+
+_NOTHING: Point = (0.0, 0.0)
 
 
 class _Moment(NamedTuple):
@@ -77,28 +80,29 @@ class Forecaster:
     def _made(self, choice: Choice) -> Iterator[_Tables]:
         key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
         if choice.pp == 1:
-            yield self._table(self._timeline(key, None), choice, (0.0, 0.0))
+            yield self._table(self._timeline(key, None), choice, [(choice, _NOTHING)], _NOTHING)
             return
         bounds = stage_bounds(self.profile, choice.pp)
         for stage in _telling(bounds):
             line = self._timeline(key, bounds[stage])
-            yield self._table(line, choice, _in_flight(line, min(choice.pp - stage, choice.accumulation)))
+            yield self._table(line, choice, list(in_flight(line, choice, stage)), idle(line))
 
-    def _table(self, line: Timeline, choice: Choice, more: Point) -> _Tables:
+    def _table(self, line: Timeline, choice: Choice, passes: list[tuple[Choice, Point]], between: Point) -> _Tables:
+        """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
         stands = standing(line, choice)
-        born_in_parts = self.profile.model_type is not None
-        moments = [
-            _moment("forward", held, stands, more, self.device) for held in upper(_forward_moments(line, choice))
-        ]
-        moments += [_moment("backward", held, stands, more, self.device) for held in backward_moments(line, choice)]
+        moments = []
+        for one, more in passes:
+            forward, backward = upper(_forward_moments(line, one)), backward_moments(line, one)
+            moments += [_moment("forward", held, stands, more, self.device) for held in forward]
+            moments += [_moment("backward", held, stands, more, self.device) for held in backward]
         host = 0
-        for one in step_moments(line, choice, self.device):
-            held = Held((0.0, 0.0), gradients=one.gradients, temporaries=one.temporaries)
-            moments.append(_moment("step", held, stands, (0.0, 0.0), self.device, one.host))
-            host = max(host, one.host)
-        for kinds in start_moments(line, choice, self.device, born_in_parts):
+        for step in step_moments(line, choice, self.device):
+            held = Held(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
+            moments.append(_moment("step", held, stands, between, self.device, step.host))
+            host = max(host, step.host)
+        for kinds in start_moments(line, choice, self.device, self.profile.model_type is not None):
             kinds = {"buffers of the model": line.buffers_bytes, **kinds}
-            moments.append(_Moment("init", sum(kinds.values()), 0.0, (0.0, 0.0), kinds))
+            moments.append(_Moment("init", sum(kinds.values()), 0.0, _NOTHING, kinds))
         static = sum(stands.device.values()) + (sum(stands.host.values()) if self.device == "cpu" else 0)
         return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
 
@@ -116,16 +120,6 @@ def _forward_moments(line: Timeline, choice: Choice) -> Iterator[Held]:
     for (_, points), whole in zip(line.forward, gathered, strict=True):
         for point in points:
             yield Held(point, gradients, buckets, whole)
-
-
-def _in_flight(line: Timeline, micro_batches: int) -> Point:
-    """What a pipeline stage holds for its other micro batches and for its neighbours (pipe/engine.py).
-
-    Each in flight has its input twice, as received (:1128) and as the forward took it (:705); one buffer receives
-    activations (:1123) and one gradients (:1180).
-    """
-    saved, received, sent = line.saved, line.received, line.sent
-    return tuple((micro_batches - 1) * saved[n] + (2 * micro_batches + 1) * received[n] + sent[n] for n in (0, 1))
 
 
 def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:

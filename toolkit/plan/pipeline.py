@@ -1,12 +1,15 @@
-"""How a pipeline cuts the layers into stages."""
+"""How a pipeline cuts the layers into stages, and what its engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
+from zerofit.plan.choice import Choice
+from zerofit.plan.timeline import Point, Timeline
 from zerofit.spec.profile import Profile
 
 
@@ -24,6 +27,39 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
     if stages > len(weights):
         raise ValueError(f"{profile.model} has {len(weights)} layers, too few for {stages} pipeline stages")
     return _balanced(weights, stages)
+
+
+def in_flight(line: Timeline, choice: Choice, stage: int) -> Iterator[tuple[Choice, Point]]:
+    """Kinds of passes of a stage, and the bytes held besides those of the micro batch at hand.
+
+    One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
+    there are no gradients yet; one fewer is in flight when there are.
+    """
+    most = min(choice.pp - stage, choice.accumulation)
+    if choice.accumulation > most:
+        yield choice, _held(line, most)
+        return
+    yield replace(choice, accumulation=1), _held(line, most)
+    if most > 1:
+        yield choice, _held(line, most - 1)
+
+
+def idle(line: Timeline) -> Point:
+    """What stays between steps: a buffer to receive activations (:1123), one for their gradients (:1180).
+
+    The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are used again (:751).
+    """
+    kept = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
+    return tuple(
+        line.received[n] + line.sent[n] + kept[0] * line.logits[n] + kept[1] * line.received[n] for n in (0, 1)
+    )
+
+
+def _held(line: Timeline, micro_batches: int) -> Point:
+    """Each micro batch has its input twice: as received (:1128), and as the forward took it (:705)."""
+    own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's are in its two buffers
+    between = idle(line)
+    return tuple(between[n] + (micro_batches - 1) * line.saved[n] + own * line.received[n] for n in (0, 1))
 
 
 @lru_cache(maxsize=256)

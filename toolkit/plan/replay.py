@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
 from zerofit.plan.gather import gathered_in_backward
-from zerofit.plan.states import overlap_in_partition, shards
+from zerofit.plan.states import overlap_in_partition, reduction_bytes, shards
 from zerofit.plan.timeline import ELEMENT_BYTES, Event, Point, Timeline
 
 ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
@@ -32,7 +32,10 @@ class Held(NamedTuple):
 
 
 def backward_moments(line: Timeline, choice: Choice) -> list[Held]:
-    """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch."""
+    """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch.
+
+    With accumulation it is the last backward of a step, else the only one.
+    """
     pipeline = choice.pp > 1
     if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and not pipeline):
         found = _Bucketed(line, choice).run()
@@ -72,8 +75,8 @@ def _accumulated(line: Timeline, choice: Choice) -> Iterator[Held]:
         for point in event.live:
             yield Held(point, gradients, bucket if later or event.done else 0)
     if choice.zero_stage == 0:
-        flat = element * _first_buckets(line)
-        yield Held((0.0, 0.0), whole, temporaries=flat)  # engine.py:3796
+        lifted = reduction_bytes(choice) if choice.sp > 1 and element == 2 else 0
+        yield Held((0.0, 0.0), whole, temporaries=(element + lifted) * _first_buckets(line))  # engine.py:3796, :3801
     else:
         yield from _reduced_at_the_end(line, choice, element)
 
@@ -115,8 +118,8 @@ class _Bucketed:
         # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
         self.before = self.partition_bytes if choice.accumulation > 1 and choice.zero_stage == 2 else 0
-        # sequence parallelism reduces in float32 (:2371)
-        self.reduced = self.element + (4 if choice.sp > 1 and self.element == 2 else 0)
+        # flattened for the all-reduce, and lifted where it is not in the gradients' dtype (:2367, :2375)
+        self.reduced = self.element + (reduction_bytes(choice) if choice.sp > 1 and self.element == 2 else 0)
         self.kept_bytes = self.filled = self.oversized = self.largest = 0
 
     def run(self) -> Iterator[Held]:
@@ -147,7 +150,7 @@ class _Bucketed:
     def _reduce(self, activations: Point) -> Iterator[Held]:
         if not self.filled:
             return
-        flat = self.reduced * self.filled if self.ranks > 1 else 0  # flattened for the all-reduce (:2367)
+        flat = self.reduced * self.filled if self.ranks > 1 else 0
         yield self._held(activations, temporaries=flat)
         self.kept_bytes = self.partition_bytes
         yield self._held(activations, temporaries=self.passing * self.largest)
@@ -165,7 +168,8 @@ class _Scattered:
         self.line, self.limit = line, choice.bucket
         self.element, self.ranks = ELEMENT_BYTES[choice.precision], shards(choice)
         self.gathered = gathered_in_backward(line, choice)
-        self.offloaded = choice.offload_optimizer != "none"
+        self.reduced = reduction_bytes(choice)
+        self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.filled = self.outside = self.parts = 0
 
     def run(self) -> Iterator[Held]:
@@ -193,8 +197,8 @@ class _Scattered:
         if not self.filled:
             return
         alone = self.parts == 1 and self.filled % self.ranks == 0
-        flat = 0 if alone else self.element * -(-self.filled // self.ranks) * self.ranks
-        yield self._held(activations, gathered, temporaries=flat)
+        flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
+        yield self._held(activations, gathered, temporaries=flat + self.lifted * self.filled)
         self.filled = self.outside = self.parts = 0
 
     def _held(self, activations: Point, gathered: int, temporaries: int = 0) -> Held:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerofit.plan.choice import Choice
-from zerofit.plan.states import MASTER_BYTES, STATES_BYTES, partitions, shards, shards_of_parameters
+from zerofit.plan.states import (
+    MASTER_BYTES,
+    STATES_BYTES,
+    in_bf16_optimizer,
+    partitions,
+    shards,
+    shards_of_parameters,
+)
 from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
 
 
@@ -19,7 +26,8 @@ def start_moments(line: Timeline, choice: Choice, device: str, born_in_parts: bo
     if not parts_from_birth:
         # "cuda" gets the model when it is cast (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else element) * whole}
-    yield from _MAKING[choice.zero_stage](line, choice, element, device)
+    making = _flattened if in_bf16_optimizer(choice) else _MAKING[choice.zero_stage]
+    yield from making(line, choice, element, device)
 
 
 def _whole(line: Timeline, choice: Choice, element: int, device: str) -> Iterator[dict[str, int]]:

@@ -6,6 +6,7 @@ Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Bytes of Adam: two flo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
@@ -74,8 +75,22 @@ def standing(line: Timeline, choice: Choice) -> Standing:
     return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
 
 
+def in_bf16_optimizer(choice: Choice) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer: without ZeRO under a pipeline (engine.py:2316)."""
+    return choice.zero_stage == 0 and choice.pp > 1 and choice.precision == "bf16"
+
+
+def reduction_bytes(choice: Choice) -> int:
+    """An element in which gradients cross the ranks: float32 under sequence parallelism (engine.py:2182)."""
+    return 4 if choice.sp > 1 else ELEMENT_BYTES[choice.precision]
+
+
 def _unpartitioned(line: Timeline, choice: Choice, element: int) -> Standing:
     """Stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
+    if in_bf16_optimizer(choice):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
+        found = _partitioned_states(line, replace(choice, offload_optimizer="none"), element)
+        gradients = element * sum(partitions(line, shards(choice))) * shards(choice)
+        return found._replace(device=found.device | {"gradients": gradients})
     whole = line.parameters
     master = MASTER_BYTES * whole if element == 2 else 0
     states = STATES_BYTES * whole
@@ -95,7 +110,7 @@ def _partitioned_states(line: Timeline, choice: Choice, element: int) -> Standin
         "gradients": MASTER_BYTES * part,  # :941
         "communication buckets": element * (part + line.largest),  # :573, :652
     }
-    if choice.accumulation > 1:  # :1825
+    if choice.accumulation > 1 and choice.zero_stage == 2:  # :1825; stage 1 reduces once a step
         host["gradients"] += element * overlap_in_partition(line, ranks)
     return Standing(parameters | {"communication buckets": element * line.largest}, host)  # :658
 
@@ -105,7 +120,7 @@ def _partitioned(line: Timeline, choice: Choice, element: int) -> Standing:
     part = sum(shards_of_parameters(line, shards(choice)))
     states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
     device = {
-        "communication buckets": element * choice.bucket,  # :782, held for good
+        "communication buckets": reduction_bytes(choice) * choice.bucket,  # :782, held for good
         "gathered parameters": element * kept_whole(line, choice),
     }
     host: dict[str, int] = {}

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
-from zerofit.plan.states import MASTER_BYTES, overlap_in_partition, partitions, shards, shards_of_parameters
+from zerofit.plan.states import (
+    MASTER_BYTES,
+    in_bf16_optimizer,
+    overlap_in_partition,
+    partitions,
+    shards,
+    shards_of_parameters,
+)
 from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
 
 NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
@@ -30,7 +37,9 @@ def step_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Steppi
     """The moments that can be the step's peak."""
     element = ELEMENT_BYTES[choice.precision]
     temporaries = 8 if device == "cpu" else 0
-    if choice.zero_stage == 0:
+    if in_bf16_optimizer(choice):
+        yield from _all_partitions(line, choice, element, temporaries)
+    elif choice.zero_stage == 0:
         yield from _whole(line, element, device, temporaries)
     elif choice.offload_optimizer != "none":
         yield Stepping(host=_host_temporaries(line, choice, temporaries))
@@ -42,16 +51,28 @@ def step_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Steppi
 
 def _whole(line: Timeline, element: int, device: str, temporaries: int) -> Iterator[Stepping]:
     gradients = element * line.parameters
-    if element == 4:
-        yield Stepping(gradients, temporaries * line.largest)
-    elif device == "cpu":  # a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
-        yield Stepping(gradients + MASTER_BYTES * line.parameters, temporaries * line.largest)
+    if device == "cpu" or element == 4:
+        # in low precision a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
+        lifted = MASTER_BYTES * line.parameters if element == 2 else 0
+        yield Stepping(gradients + lifted, _one_after_another(line) if temporaries else 0)
     else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
         waiting, flat = gradients, 0
         for group in line.groups:
             lifted = MASTER_BYTES * sum(group)
             yield Stepping(waiting + flat + lifted, lifted)
             waiting, flat = waiting - element * sum(group), flat + lifted
+
+
+def _one_after_another(line: Timeline) -> int:
+    """Square root and quotient of each parameter in turn; the quotient of the one before is dropped after them."""
+    numels = [numel for group in line.groups for numel in group]
+    return max(4 * before + 8 * numel for before, numel in zip([0, *numels], numels, strict=False))
+
+
+def _all_partitions(line: Timeline, choice: Choice, element: int, temporaries: int) -> Iterator[Stepping]:
+    """bf16_optimizer.py:325: float32 gradients of all partitions at once, beside the parameters' own."""
+    sizes = partitions(line, shards(choice))
+    yield Stepping(element * line.parameters + MASTER_BYTES * sum(sizes), temporaries * max(sizes))
 
 
 def _flat_partitions(line: Timeline, choice: Choice, element: int, temporaries: int) -> Iterator[Stepping]:

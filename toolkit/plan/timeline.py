@@ -48,6 +48,7 @@ class Timeline:
     buffers_bytes: int
     received: Point = (0.0, 0.0)  # activation that comes from the stage before
     sent: Point = (0.0, 0.0)  # activation that goes to the next stage
+    logits: Point = (0.0, 0.0)  # what the last stage puts out
 
     @property
     def parameters(self) -> int:
@@ -84,6 +85,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
         received=_point(expanded[first - 1].cost.output_bytes) if first else (0.0, 0.0),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else (0.0, 0.0),
+        logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else (0.0, 0.0),
     )
 
 

@@ -15,7 +15,7 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.simulate.costs import MICRO_BATCHES, cost_of, layer_of
 from zerofit.simulate.recorder import Recorder
-from zerofit.simulate.standins import as_on
+from zerofit.simulate.standins import KERNEL_SCRATCH, as_on
 from zerofit.simulate.subject import Subject, first_tensor, make_subject, takes_labels, watched
 from zerofit.spec.profile import Layer, LayerCost, Line, Profile, setting
 from zerofit.train.build import DTYPES
@@ -82,6 +82,8 @@ def _traced(
 
 def _on_one_rank(cost: LayerCost, layer: Layer, config: Any, one: Setting) -> LayerCost:
     """With what tensor and sequence parallelism send, and the numels of a rank's shards."""
+    if one.tp > 1 and layer.name != "block":
+        return replace(cost, matrices=layer.matrices, vectors=layer.vectors)
     if one.tp == one.sp == 1 or layer.name != "block":
         return cost
     out = cost.output_bytes
@@ -116,7 +118,7 @@ def _with_share(layer: Layer, cost: LayerCost, degree: int) -> Layer:
 
 def _run(subject: Subject, task: str, inputs: Inputs, count: int, one: Setting, device: str) -> Recorder:
     """Forward, loss and backward of `count` samples as the training step has them (train/driver.py)."""
-    recorder, model, last = Recorder(subject.model), subject.model, len(subject.units) - 1
+    recorder, model, last = Recorder(subject.model, KERNEL_SCRATCH[device]), subject.model, len(subject.units) - 1
     passing = True
 
     def begin(unit: int, tensors: Any) -> None:
@@ -133,7 +135,7 @@ def _run(subject: Subject, task: str, inputs: Inputs, count: int, one: Setting, 
         with recorder, watched(subject.units, begin), torch.device("meta"):
             recorder.mark("forward", 0)
             x, labels, kept = _batch(task, inputs, count, one, device)
-            loss = _loss(model, x, labels, task, one)
+            loss = _loss(model, x, labels, task, one, recorder)
             passing = False
             del x
             recorder.mark("backward", last)
@@ -161,14 +163,16 @@ def _batch(task: str, inputs: Inputs, count: int, one: Setting, device: str) -> 
     return tokens, torch.empty_like(tokens), None
 
 
-def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: Setting) -> Tensor:
+def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: Setting, recorder: Recorder) -> Tensor:
     extra = {}
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
     if not hasattr(model, "config") and takes_labels(model):
         return part_of(model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels), "loss")
     logits, aux = forward_logits(model, x, **extra)
-    loss = weighted_cross_entropy(part_of(logits, "logits"), labels, 1.0)
+    logits = part_of(logits, "logits")
+    recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
+    loss = weighted_cross_entropy(logits, labels, 1.0)
     return loss if aux is None else loss + aux
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +43,9 @@ class Recorder(TorchDispatchMode):
     complete (`watch`): where they stay is the engine's business.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, scratch: Mapping[str, Callable[[Any, Any], int]]) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._scratch = model, scratch  # of an op's kernel: bytes of (args, out)
         self.live_bytes = 0
         self.segments: list[Segment] = []
         self.work: dict[Key, Work] = {}
@@ -86,6 +87,9 @@ class Recorder(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in outputs:
             self._follow(tensor)
+        scratch = self._scratch.get(func._overloadpacket._qualified_op_name)
+        if scratch is not None:
+            self.segments[-1].live.append(self.live_bytes + scratch(args, out))
         if _is_kernel(func):
             self._count(func, args, kwargs, out, outputs)
         return out

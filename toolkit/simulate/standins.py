@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zerofit.simulate.scratch import ON_CPU, ON_GPU
+
+_FLASH = "aten::_scaled_dot_product_flash_attention"  # the trace runs the CPU's, which has a meta version
+KERNEL_SCRATCH = {
+    "cpu": ON_CPU,
+    "cuda": ON_GPU | {f"{_FLASH}_for_cpu_backward": ON_GPU[f"{_FLASH}_backward"]},
+}
 _math_attention = functional.scaled_dot_product_attention
 
 

@@ -1,4 +1,4 @@
-"""The model that a trace runs: few blocks for many equal ones, divided for tensor parallelism, cut into units."""
+"""The model that a trace runs: few blocks for many equal ones, one rank's shard of it, cut into units."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
+from zerofit.simulate.tensor_parallel import shard
 from zerofit.train.build import DTYPES, batch_norm_in_fp32
 
 TRACED_BLOCKS = 3  # one between two others: the first may make what all share, the last may keep less
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 Mark = Callable[[int, Any], None]  # of a unit that begins, and the tensors it gets
 
 
@@ -55,12 +55,14 @@ def make_subject(
     small = dict(args)
     if blocks:
         small |= {"num_hidden_layers": TRACED_BLOCKS}
-    if tp > 1:
-        small |= _divided(source, config, tp)
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
+    found = _block_list(model) if config is not None else None
+    if tp > 1:
+        if found is None:
+            raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
+        shard(model, found, tp)
     _cast(model, precision)
-    found = _block_list(model, config) if config is not None else None
     units = _block_units(found, blocks) if found else _stage_units(model)
     return Subject(model=model.train(), units=units, config=config)
 
@@ -106,19 +108,7 @@ def _equal_blocks(config: Any) -> int | None:
     return count
 
 
-def _divided(source: ModelSource, config: Any, tp: int) -> dict[str, Any]:
-    """Keys of a config whose blocks are one rank's shards: heads and MLP columns divided, the head's width kept."""
-    if config is None or getattr(config, "num_key_value_heads", None) is None:
-        raise ModelError("profile-tp", f"{source.name} has no heads and MLP columns that a config divides", "tp 1")
-    changed = {key: getattr(config, key) for key in _DIVIDED if getattr(config, key, None)}
-    uneven = [f"{key} {value}" for key, value in changed.items() if value % tp]
-    if uneven:
-        raise ModelError("profile-tp", f"{source.name}: tensor parallel degree {tp} does not divide {uneven}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {key: value // tp for key, value in changed.items()} | {"head_dim": head_dim}
-
-
-def _block_list(model: nn.Module, config: Any) -> nn.ModuleList | None:
+def _block_list(model: nn.Module) -> nn.ModuleList | None:
     count = getattr(model.config, "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     return next((m for m in lists if len({type(block) for block in m}) == 1), None)
