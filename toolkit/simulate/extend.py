@@ -18,15 +18,16 @@ from zerofit.models.catalog import find
 from zerofit.models.hf import make_config
 from zerofit.simulate.target import Target
 
-FEWEST = (2, 4)  # layers, where nothing calls for more
+FEWEST = 2  # layers, where nothing calls for more
 STEP = 2
-WORTH = 0.75  # of all layers: with more of them to simulate, all are
+WORTH = 0.5  # of all layers: where more of them would be simulated in all, the whole model is
+TOLERANCE = 0.005  # of the peak
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
 MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 
 def layer_counts(target: Target) -> tuple[int, int, int] | None:
-    """Two numbers of layers to extend from and one to check at; None where the whole model is to be simulated.
+    """Three numbers of layers: one to check at and two to extend from; None where the whole model is to be simulated.
 
     They are large enough that whatever DeepSpeed limits (live parameters, buckets, groups of the optimizer) has
     reached its limit, if it does so in the whole model.
@@ -34,9 +35,9 @@ def layer_counts(target: Target) -> tuple[int, int, int] | None:
     total = _layers(target)
     if total is None or target.job.layout.pp > 1:
         return None
-    first = max(FEWEST[0], *(1 + math.ceil(limit) for limit in _limits(target)))
+    first = max(FEWEST, *(1 + math.ceil(limit) for limit in _limits(target)))
     counts = (first, first + STEP, first + 2 * STEP)
-    return counts if counts[2] <= WORTH * total else None
+    return counts if sum(counts) <= WORTH * total else None
 
 
 def with_layers(target: Target, count: int) -> Target:
@@ -51,23 +52,35 @@ def layers_of(target: Target) -> int:
     return _layers(target) or 0
 
 
-def extended(few: dict[str, Any], more: dict[str, Any], counts: tuple[int, int], total: int) -> dict[str, Any]:
-    """What a model with `total` layers answers, from the answers of `rank.simulate` for two numbers of layers."""
-    share = (total - counts[0]) / (counts[1] - counts[0])
+def extended(answers: list[dict[str, Any]], counts: tuple[int, ...], total: int) -> tuple[dict[str, Any], float]:
+    """What a model with `total` layers answers, from the answers of `rank.simulate` for three numbers of layers.
 
-    def line(a: float, b: float) -> int:
-        return round(a + share * (b - a))
+    Extended from the last two; the second value is by how much the first misses their line, in the moment that wins
+    (relative; infinite where it has no such moment).
+    """
+    check, few, more = answers
 
-    moments = sorted(_moments(few["moments"], more["moments"], line), key=lambda m: -m["bytes"])
-    return {
-        "phases": [_phase(a, b, moments, line) for a, b in zip(few["phases"], more["phases"], strict=True)],
-        "moments": moments,
+    def line(a: float, b: float, at: int = total) -> int:
+        return round(a + (b - a) * (at - counts[1]) / (counts[2] - counts[1]))
+
+    found = sorted(_moments(few["moments"], more["moments"], line), key=lambda m: -m["bytes"])
+    reserved = line(few["reserved_bytes"], more["reserved_bytes"])
+    fragmented = more["reserved_bytes"] / more["moments"][0]["bytes"]
+    answer = {
+        "phases": [_phase(a, b, found, line) for a, b in zip(few["phases"], more["phases"], strict=True)],
+        "moments": found,
         "host": {place: line(few["host"][place], more["host"][place]) for place in few["host"]},
         "nvme_bytes": line(few["nvme_bytes"], more["nvme_bytes"]),
-        "reserved_bytes": line(few["reserved_bytes"], more["reserved_bytes"]),
+        "reserved_bytes": max(reserved, round(found[0]["bytes"] * fragmented)),
         "sent": _rows(few["sent"], more["sent"], ("count", "bytes"), line),
         "flops": _rows(few["flops"], more["flops"], ("flops",), line),
     }
+    return answer, _error(found[0]["key"], check, few, more, lambda a, b: line(a, b, counts[0]))
+
+
+def _error(key: str, check: dict[str, Any], few: dict[str, Any], more: dict[str, Any], line: Any) -> float:
+    at, a, b = ({m["key"]: m["bytes"] for m in answer["moments"]}.get(key) for answer in (check, few, more))
+    return line(a, b) / at - 1 if at else math.inf
 
 
 def _moments(few: list[dict[str, Any]], more: list[dict[str, Any]], line: Any) -> list[dict[str, Any]]:

@@ -36,13 +36,6 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
         return [future.result() for future in futures]
 
 
-def simulated(answer: dict[str, Any] | Problem) -> dict[str, Any]:
-    """The answer, where there is one. Raises UserError with the reason else."""
-    if isinstance(answer, Problem):
-        raise UserError(answer)
-    return answer
-
-
 def _pool(tasks: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["zerofit.simulate.imported"])

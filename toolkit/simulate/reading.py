@@ -75,7 +75,7 @@ def place_in_code(storage: Storage) -> str:
 
 
 def host_peak(ledger: Ledger) -> dict[str, int]:
-    """Pageable and pinned bytes at the moment when host memory was highest; pinned as torch takes them from the host."""
+    """Pageable and pinned bytes when host memory was highest, pinned ones as torch takes them from the host."""
     live: Counter[str] = Counter()
     highest = {HOST: 0, PINNED: 0}
     for index, change in ledger.events:

@@ -53,6 +53,8 @@ def _forget_dummy_step(engine: Any) -> None:
     master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
     """
     optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp16_groups"):
+        return  # a bf16 pipeline's BF16_Optimizer, which makes none
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where FusedAdam counts

@@ -1,0 +1,68 @@
+"""What could be changed to need less memory: each a run of its own that is simulated in turn."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.check.dotted import get, put
+from zerofit.spec.folder import Job
+
+SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knob:
+    """One change of a run: fields of RunSpec, or the DeepSpeed JSON as the user wrote it."""
+
+    change: str  # in the words of the command line or of the JSON
+    fields: dict[str, Any]
+    config: dict[str, Any]
+
+
+def knobs(job: Job, written: dict[str, Any]) -> list[Knob]:
+    """Changes worth trying for this job, whose JSON was `written` so; the mathematics of the training stay the same.
+
+    Those that DeepSpeed or zerofit refuse for this model are found out when they are resolved.
+    """
+    run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
+    found = []
+    if job.batch.micro > 1:
+        half = job.batch.micro // 2
+        more = {"gradient_accumulation_steps": job.batch.total // (half * job.batch.dp), "micro_batch": half}
+        if half * more["gradient_accumulation_steps"] * job.batch.dp == job.batch.total:
+            text = f"--micro-batch {half} --gradient-accumulation-steps {more['gradient_accumulation_steps']}"
+            found.append(Knob(change=text, fields=more, config=_batch_free(written)))
+    if not run.activation_checkpointing:
+        fields = {"activation_checkpointing": True}
+        found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
+    stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
+    found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
+    on_host = {"device": "cpu", "pin_memory": True}
+    if layout.zero_stage and get(zero, "offload_optimizer.device", "none") == "none":
+        change = "optimizer state in host memory (offload_optimizer)"
+        found.append(_edited(written, change, **{"zero_optimization.offload_optimizer": on_host}))
+    if layout.zero_stage == 3 and get(zero, "offload_param.device", "none") == "none":
+        both = {"zero_optimization.offload_optimizer": on_host, "zero_optimization.offload_param": on_host}
+        found.append(_edited(written, "optimizer state and parameters in host memory", **both))
+    if layout.zero_stage and get(zero, "reduce_bucket_size", 500_000_000) > SMALL_BUCKET:
+        sizes = {f"zero_optimization.{key}_bucket_size": SMALL_BUCKET for key in ("reduce", "allgather")}
+        found.append(_edited(written, f"buckets of {SMALL_BUCKET:,} elements", **sizes))
+    if run.seq_len and run.seq_len > 1:
+        fields = {"seq_len": run.seq_len // 2}
+        found.append(Knob(change=f"--seq-len {run.seq_len // 2} (other data)", fields=fields, config=written))
+    return found
+
+
+def _edited(written: dict[str, Any], change: str, **values: Any) -> Knob:
+    config = copy.deepcopy(written)
+    for path, value in values.items():
+        put(config, path, value)
+    return Knob(change=change, fields={}, config=config)
+
+
+def _batch_free(written: dict[str, Any]) -> dict[str, Any]:
+    """The JSON with its batch sizes left to the run."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {**written, **{key: "auto" for key in keys if key in written}}
