@@ -1,0 +1,210 @@
+"""Memory of one simulated rank over its run, stacked by what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from zerofit.report.plot import PICTURES
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.units import shown_bytes
+
+# From the bottom of the stack up: what stays through the run first. Colours are Paul Tol's "muted" scheme, made to be
+# told apart with any colour vision (https://personal.sron.nl/~pault/), light beside dark.
+COLOURS = {
+    "parameters": "#332288",
+    "master weights": "#88CCEE",
+    "optimizer state": "#117733",
+    "gradients": "#DDCC77",
+    "gathered parameters": "#882255",
+    "communication buckets": "#44AA99",
+    "activations": "#CC6677",
+    "logits and loss": "#AA4499",
+    "temporaries": "#999933",
+    "other": "#BBBBBB",
+}
+_DARK, _RED = "#222222", "#B00020"
+_BEHIND = {"boxstyle": "square,pad=0.2", "facecolor": "white", "alpha": 0.85, "linewidth": 0}  # of words over areas
+
+
+class Point(TypedDict):
+    """Bytes alive by kind at one moment; `t` counts allocations and releases."""
+
+    t: int
+    phase: str
+    bytes: dict[str, int]
+
+
+class Phase(TypedDict):
+    """A stretch of the run, from one `t` to another."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Timeline(TypedDict):
+    """What is drawn. Everything but points and phases may be left out."""
+
+    points: list[Point]
+    phases: list[Phase]
+    title: NotRequired[str]
+    device: NotRequired[str]
+    device_total_bytes: NotRequired[int]
+    peak_at: NotRequired[str]  # module and line of code
+
+
+def draw(timeline: Timeline, path: Path) -> None:
+    """Draw a timeline into a file of the format that its name ends with. Raises UserError where that cannot be."""
+    problems = Problems()
+    if path.suffix.lower() not in PICTURES:
+        problems.add("bad-value", f"{path} is no picture", f"end its name in {', '.join(PICTURES)}", "--plot")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problems.add("bad-value", f"{path} is no file that can be written", "name one in an existing folder", "--plot")
+    problems.raise_if_any()
+    figure = _figure(timeline)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where="--plot")) from None
+
+
+def _figure(timeline: Timeline) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    areas, strip = figure.subplots(2, 1, sharex=True, height_ratios=(11, 1))
+    peak = max(timeline["points"], key=lambda point: sum(point["bytes"].values()))
+    unit, word = (2**30, "GiB") if sum(peak["bytes"].values()) >= 2**30 else (2**20, "MiB")
+    _stack(areas, timeline, peak, unit)
+    for phase in timeline["phases"]:
+        areas.axvline(phase["start"], color=_DARK, linewidth=0.4, alpha=0.35)
+    top = _capacity(areas, timeline, peak, unit)
+    areas.set_ylim(0, top)
+    _peak(areas, timeline, peak, unit)
+    areas.set_xlim(_span(timeline))
+    areas.set_ylabel(f"memory of the device ({word})")
+    areas.set_title(timeline.get("title", ""), loc="left", fontsize=11)
+    areas.tick_params(axis="x", labelbottom=False, length=0)
+    for side in ("top", "right"):
+        areas.spines[side].set_visible(False)
+    handles, labels = areas.get_legend_handles_labels()
+    total = timeline.get("device_total_bytes", 0)
+    above = f"{_device(timeline)},\nabove this picture\n\n" if total / unit > top else ""
+    entries = {
+        "fontsize": 8,
+        "frameon": False,
+        "title": f"{above}at the peak",
+        "title_fontsize": 8,
+        "alignment": "left",
+    }
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", **entries)
+    _phases(figure, strip, timeline)
+    return figure
+
+
+def _kinds(timeline: Timeline) -> list[str]:
+    """The kinds that occur, in the order of the stack; kinds without a colour count as "other"."""
+    seen = {kind if kind in COLOURS else "other" for point in timeline["points"] for kind in point["bytes"]}
+    return [kind for kind in COLOURS if kind in seen]
+
+
+def _bytes_of(point: Point, kind: str) -> int:
+    if kind != "other":
+        return point["bytes"].get(kind, 0)
+    return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLOURS)
+
+
+def _span(timeline: Timeline) -> tuple[int, int]:
+    moments = [point["t"] for point in timeline["points"]]
+    moments += [phase[end] for phase in timeline["phases"] for end in ("start", "end")]
+    return min(moments), max(max(moments), min(moments) + 1)
+
+
+def _stack(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
+    points = sorted(timeline["points"], key=lambda point: point["t"])
+    moments = [point["t"] for point in points] + [_span(timeline)[1]]
+    points = [*points, points[-1]]  # the last one lasts to the end
+    kinds = _kinds(timeline)
+    heights = [[_bytes_of(point, kind) / unit for point in points] for kind in kinds]
+    labels = [f"{kind}  {shown_bytes(_bytes_of(peak, kind))}" for kind in kinds]
+    colours = [COLOURS[kind] for kind in kinds]
+    if kinds:
+        areas.stackplot(moments, heights, labels=labels, colors=colours, step="post", linewidth=0)
+
+
+def _capacity(areas: Any, timeline: Timeline, peak: Point, unit: int) -> float:
+    """The device's capacity as a line, unless it would press the picture flat; the upper end of the axis.
+
+    A fifth of the picture stays free at its top, for the peak's words.
+    """
+    highest = max(1, sum(peak["bytes"].values())) / unit
+    total = timeline.get("device_total_bytes", 0) / unit
+    if not 0 < total <= 3 * highest:
+        return highest * 1.25
+    start, end = _span(timeline)
+    right = peak["t"] < (start + end) / 2  # the words go where the peak's are not
+    areas.axhline(total, color=_RED, linewidth=1.2, linestyle="--")
+    areas.annotate(
+        _device(timeline),
+        xy=(0.995 if right else 0.005, total),
+        xycoords=areas.get_yaxis_transform(),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=8,
+        color=_RED,
+        bbox=_BEHIND,
+    )
+    return max(total, highest) * 1.25
+
+
+def _device(timeline: Timeline) -> str:
+    return f"{timeline.get('device', 'device')}: {shown_bytes(timeline.get('device_total_bytes', 0))}"
+
+
+def _peak(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
+    start, end = _span(timeline)
+    share = (peak["t"] - start) / (end - start)
+    total = sum(peak["bytes"].values())
+    side = "left" if share < 0.33 else "right" if share > 0.67 else "center"
+    words = f"peak {shown_bytes(total)} in {peak['phase']}"
+    if timeline.get("peak_at"):
+        words += f"\n{timeline['peak_at']}"
+    areas.annotate(
+        words,
+        xy=(peak["t"], total / unit),
+        xytext=(min(max(share, 0.01), 0.99), 0.99),
+        textcoords="axes fraction",
+        ha=side,
+        va="top",
+        fontsize=8,
+        bbox=_BEHIND,
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": _DARK,
+            "linewidth": 0.8,
+            "shrinkB": 1,
+            "relpos": ({"left": 0.02, "center": 0.5, "right": 0.98}[side], 0),
+        },
+    )
+
+
+def _phases(figure: Any, strip: Any, timeline: Timeline) -> None:
+    """Bands with the phases' names; turned where narrow, left out where there is no room at all."""
+    start, end = _span(timeline)
+    strip.set_ylim(0, 1)
+    strip.set_axis_off()
+    figure.draw_without_rendering()  # so that widths are known
+    width = strip.get_window_extent().width
+    for number, phase in enumerate(timeline["phases"]):
+        shade = ("#E8E8E8", "#D2D2D2")[number % 2]
+        strip.axvspan(phase["start"], phase["end"], color=shade, linewidth=0)
+        middle = (phase["start"] + phase["end"]) / 2
+        room = (phase["end"] - phase["start"]) / (end - start) * width
+        text = strip.text(middle, 0.5, phase["name"], ha="center", va="center", fontsize=7)
+        extent = text.get_window_extent()
+        if extent.width > room and extent.height < room:
+            text.set(rotation=90)
+        elif extent.width > room:
+            text.remove()
