@@ -94,15 +94,15 @@ def percent(error: float) -> str:
 def compare(name: str, target: Target, ranks: Ranks) -> Comparison:
     """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
     real, simulated = ranks.real(target), ranks.simulated(target)
-    with_kernels = ranks.simulated_with_kernels(target)
+    without_kernels = [dict(answer["without_kernels"]) for answer in simulated]
     peaks = [
         Peak(
             rank=rank,
             step=step,
             phase=_highest(answer, step)["name"],
             real_bytes=_peak_bytes(answer, step),
-            simulated_bytes=_peak_bytes(simulated[rank], step),
-            with_kernels_bytes=_peak_bytes(with_kernels[rank], step),
+            simulated_bytes=without_kernels[rank][step] - simulated[rank]["phases"][0]["start_bytes"],
+            with_kernels_bytes=_peak_bytes(simulated[rank], step),
         )
         for rank, answer in enumerate(real)
         for step in range(-1, target.steps)

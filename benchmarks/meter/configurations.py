@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from zerofit.cli.prepare import prepare
 from zerofit.data import NullProgress, open_data
@@ -153,18 +154,22 @@ lenet zero1 fp32 mb2 ckpt pp2 x2
 """.strip().splitlines()
 
 
-def target(name: str) -> Target:
-    """The job of a configuration, as `zerofit train` would prepare it, for rank 0."""
+def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> Target:
+    """The job of a configuration, as `zerofit train` would prepare it here, for rank 0."""
     with tempfile.TemporaryDirectory() as folder:
-        job, _, _ = prepare(load_run(None, {**options(name), "output": Path(folder) / "run"}), NullProgress())
+        asked = {**options(name, models), "output": Path(folder) / "run"}
+        job, _, machine = prepare(load_run(None, asked), NullProgress())
     inputs = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress()).inputs
-    return Target(job=job, inputs=inputs, steps=STEPS, device_bytes=psutil.virtual_memory().available)
+    free_bytes = psutil.virtual_memory().available
+    if machine.accelerator == "cuda":
+        free_bytes = torch.cuda.mem_get_info()[1]
+    return Target(job=job, inputs=inputs, accelerator=machine.accelerator, steps=STEPS, device_bytes=free_bytes)
 
 
-def options(name: str) -> dict[str, Any]:
+def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, Any]:
     """The options of `zerofit train`."""
     model, stage, precision, micro, *more, ranks = name.split()
-    asked = {**MODELS[model], "data": "synthetic", "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
+    asked = {**models[model], "data": "synthetic", "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
     asked["micro_batch"] = int(micro[2:])
     asked["ds_config"] = json.loads(resources.files("zerofit.ds_configs").joinpath(f"{stage}.json").read_text())
     for word in more:

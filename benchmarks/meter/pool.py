@@ -20,6 +20,8 @@ from zerofit.simulate.target import Target
 from .meter import build
 
 ROOT = Path(__file__).parents[2]
+# no GPU: none is asked for, and processes that have asked for one cannot be forked
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = 400
 POLL_S = 0.5
 
@@ -36,7 +38,7 @@ class Ranks:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.meter.server", str(folder)],
                 cwd=ROOT,
-                env=os.environ | one_thread | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
+                env=os.environ | one_thread | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -49,12 +51,12 @@ class Ranks:
         return self._all("metered", target, "training")
 
     def simulated(self, target: Target) -> list[dict[str, Any]]:
-        """The same ranks, simulated."""
+        """The same ranks, simulated (`tally.simulated`)."""
         return self._all("simulated", target, "simulating")
 
-    def simulated_with_kernels(self, target: Target) -> list[dict[str, Any]]:
-        """The same ranks, simulated with the scratch that each kernel takes on this machine."""
-        return self._all("simulated with kernels", target, "simulating")
+    def simulated_rank(self, target: Target) -> dict[str, Any]:
+        """The target's own rank, simulated."""
+        return self._ask("simulated", [target], "simulating")[0]
 
     def planned(self, target: Target) -> dict[str, Any]:
         """The forecast of `zerofit plan` for the rank that needs most."""

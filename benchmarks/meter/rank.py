@@ -62,25 +62,10 @@ def _settling() -> Iterator[None]:
 
 
 def simulated(target: Target) -> dict[str, Any]:
-    """What `zerofit.simulate.rank` answers. In a process of its own."""
-    from zerofit.simulate.rank import simulate
+    """What `zerofit simulate` sees, with and without the scratch of this machine's kernels. In a process of its own."""
+    from .tally import simulated
 
-    return simulate(target)
-
-
-def simulated_with_kernels(target: Target) -> dict[str, Any]:
-    """The same, where kernels take the scratch that this machine's were measured to take."""
-    from zerofit.simulate import scratch
-
-    from .scratch import KernelScratch
-
-    kernels, known = KernelScratch(), scratch.scratch_of(target)
-
-    def both(op: str, args: Any, kwargs: Any, out: Any) -> int:
-        return (kernels if op.startswith("aten::") else known)(op, args, kwargs, out)
-
-    with patch.object(scratch, "scratch_of", lambda target: both):
-        return simulated(target)
+    return simulated(target)
 
 
 def planned(target: Target) -> dict[str, Any]:
@@ -90,9 +75,4 @@ def planned(target: Target) -> dict[str, Any]:
     return planned(target)
 
 
-CALLS = {
-    "metered": metered,
-    "simulated": simulated,
-    "simulated with kernels": simulated_with_kernels,
-    "planned": planned,
-}
+CALLS = {"metered": metered, "simulated": simulated, "planned": planned}

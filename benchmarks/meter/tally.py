@@ -1,0 +1,45 @@
+"""A simulated rank that is counted twice: as `zerofit simulate` does, and with what this machine's kernels take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+from zerofit.simulate import rank
+from zerofit.simulate.meter import Meter, Scratch
+from zerofit.simulate.target import Target
+
+from .scratch import KernelScratch
+
+
+class TwoTallies(Meter):
+    """The simulation's meter, with the kernels' measured scratch in its own figures and the known one beside them."""
+
+    without_kernels: Counter[int]  # peak bytes by step, -1 before the first; of the last one made
+
+    def __init__(self, device: str, known: Scratch):
+        super().__init__(device, self._take)
+        self._known, self._kernels = known, KernelScratch()
+        TwoTallies.without_kernels = Counter()
+
+    def begin(self, name: str, step: int) -> None:
+        """What follows belongs to this phase."""
+        super().begin(name, step)
+        self._note(0)
+
+    def _take(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
+        """Called once the op's outputs are counted, when live memory may be at its highest."""
+        known = self._known(op, args, kwargs, out)
+        self._note(known)
+        return self._kernels(op, args, kwargs, out) if op.startswith("aten::") else known
+
+    def _note(self, scratch_bytes: int) -> None:
+        self.without_kernels[self._step] = max(self.without_kernels[self._step], self.live() + scratch_bytes)
+
+
+def simulated(target: Target) -> dict[str, Any]:
+    """What `zerofit.simulate.rank` answers, kernels' scratch included; "without_kernels": [[step, peak bytes], ...]."""
+    with patch.object(rank, "Meter", TwoTallies):
+        answer = rank.simulate(target)
+    return answer | {"without_kernels": list(TwoTallies.without_kernels.items())}
