@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerofit.plan.choice import Choice
-from zerofit.plan.states import shards
-from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
+from zerofit.plan.states import sharers
+from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, Timeline
 
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
 
@@ -17,7 +17,13 @@ REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, i
 def gathered_in_forward(line: Timeline, choice: Choice) -> list[int]:
     """Bytes that are gathered at most in the forward of each of line.forward's layers."""
     layers = _Layers(line, choice)
-    return [layers.bytes(layers.earlier[n] + layers.inside(n, recomputed=False)) for n, _ in line.forward]
+    return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
+
+
+def gathered_at_once(line: Timeline, choice: Choice) -> list[int]:
+    """Bytes of the largest all-gather for each of line.forward's layers."""
+    layers = _Layers(line, choice)
+    return [layers.element * layers.at_once(n) for n, *_ in line.forward]
 
 
 def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
@@ -29,8 +35,8 @@ def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
         if event.layer != layer:
             layer, released = event.layer, 0
         inside = layers.inside(layer, recomputed=choice.checkpointing)
-        found.append(layers.bytes(layers.earlier[layer] + max(inside - released, 0)))
-        if event.parameter is not None and event.parameter.numel > layers.persistence and layers.whole(layer, choice):
+        found.append(layers.element * (layers.earlier[layer] + max(inside - released, 0)))
+        if event.parameter is not None and layers.whole(layer, choice) and layers.gathers(event.parameter):
             released += event.parameter.numel
     return found
 
@@ -43,10 +49,9 @@ class _Layers:
     """
 
     def __init__(self, line: Timeline, choice: Choice):
-        self.ranks, self.element = shards(choice), ELEMENT_BYTES[choice.precision]
-        self.persistence, self.prefetch = choice.persistence, choice.prefetch
-        self.numels = [[n for n in numels if n > choice.persistence] for numels in line.layers]
-        totals = [sum(numels) for numels in line.layers]
+        self.choice, self.element = choice, ELEMENT_BYTES[choice.precision]
+        self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
+        totals = [sum(p.numel for p in layer) for layer in line.layers]
         following, self.kept = 0, [False] * len(totals)
         for n in reversed(range(len(totals))):
             self.kept[n] = 2 * following < REUSE_ELEMENTS
@@ -66,15 +71,21 @@ class _Layers:
             return sum(numels)
         return max((self._with_prefetch(numels[place:]) for place in range(len(numels))), default=0)
 
-    def bytes(self, elements: int) -> int:
-        """Of gathered elements."""
-        return self.element * elements if self.ranks > 1 else 0
+    def gathers(self, parameter: Parameter) -> bool:
+        """Whether a parameter comes and goes: it is spread over ranks, and too large to stay."""
+        return parameter.numel > self.choice.persistence and sharers(parameter, self.choice) > 1
+
+    def at_once(self, layer: int) -> int:
+        """Elements that one all-gather brings at most: a parameter, or those that are fetched ahead together."""
+        numels = self.numels[layer]
+        ahead = (self._with_prefetch([0, *numels[place:]]) for place in range(len(numels)))
+        return max([*numels, *ahead], default=0)
 
     def _with_prefetch(self, numels: Sequence[int]) -> int:
         """A parameter in use and the next ones, until together they reach the prefetch size (:447)."""
         ahead = 0
         for numel in numels[1:]:
-            if ahead >= self.prefetch:
+            if ahead >= self.choice.prefetch:
                 break
             ahead += numel
         return numels[0] + ahead

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice, Memory
-from zerofit.plan.gather import gathered_in_forward
+from zerofit.plan.gather import gathered_at_once, gathered_in_forward
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
 from zerofit.plan.replay import Held, backward_moments, upper
 from zerofit.plan.start import start_moments
@@ -80,19 +80,26 @@ class Forecaster:
     def _made(self, choice: Choice) -> Iterator[_Tables]:
         key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
         if choice.pp == 1:
-            yield self._table(self._timeline(key, None), choice, [(choice, _NOTHING)], _NOTHING)
+            yield self._table(self._timeline(key, None), choice, [(choice, _NOTHING)], self._waiting())
             return
         bounds = stage_bounds(self.profile, choice.pp)
         for stage in _telling(bounds):
             line = self._timeline(key, bounds[stage])
             yield self._table(line, choice, list(in_flight(line, choice, stage)), idle(line))
 
+    def _waiting(self) -> Point:
+        """A micro batch's samples outlast its backward, on the host."""
+        return (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
+
     def _table(self, line: Timeline, choice: Choice, passes: list[tuple[Choice, Point]], between: Point) -> _Tables:
         """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
         stands = standing(line, choice)
         moments = []
         for one, more in passes:
-            forward, backward = upper(_forward_moments(line, one)), backward_moments(line, one)
+            forward, backward = (
+                upper(_forward_moments(line, one, self.device)),
+                backward_moments(line, one, self.device),
+            )
             moments += [_moment("forward", held, stands, more, self.device) for held in forward]
             moments += [_moment("backward", held, stands, more, self.device) for held in backward]
         host = 0
@@ -107,7 +114,7 @@ class Forecaster:
         return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
 
 
-def _forward_moments(line: Timeline, choice: Choice) -> Iterator[Held]:
+def _forward_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Held]:
     """Forward of the micro batch that finds most: a later one, where gradients accumulate."""
     element = ELEMENT_BYTES[choice.precision]
     gradients = buckets = 0
@@ -115,11 +122,15 @@ def _forward_moments(line: Timeline, choice: Choice) -> Iterator[Held]:
         gradients = element * line.parameters
         buckets = element * choice.bucket * (1 + choice.overlap) if choice.zero_stage == 1 else 0
     if choice.accumulation > 1 and choice.zero_stage == 2:
-        gradients = min((held.gradients for held in backward_moments(line, choice)), default=0)
-    gathered = gathered_in_forward(line, choice) if choice.zero_stage == 3 else [0] * len(line.forward)
-    for (_, points), whole in zip(line.forward, gathered, strict=True):
+        gradients = min((held.gradients for held in backward_moments(line, choice, device)), default=0)
+    partitioned = choice.zero_stage == 3
+    gathered = gathered_in_forward(line, choice) if partitioned else [0] * len(line.forward)
+    # gloo gathers into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)
+    copied = gathered_at_once(line, choice) if partitioned and device == "cpu" else [0] * len(line.forward)
+    for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
             yield Held(point, gradients, buckets, whole)
+        yield Held(before, gradients, buckets, whole, copy)
 
 
 def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:

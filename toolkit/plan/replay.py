@@ -31,7 +31,7 @@ class Held(NamedTuple):
         return self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
 
 
-def backward_moments(line: Timeline, choice: Choice) -> list[Held]:
+def backward_moments(line: Timeline, choice: Choice, device: str) -> list[Held]:
     """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch.
 
     With accumulation it is the last backward of a step, else the only one.
@@ -40,7 +40,7 @@ def backward_moments(line: Timeline, choice: Choice) -> list[Held]:
     if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and not pipeline):
         found = _Bucketed(line, choice).run()
     elif choice.zero_stage == 3:
-        found = _Scattered(line, choice).run()
+        found = _Scattered(line, choice, device).run()
     else:
         found = _accumulated(line, choice)
     return upper(found)
@@ -164,8 +164,10 @@ class _Bucketed:
 class _Scattered:
     """Stage 3: as stage 2, but parts go into standing buffers; parameters are gathered and given back meanwhile."""
 
-    def __init__(self, line: Timeline, choice: Choice):
+    def __init__(self, line: Timeline, choice: Choice, device: str):
         self.line, self.limit = line, choice.bucket
+        # gloo's reduce-scatter sums into a clone of its input (ProcessGroupGloo.cpp)
+        self.copies = 2 if device == "cpu" else 1
         self.element, self.ranks = ELEMENT_BYTES[choice.precision], shards(choice)
         self.gathered = gathered_in_backward(line, choice)
         self.reduced = reduction_bytes(choice)
@@ -198,7 +200,8 @@ class _Scattered:
             return
         alone = self.parts == 1 and self.filled % self.ranks == 0
         flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
-        yield self._held(activations, gathered, temporaries=flat + self.lifted * self.filled)
+        copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
+        yield self._held(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
         self.filled = self.outside = self.parts = 0
 
     def _held(self, activations: Point, gathered: int, temporaries: int = 0) -> Held:

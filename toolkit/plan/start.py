@@ -56,7 +56,7 @@ def _flattened(line: Timeline, choice: Choice, element: int, device: str) -> Ite
 
 def _in_parts(line: Timeline, choice: Choice, element: int, device: str) -> Iterator[dict[str, int]]:
     """Masters are converted, then cloned (zero/stage3.py:1170), and a zero gradient of a group is kept (:1306)."""
-    parts = shards_of_parameters(line, shards(choice))
+    parts = shards_of_parameters(line, choice)
     if choice.offload_optimizer != "none" and device == "cuda":
         return
     lifted = MASTER_BYTES * sum(parts)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
-from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
+from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, Timeline
 
 STATES_BYTES, MASTER_BYTES = 8, 4  # an element, whatever the precision
 
@@ -33,16 +33,25 @@ def partitions(line: Timeline, ranks: int) -> tuple[int, ...]:
     return tuple(-(-sum(group) // (2 * ranks)) * 2 for group in line.groups if group)
 
 
-def shards_of_parameters(line: Timeline, ranks: int) -> tuple[int, ...]:
-    """Elements of one rank's parts of each group at stage 3: each parameter is split by itself, rounded up."""
-    return tuple(sum(-(-numel // ranks) for numel in group) for group in line.groups if group)
+def sharers(parameter: Parameter, choice: Choice) -> int:
+    """Ranks that a parameter is spread over at stage 3.
+
+    transformers' zero.Init spreads over all ranks, and one that tensor parallelism then splits over data parallel ones
+    (engine.py, _resolve_zero3_param_placement).
+    """
+    return shards(choice) * (1 if parameter.split else choice.tp)
+
+
+def shards_of_parameters(line: Timeline, choice: Choice) -> tuple[int, ...]:
+    """Elements of one rank's parts of each group at stage 3: each parameter is spread by itself, rounded up."""
+    return tuple(sum(-(-p.numel // sharers(p, choice)) for p in group) for group in line.members if group)
 
 
 def kept_whole(line: Timeline, choice: Choice) -> int:
     """Elements that stage 3 never gives back once gathered: persistent ones (partitioned_param_coordinator.py:644)."""
-    if shards(choice) == 1:
-        return 0  # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    return sum(numel for group in line.groups for numel in group if numel <= choice.persistence)
+    # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
+    spread = (p for layer in line.layers for p in layer if sharers(p, choice) > 1)
+    return sum(p.numel for p in spread if p.numel <= choice.persistence)
 
 
 def overlap_in_partition(line: Timeline, ranks: int) -> int:
@@ -117,7 +126,7 @@ def _partitioned_states(line: Timeline, choice: Choice, element: int) -> Standin
 
 def _partitioned(line: Timeline, choice: Choice, element: int) -> Standing:
     """Stage 3: parts of parameters (zero/stage3.py:972), masters (:1172), gradients in the model's dtype (:791)."""
-    part = sum(shards_of_parameters(line, shards(choice)))
+    part = sum(shards_of_parameters(line, choice))
     states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
     device = {
         "communication buckets": reduction_bytes(choice) * choice.bucket,  # :782, held for good

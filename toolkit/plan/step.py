@@ -42,11 +42,13 @@ def step_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Steppi
     elif choice.zero_stage == 0:
         yield from _whole(line, element, device, temporaries)
     elif choice.offload_optimizer != "none":
+        yield Stepping(temporaries=_gather_copy(line, choice, element, device))
         yield Stepping(host=_host_temporaries(line, choice, temporaries))
     elif choice.zero_stage == 3:
         yield from _parts(line, choice, element, temporaries)
     else:
         yield from _flat_partitions(line, choice, element, temporaries)
+        yield Stepping(temporaries=_gather_copy(line, choice, element, device))
 
 
 def _whole(line: Timeline, element: int, device: str, temporaries: int) -> Iterator[Stepping]:
@@ -90,7 +92,7 @@ def _flat_partitions(line: Timeline, choice: Choice, element: int, temporaries: 
 def _parts(line: Timeline, choice: Choice, element: int, temporaries: int) -> Iterator[Stepping]:
     """zero/stage3.py:2686: sub-group after sub-group; isinf of all gradients before (:3012, low precision only)."""
     ranks = shards(choice)
-    parts = shards_of_parameters(line, ranks)
+    parts = shards_of_parameters(line, choice)
     if element == 2:
         yield Stepping(0, (element + 1) * sum(parts))
     yield Stepping(0, NORM_BYTES * -(-line.largest // ranks))
@@ -99,9 +101,16 @@ def _parts(line: Timeline, choice: Choice, element: int, temporaries: int) -> It
         yield Stepping(MASTER_BYTES * size, max(element * size if element == 2 else 0, temporaries * size))
 
 
+def _gather_copy(line: Timeline, choice: Choice, element: int, device: str) -> int:
+    """gloo gathers a group's new parameters into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
+    if device == "cuda" or choice.zero_stage == 3 or shards(choice) == 1:
+        return 0
+    return element * max(partitions(line, shards(choice))) * shards(choice)
+
+
 def _host_temporaries(line: Timeline, choice: Choice, temporaries: int) -> int:
     ranks = shards(choice)
-    parts = partitions(line, ranks) if choice.zero_stage < 3 else shards_of_parameters(line, ranks)
+    parts = partitions(line, ranks) if choice.zero_stage < 3 else shards_of_parameters(line, choice)
     size = min(max(parts, default=0), SUB_GROUP_ELEMENTS)
     swapped = choice.zero_stage == 3 and choice.offload_optimizer == "nvme"
     return (temporaries + (SWAP_BUFFERS * MASTER_BYTES if swapped else 0)) * size

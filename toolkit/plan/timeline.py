@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zerofit.spec.profile import Layer, LayerCost, Line, Moment, Profile
@@ -23,7 +24,7 @@ class Parameter(NamedTuple):
 
     numel: int
     group: int  # 0: matrices, 1: vectors
-    start: int  # elements before it in its group
+    split: bool = False  # tensor parallel ranks have a part each
 
 
 class Event(NamedTuple):
@@ -40,15 +41,25 @@ class Event(NamedTuple):
 class Timeline:
     """One pipeline stage's layers on one rank."""
 
-    groups: tuple[tuple[int, ...], ...]  # numels of matrices and of vectors, in the model's order
-    layers: tuple[tuple[int, ...], ...]  # numels of each layer, in the order of the forward
-    forward: tuple[tuple[int, tuple[Point, ...]], ...]  # layer, and what is alive in its forward
+    layers: tuple[tuple[Parameter, ...], ...]  # in the order of the forward
+    forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
     backward: tuple[Event, ...]
     saved: Point  # of one micro batch, once its forward is done
     buffers_bytes: int
     received: Point = (0.0, 0.0)  # activation that comes from the stage before
     sent: Point = (0.0, 0.0)  # activation that goes to the next stage
     logits: Point = (0.0, 0.0)  # what the last stage puts out
+
+    @cached_property
+    def members(self) -> tuple[tuple[Parameter, ...], ...]:
+        """The optimizer's groups, matrices and vectors, in the model's order."""
+        every = [parameter for layer in self.layers for parameter in layer]
+        return tuple(tuple(p for p in every if p.group == group) for group in (0, 1))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Numels of the groups."""
+        return tuple(tuple(p.numel for p in group) for group in self.members)
 
     @property
     def parameters(self) -> int:
@@ -73,14 +84,12 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
     ]
     first, last = bounds or (0, len(expanded))
     mine = _stand_alone(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
-    places, groups = _groups(mine)
     bases = _bases(mine)
     told = _told_apart(mine)
     return Timeline(
-        groups=groups,
-        layers=tuple(placed.numels for placed in mine),
-        forward=tuple((n, _raised(_forward(mine[n]), bases[n])) for n in told),
-        backward=tuple(_backward(mine, bases, places, told)),
+        layers=tuple(placed.parameters for placed in mine),
+        forward=tuple((n, bases[n], _raised(_forward(mine[n]), bases[n])) for n in told),
+        backward=tuple(_backward(mine, bases, told)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
         received=_point(expanded[first - 1].cost.output_bytes) if first else (0.0, 0.0),
@@ -95,8 +104,12 @@ class _Placed:
     def __init__(self, layer: Layer, cost: LayerCost, tied: tuple[int, ...] = (), shift: float = 0.0):
         self.layer, self.cost = layer, cost
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
+        whole = layer.matrices + layer.vectors
         self.numels = matrices + vectors + tied
-        self.group_of = (0,) * len(matrices) + (1,) * len(vectors) + (0,) * len(tied)
+        self.parameters = tuple(
+            Parameter(n, int(len(matrices) <= place < len(whole)), place < len(whole) and n < whole[place])
+            for place, n in enumerate(self.numels)
+        )
         self.shift = shift  # bytes that its backward holds more than in the trace
 
 
@@ -113,20 +126,6 @@ def _stand_alone(expanded: list[_Placed], first: int, last: int, element_bytes: 
     if last == len(expanded):
         mine[-1] = _Placed(head.layer, head.cost, tied=(tied,))
     return mine
-
-
-def _groups(mine: Sequence[_Placed]) -> tuple[list[list[Parameter]], tuple[tuple[int, ...], ...]]:
-    """Each layer's parameters with their places, and the numels of both groups."""
-    places: list[list[Parameter]] = []
-    groups: tuple[list[int], list[int]] = ([], [])
-    ends = [0, 0]
-    for placed in mine:
-        places.append([])
-        for group, numel in zip(placed.group_of, placed.numels, strict=True):
-            places[-1].append(Parameter(numel, group, ends[group]))
-            groups[group].append(numel)
-            ends[group] += numel
-    return places, (tuple(groups[0]), tuple(groups[1]))
 
 
 def _bases(mine: Sequence[_Placed]) -> list[Point]:
@@ -152,14 +151,12 @@ def _told_apart(mine: Sequence[_Placed]) -> list[int]:
     return told
 
 
-def _backward(
-    mine: Sequence[_Placed], bases: Sequence[Point], places: list[list[Parameter]], told: Sequence[int]
-) -> Iterator[Event]:
+def _backward(mine: Sequence[_Placed], bases: Sequence[Point], told: Sequence[int]) -> Iterator[Event]:
     after = [sum(placed.numels) for placed in mine]
     for n in reversed(told):
         done = sum(after[n + 1 :])
         for moment in _moments(mine[n]):
-            parameter = None if moment.parameter is None else places[n][moment.parameter]
+            parameter = None if moment.parameter is None else mine[n].parameters[moment.parameter]
             base = (bases[n][0] + mine[n].shift, bases[n][1])
             end = (base[0] + moment.end.fixed, base[1] + moment.end.per_sample)
             yield Event(_raised(moment.live, base), end, done, parameter, n)

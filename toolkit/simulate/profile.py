@@ -45,6 +45,8 @@ def profile_model(
     form, or cannot be run on the meta device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
+    if all(one.tp > 1 for one in wanted):  # the whole layers are needed beside their shards
+        wanted.append(wanted[0]._replace(tp=1))
     layers, costs, subject = (), {}, None
     for one in wanted:
         subject, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
@@ -62,9 +64,17 @@ def profile_model(
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
+        sample_bytes=_sample_bytes(inputs),
         model_type=getattr(config, "model_type", None),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
+
+
+def _sample_bytes(inputs: Inputs) -> int:
+    """float32 pixels and one int64 label, or int64 token ids and labels."""
+    if isinstance(inputs, ImageInputs):
+        return 4 * inputs.channels * inputs.size**2 + 8
+    return 16 * inputs.seq_len
 
 
 def _traced(

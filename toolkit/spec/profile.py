@@ -81,6 +81,7 @@ class Profile:
     attention_heads: int | None = None
     kv_heads: int | None = None
     hidden_size: int | None = None
+    sample_bytes: int = 0  # of one sample and its labels, as they wait on the host
     model_type: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
