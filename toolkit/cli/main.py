@@ -6,10 +6,12 @@ import json
 
 import click
 
+from zerofit.cli.calibrate import calibrate
 from zerofit.cli.check import check, schema
 from zerofit.cli.models import models
 from zerofit.cli.plan import plan
 from zerofit.cli.plot import plot
+from zerofit.cli.simulate import simulate
 from zerofit.cli.train import train
 from zerofit.spec.errors import Problem
 
@@ -39,5 +41,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, plan, check, schema, models, plot):
+for command in (train, plan, check, schema, calibrate, models, plot, simulate):
     main.add_command(command)

@@ -38,23 +38,23 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     problems = Problems()
     machine = this_machine()
     folder = problems.attempt(lambda: _folder(asked.run))
-    source = problems.attempt(lambda: _find_model(asked))
-    document = problems.attempt(lambda: _ds_document(asked.run))
+    source = problems.attempt(lambda: find_model(asked))
+    document = problems.attempt(lambda: ds_document(asked.run))
     task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
     data_name = problems.attempt(lambda: _data_name(asked, task))
     if asked.run.steps and asked.run.epochs:
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
     if document is not None:
-        decision = decide(asked, document, _ds_place(asked.run), machine, problems)
+        decision = decide(asked, document, ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
     assert source and task and document and decision and data_name and folder
     for warning in decision.warnings:
         click.echo(f"warning: {warning.message}. {warning.why}", err=True)
-        click.echo(f"     at: {where(warning, document, _ds_place(asked.run))}", err=True)
+        click.echo(f"     at: {where(warning, document, ds_place(asked.run))}", err=True)
     tokenizer = _tokenizer(asked, source)
-    decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=_seq_len(decision.run, source, task))
+    decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=seq_len_of(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)
     for note in data.notes:
         click.echo(f"note: {note}", err=True)
@@ -74,16 +74,18 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     return job, folder, machine
 
 
-def _find_model(asked: Asked) -> ModelSource:
+def find_model(asked: Asked) -> ModelSource:
+    """The source behind the model's name. Raises UserError."""
     with models_say(asked.place("model")):
         return find(asked.run.model)
 
 
-def _ds_place(run: RunSpec) -> str:
+def ds_place(run: RunSpec) -> str:
+    """Where the DeepSpeed JSON stands, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
-def _ds_document(run: RunSpec) -> Document:
+def ds_document(run: RunSpec) -> Document:
     """The DeepSpeed JSON as the user wrote it: in the run file itself, in a file, or one of ours."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
@@ -110,7 +112,8 @@ def _tokenizer(asked: Asked, source: ModelSource) -> str:
     return asked.run.tokenizer
 
 
-def _seq_len(run: RunSpec, source: ModelSource, task: str) -> int | None:
+def seq_len_of(run: RunSpec, source: ModelSource, task: str) -> int | None:
+    """Tokens of a sample: as asked, else DEFAULT_SEQ_LEN or what the model takes; None for images."""
     if task not in ("causal-lm", "masked-lm"):
         return None
     if run.seq_len:

@@ -45,13 +45,13 @@ def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 
     if target is None and not flags:
         flags = dict(DEFAULT_JOB)
-    file = Path(target) if target and _is_run_file(target) else None
+    file = Path(target) if target and is_run_file(target) else None
     if target and file is None:
         flags = {"model": target, **flags}
     return start(load_run(file, flags))
 
 
-def _is_run_file(target: str) -> bool:
+def is_run_file(target: str) -> bool:
     """A YAML file, or a JSON file that is no transformers config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):

@@ -42,7 +42,8 @@ def examine(document: Document, run: RunSpec, machine: Machine, place: str, prob
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
     setting = Setting(pipeline=run.pipeline, accelerator=machine.accelerator, precisions=precisions)
     found = [f for f in check(document, setting) if f.code not in SETTLED]
-    errors = [f for f in found if f.severity == "error" or f.code in FATAL]
+    fatal = FATAL if machine.here else frozenset()
+    errors = [f for f in found if f.severity == "error" or f.code in fatal]
     for finding in errors:
         problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where(finding, document, place))
     return None if errors else found

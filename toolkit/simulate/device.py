@@ -152,6 +152,10 @@ class SimulatedGpu(SimulatedHost):
         """Every GPU of the catalogue has it."""
         return True
 
+    def empty_cache(self) -> None:
+        """Give cached memory back to the driver."""
+        self._meter.ledger.empty_cache()
+
     Stream = Event = _Stream
 
     def stream(self, stream: Any) -> Any:

@@ -72,6 +72,7 @@ def extended(answers: list[dict[str, Any]], counts: tuple[int, ...], total: int)
         "host": {place: line(few["host"][place], more["host"][place]) for place in few["host"]},
         "nvme_bytes": line(few["nvme_bytes"], more["nvme_bytes"]),
         "reserved_bytes": max(reserved, round(found[0]["bytes"] * fragmented)),
+        "groups": more["groups"],
         "sent": _rows(few["sent"], more["sent"], ("count", "bytes"), line),
         "flops": _rows(few["flops"], more["flops"], ("flops",), line),
     }

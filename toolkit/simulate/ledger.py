@@ -41,6 +41,7 @@ class Ledger:
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []  # (index of the storage, change in bytes)
         self.marks: list[Mark] = []
+        self.emptied: list[int] = []  # before which events the device's cached memory was given back
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -71,6 +72,10 @@ class Ledger:
     def begin(self, name: str, step: int) -> None:
         """Mark the beginning of a phase."""
         self.marks.append(Mark(event=len(self.events), name=name, step=step))
+
+    def empty_cache(self) -> None:
+        """Note that the caching allocator gives back what it does not use."""
+        self.emptied.append(len(self.events))
 
     def _change(self, index: int, change: int) -> None:
         place = self.storages[index].place

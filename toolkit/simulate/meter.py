@@ -44,6 +44,7 @@ class Meter(TorchDispatchMode):
         self.ledger = Ledger()
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         self.sent: Counter[tuple[str, int, int, str, int]] = Counter()  # (op, bytes, group size, phase, step) -> calls
+        self.groups: dict[str, tuple[int, set[str]]] = {}  # name of a process group -> its ranks, its collectives
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
         self.last = ("", "")  # the op that was begun last, and the module that ran
         self.device = device
@@ -164,10 +165,12 @@ class Meter(TorchDispatchMode):
     def _note_collective(self, name: str, args: Any) -> None:
         sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
         if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
-            name, group = "alltoall_base", _all_to_all_groups[args[1]].size()
+            name, group = "alltoall_base", _all_to_all_groups[args[1]]
         else:
-            group = next((dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch._C.ScriptObject)), 1)
-        self.sent[name.removeprefix("c10d::").strip("_"), max(sizes, default=0), group, self._phase, self._step] += 1
+            group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch._C.ScriptObject)), None)
+        op, ranks = name.removeprefix("c10d::").strip("_"), group.size() if group else 1
+        self.sent[op, max(sizes, default=0), ranks, self._phase, self._step] += 1
+        self.groups.setdefault(group.group_name if group else "", (ranks, set()))[1].add(op)
 
 
 class _Modules:

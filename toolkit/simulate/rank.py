@@ -19,11 +19,10 @@ from zerofit.simulate.allocator import replay
 from zerofit.simulate.batches import batches
 from zerofit.simulate.handover import announce_input
 from zerofit.simulate.holders import note_held, watch_gradients
-from zerofit.simulate.ledger import DEVICE
 from zerofit.simulate.meter import Meter, Scratch
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, start, train_steps
-from zerofit.simulate.reading import host_peak, moments, settle_kinds, timeline
+from zerofit.simulate.reading import device_events, host_peak, moments, settle_kinds, timeline
 from zerofit.simulate.scratch import scratch_of
 from zerofit.simulate.target import Target
 from zerofit.simulate.world import join, set_environment
@@ -53,7 +52,7 @@ def simulate(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return _answer(meter, log)
+    return _answer(target, meter, log)
 
 
 def _not_simulated(target: Target, meter: Meter, error: Exception) -> Problem:
@@ -106,11 +105,11 @@ def _live(target: Target, meter: Meter, say: Callable[[str], None]) -> PhaseLog:
     return log
 
 
-def _answer(meter: Meter, log: PhaseLog) -> dict[str, Any]:
-    """What was seen, as plain JSON: figures in bytes, moments the highest first, `events` those of the device."""
+def _answer(target: Target, meter: Meter, log: PhaseLog) -> dict[str, Any]:
+    """What was seen: figures in bytes, moments the highest first; `events` are those of the device, to be replayed."""
     ledger = meter.ledger
     settle_kinds(ledger)
-    events = [(i, change) for i, change in ledger.events if ledger.storages[i].place == DEVICE]
+    events = device_events(ledger, target.workspaces)
     return {
         "phases": [phase.as_dict() for phase in log.done],
         "moments": [asdict(moment) for moment in moments(ledger)],
@@ -118,8 +117,10 @@ def _answer(meter: Meter, log: PhaseLog) -> dict[str, Any]:
         "nvme_bytes": sum(meter.files.values()),
         "reserved_bytes": replay(events).peak_reserved_bytes,
         "sent": _sent(meter),
+        "groups": [{"ranks": ranks, "ops": sorted(ops)} for ranks, ops in meter.groups.values()],
         "flops": [{"phase": phase, "step": step, "flops": n} for (phase, step), n in meter.flops.items()],
         "timeline": timeline(ledger),
+        "events": events,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from zerofit.simulate.allocator import pinned_bytes
+from zerofit.simulate.allocator import EmptyCache, Event, pinned_bytes
 from zerofit.simulate.kinds import settle
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Mark, Storage
 
@@ -85,6 +85,27 @@ def host_peak(ledger: Ledger) -> dict[str, int]:
             if live.total() > sum(highest.values()):
                 highest = {HOST: live[HOST], PINNED: live[PINNED]}
     return {"pageable": highest[HOST], "pinned": highest[PINNED]}
+
+
+def device_events(ledger: Ledger, workspaces: tuple[int, ...] = ()) -> list[Event]:
+    """The device's allocations and releases in order, for `allocator.replay`.
+
+    `workspaces` are bytes that torch takes for matrix products at the first forward and the first backward, and keeps.
+    """
+    firsts = {mark.name: mark.event for mark in reversed(ledger.marks)}
+    kept = {
+        firsts[name]: size for name, size in zip(("forward", "backward"), workspaces, strict=False) if name in firsts
+    }
+    emptied = set(ledger.emptied)
+    found: list[Event] = []
+    for number, (index, change) in enumerate(ledger.events):
+        if number in emptied:
+            found.append(EmptyCache())
+        if number in kept:
+            found.append((len(ledger.storages) + number, kept[number]))
+        if ledger.storages[index].place == DEVICE and change:
+            found.append((index, change))
+    return found
 
 
 def timeline(ledger: Ledger, points: int = 2000) -> list[dict[str, Any]]:

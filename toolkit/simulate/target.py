@@ -21,6 +21,7 @@ class Target:
     rank: int = 0
     accelerator: str = "cpu"  # "cuda": device and host are told apart; "cpu": they are one
     device_bytes: int = 0  # what the device has; DeepSpeed asks how much of it is free
+    workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
     steps: int = 2  # ZeRO-3 keeps more alive once it knows the order of the layers: from the second step on
 
     def as_dict(self) -> dict[str, Any]:
@@ -37,6 +38,7 @@ class Target:
             "rank": self.rank,
             "accelerator": self.accelerator,
             "device_bytes": self.device_bytes,
+            "workspaces": list(self.workspaces),
             "steps": self.steps,
         }
 
@@ -54,4 +56,4 @@ class Target:
             ds_config=value["ds_config"],
         )
         plain = {name: value[name] for name in ("rank", "accelerator", "device_bytes", "steps")}
-        return cls(job=job, inputs=kind(**inputs), **plain)
+        return cls(job=job, inputs=kind(**inputs), workspaces=tuple(value["workspaces"]), **plain)

@@ -23,7 +23,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The local devices that ranks run on."""
+    """The devices that ranks run on."""
 
     accelerator: str  # "cuda" or "cpu"
     devices: int  # GPUs, or the number of CPU ranks that make sense
@@ -31,3 +31,4 @@ class Machine:
     device_name: str
     fp16: bool
     bf16: bool
+    here: bool = True  # this very machine, whose folders can be looked at

@@ -1,0 +1,147 @@
+"""`zerofit simulate`: what one rank of a run allocates, to the byte, before any GPU is there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+
+FINDING = 1
+RUN_FIELDS = (
+    *("model_args", "loss", "data", "data_root", "tokenizer", "image_size", "steps", "micro_batch"),
+    *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
+    *("activation_checkpointing", "ds_config", "ranks", "tensor_parallel", "pipeline", "sequence_parallel"),
+)
+
+
+@click.command()
+@click.argument("target", metavar="MODEL | RUN.yaml")
+@click.option("--gpus", type=int, help="devices of one node")
+@click.option("--gpu", "kinds", multiple=True, metavar="KIND", help="h100-80gb, ..., cpu (default: this machine)")
+@click.option("--nodes", type=int, help="equal nodes [1]")
+@click.option("--host-memory", metavar="SIZE", help="memory of one node")
+@click.option("--device-memory", metavar="SIZE", help="memory of one device, in place of the catalogue's")
+@click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
+@click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
+@click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
+@click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
+@click.option("--plot", type=click.Path(path_type=Path), help="picture of the memory over the run (implies --exact)")
+@run_options(RUN_FIELDS)
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def simulate(target: str, as_json: bool, **options: Any) -> None:
+    """Run the real DeepSpeed engine as one rank of MODEL's training (or RUN.yaml's), without memory and without GPUs.
+
+    Exit code 0: it fits, 1: it does not, or only within the margin, 2: bad input.
+    """
+    from zerofit.cli.simulate_show import show
+
+    found: dict[str, Any] = {}
+
+    def work() -> dict[str, Any]:
+        found.update(_simulate(target, options))
+        return found
+
+    answer(work, as_json, show)
+    sys.exit(0 if found["fits"] else FINDING)
+
+
+def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
+    start = time.perf_counter()
+    from zerofit.cli.plan_hardware import Asked, clusters
+    from zerofit.cli.train import is_run_file
+    from zerofit.spec.errors import Problem, Problems, UserError
+    from zerofit.spec.load import load_run
+
+    problems = Problems()
+    flags = {name: options[name] for name in RUN_FIELDS if options[name] is not None}
+    file = Path(target) if is_run_file(target) else None
+    asked = problems.attempt(lambda: load_run(file, flags if file else {"model": target, **flags}))
+    names = ("kinds", "gpus", "nodes", "host_memory", "device_memory")
+    if options["gpus"] is None and asked and asked.run.ranks:
+        options["gpus"] = asked.run.ranks // (options["nodes"] or 1)
+    found = problems.attempt(lambda: clusters(Asked(**{name: options[name] for name in names})))
+    problems.raise_if_any()
+    if len(found) > 1:
+        hint = "`zerofit plan` compares several"
+        raise UserError(Problem(kind="usage", message="--gpu names several kinds", hint=hint, where="--gpu"))
+    result = _on(asked, found[0], options)
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    return result
+
+
+def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
+    click.echo("checking the run and the model ...", err=True)  # importing torch alone takes seconds
+    from zerofit.cli.progress import Line
+    from zerofit.cli.target import prepare_target, ranks_of
+    from zerofit.data import RichProgress
+    from zerofit.simulate.run import simulate as run
+    from zerofit.simulate.summary import summary
+    from zerofit.spec.errors import Problem, Problems
+
+    prepared = prepare_target(asked, cluster, options["image"], RichProgress())
+    targets = [prepared.target(rank, cluster) for rank in ranks_of(prepared, options["rank"])]
+    with Line() as line:
+        simulations = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)
+        failed = Problems()
+        failed.extend(s for s in simulations if isinstance(s, Problem))
+        failed.raise_if_any()
+        stages = [summary(simulation, cluster) for simulation in simulations]
+        worst = max(range(len(stages)), key=lambda n: stages[n]["reserved_bytes"])
+        result = dict(stages[worst])
+        if len(stages) > 1:
+            keys = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+            result["stages"] = [{key: stage[key] for key in keys} for stage in stages]
+            result["fits"] = all(stage["fits"] for stage in stages)
+        result["knobs"] = _knobs(asked, prepared, cluster, targets[worst], options, line) if options["knobs"] else []
+    result["model"] = prepared.job.run.model
+    if options["plot"]:
+        _draw(simulations[worst], result, options["plot"])
+    return result
+
+
+def _knobs(
+    asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any], line: Any
+) -> list[dict[str, Any]]:
+    """What each change would bring, the most helpful first; a rank of the same pipeline stage is simulated."""
+    from zerofit.cli.target import turned
+    from zerofit.simulate.knobs import knobs
+    from zerofit.simulate.run import Simulation
+    from zerofit.simulate.run import simulate as run
+    from zerofit.simulate.summary import summary
+
+    tried = []
+    for knob in knobs(prepared.job, prepared.written):
+        job = turned(asked, prepared, knob, cluster, options["image"])
+        if job is not None:
+            tried.append((knob.change, job.target(target.rank, cluster)))
+    simulations = run([target for _, target in tried], lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
+    rows = []
+    for (change, _), simulation in zip(tried, simulations, strict=True):
+        if isinstance(simulation, Simulation):
+            found = summary(simulation, cluster)
+            names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+            rows.append({"change": change, **{name: found[name] for name in names}})
+    return sorted(rows, key=lambda row: row["peak_bytes"])
+
+
+def _draw(simulation: Any, result: dict[str, Any], path: Path) -> None:
+    from zerofit.report.memory_plot import draw
+
+    points = simulation.answer["timeline"]
+    phases: list[dict[str, Any]] = []
+    for point in points:
+        if phases and (phases[-1]["name"], phases[-1]["step"]) == (point["phase"], point["step"]):
+            phases[-1]["end"] = point["t"]
+        else:
+            phases.append({"name": point["phase"], "step": point["step"], "start": point["t"], "end": point["t"]})
+    where = " ".join(word for word in (result["peak_at"]["module"], result["peak_at"]["line"]) if word)
+    title = f"{result['model']}, rank {result['rank']} of {result['world_size']}"
+    device = {"device": result["device"], "device_total_bytes": result["device_total_bytes"]}
+    draw({"points": points, "phases": phases, "title": title, "peak_at": where, **device}, path)
+    result["picture"] = str(path)

@@ -1,0 +1,104 @@
+"""A simulation for people."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zerofit.spec.units import shown_bytes
+
+WIDTH = 140  # where there is no terminal
+FEW = 8  # collectives to print
+
+
+def show(result: dict[str, Any]) -> None:
+    """Phases, the peak and what it is made of, the verdict, the knobs."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    layout = " x ".join(f"{k} {v}" for k, v in result["layout"].items() if k != "zero_stage" and v > 1) or "dp 1"
+    console.print(
+        f"\n[bold]{result['model']}[/bold], rank {result['rank']} of {result['world_size']} ({layout}, ZeRO "
+        f"{result['layout']['zero_stage']}) on {result['device']}"
+    )
+    console.print(_phases(result))
+    at = result["peak_at"]
+    where = f"{at['line']}" + (f" in {at['module']}" if at["module"] else "")
+    console.print(f"\n[bold]peak {shown_bytes(result['peak_bytes'])}[/bold] in {_phase_name(result)}: {where}")
+    console.print(_breakdown(result))
+    _beside(console, result)
+    if result.get("stages"):
+        for stage in result["stages"]:
+            console.print(f"  rank {stage['rank']}: peak {shown_bytes(stage['peak_bytes'])} in {stage['peak_phase']}")
+    colour = {"fits": "green", "does not fit": "red"}.get(result["verdict"], "yellow")
+    console.print(f"\n[bold {colour}]{result['verdict'].upper()}[/bold {colour}] {result['because']}")
+    if result["knobs"]:
+        console.print(_knobs(result))
+    if result["comm"]:
+        console.print(_sent(result))
+    if result["layers_simulated"]:
+        check, *counts = result["layers_simulated"]
+        console.print(
+            f"extended from {' and '.join(map(str, counts))} layers; at {check} layers the highest moment is off the "
+            f"line by {abs(result['extension_error']):.3%} (--exact simulates all)"
+        )
+    if "picture" in result:
+        console.print(f"picture: {result['picture']}")
+
+
+def _phase_name(row: dict[str, Any]) -> str:
+    return row["peak_phase"] + (f" of step {row['peak_step'] + 1}" if row["peak_step"] >= 0 else "")
+
+
+def _phases(result: dict[str, Any]) -> Table:
+    table = Table("phase", *(f"{word}" for word in ("at start", "peak", "at end")), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in result["phases"]:
+        name = row["name"] + (f" (step {row['step'] + 1})" if row["step"] >= 0 else "")
+        table.add_row(name, *(shown_bytes(row[f"{key}_bytes"]) for key in ("start", "peak", "end")))
+    return table
+
+
+def _breakdown(result: dict[str, Any]) -> Table:
+    table = Table("alive at the peak", "", "", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for kind, size in result["breakdown"].items():
+        if size:
+            table.add_row(f"  {kind}", shown_bytes(size), f"{size / result['peak_bytes']:.1%}")
+    return table
+
+
+def _beside(console: Console, result: dict[str, Any]) -> None:
+    if result["device"] != "cpu":
+        console.print(
+            f"reserved by torch's allocator {shown_bytes(result['reserved_bytes'])}, shown by nvidia-smi about "
+            f"{shown_bytes(result['smi_bytes'])} of {shown_bytes(result['device_total_bytes'])}"
+        )
+    host = result["host_bytes"]
+    if sum(host.values()):
+        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
+        console.print(f"host memory of this rank: {kinds}")
+    if result["nvme_bytes"]:
+        console.print(f"NVMe of this rank: {shown_bytes(result['nvme_bytes'])}")
+
+
+def _knobs(result: dict[str, Any]) -> Table:
+    table = Table("change", "peak", "saves", "", box=None, pad_edge=False, title="knobs, each simulated")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    table.title_justify = "left"
+    for row in result["knobs"]:
+        saved = result["peak_bytes"] - row["peak_bytes"]
+        fits = "[green]fits[/green]" if row["fits"] else "does not fit"
+        table.add_row(row["change"], shown_bytes(row["peak_bytes"]), shown_bytes(saved), fits)
+    return table
+
+
+def _sent(result: dict[str, Any]) -> Table:
+    table = Table("collective, a step", "ranks", "in", "calls", "bytes", box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in sorted(result["comm"], key=lambda r: -r["bytes"])[:FEW]:
+        table.add_row(row["op"], str(row["group_size"]), row["phase"], str(row["count"]), shown_bytes(row["bytes"]))
+    return table
