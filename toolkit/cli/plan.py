@@ -111,7 +111,7 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
         asked = {"min": "gpus", "value": None, "looked_up_to": questions.MOST_GPUS, **ranks}
     answered = questions.best(question, cluster)
     result = answer_json(answered, question.profile)
-    result["profile"] = str(place) if place else None
+    result["profile"] = str(place) if place and options["maximum"] != "seq-len" else None
     if asked:
         result["asked"] = asked
     if not answered.best:

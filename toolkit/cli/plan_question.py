@@ -10,13 +10,14 @@ from zerofit.cli.plan_profile import Wanted, longest_sequence, trace
 from zerofit.plan.inverse import MOST_GPUS, gpu_counts, largest, repeated_layer, with_layers
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.reasons import Forecast
-from zerofit.plan.search import Answer, pressure, search
+from zerofit.plan.search import Answer, host_needed, pressure, search
 from zerofit.plan.space import Degrees, Wish
 from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import DEVICES
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.profile import Profile
+from zerofit.spec.units import shown_bytes
 
 MOST_TOKENS = 2**24  # of a sequence
 MOST_LAYERS = 4096
@@ -53,14 +54,14 @@ def maximum(question: Question, cluster: Cluster, what: str, say: Say) -> tuple[
     if what == "seq-len":
         return _longest(question, cluster, say)
     if what == "layers":
-        return _deepest(question, cluster)
+        return _deepest(question, cluster, say)
     return _widest(question, cluster)
 
 
-def fewest(question: Question, cluster: Cluster) -> Cluster | None:
-    """The smallest cluster of this kind on which a layout fits; None where not even MOST_GPUS do."""
+def fewest(question: Question, cluster: Cluster, full: int | None = None) -> Cluster | None:
+    """The smallest cluster of this kind, on nodes of `full` devices, where a layout fits; None beyond MOST_GPUS."""
     forecast = forecast_of(question.profile, cluster)
-    for gpus, nodes in gpu_counts(cluster):
+    for gpus, nodes in gpu_counts(full or cluster.gpus):
         smaller = _of_size(cluster, gpus, nodes)
         if pressure(question.profile, smaller, question.wish, forecast) <= 1:
             return smaller
@@ -82,12 +83,15 @@ def precision_of(asked: str | None, cluster: Cluster) -> str:
 def remedies(question: Question, cluster: Cluster) -> list[str]:
     """What would make the model fit, where nothing does."""
     found = []
-    more = fewest(question, cluster)
+    more = fewest(question, cluster, max(cluster.gpus, cluster.device.node.gpus))
     if more is not None and more.ranks > cluster.ranks:
         found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
     elif more is None:
         found.append(f"not even {MOST_GPUS} x {cluster.device.kind} are enough")
     forecast = forecast_of(question.profile, cluster)
+    host_bytes = host_needed(question.profile, cluster, question.wish, forecast)
+    if host_bytes is not None and not cluster.on_cpu:
+        found.append(f"{shown_bytes(host_bytes)} of host memory a node (--host-memory)")
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
     for device in sorted(larger, key=lambda d: d.memory_bytes) if not cluster.on_cpu else ():
         able = question.wish.precision in device.tflops
@@ -127,7 +131,7 @@ def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, 
         profile = trace(replace(lean, seq_len=seq_len))
         return pressure(profile, cluster, single, forecast_of(profile, cluster))
 
-    found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS)
+    found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS, end_first=limit is not None)
     bounded = found is not None and found + TOKENS > (limit or MOST_TOKENS)
     note = {"max": "seq-len", "value": found, "step": TOKENS, "looked": looked, "limit": limit}
     note["next_fits"] = None if bounded else False
@@ -137,10 +141,11 @@ def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, 
     return replace(question, profile=profile, wanted=replace(wanted, seq_len=found), wish=single), note
 
 
-def _deepest(question: Question, cluster: Cluster) -> tuple[Question, dict[str, Any]]:
+def _deepest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, dict[str, Any]]:
     layer = question.profile.layers[repeated_layer(question.profile)]
 
     def wants(count: int) -> float:
+        say(f"forecasting {count} times {layer.name} ...")
         profile = with_layers(question.profile, count)
         return pressure(profile, cluster, question.wish, forecast_of(profile, cluster))
 

@@ -91,8 +91,9 @@ def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None =
         "nvme_write": (node.nvme_write * EFFICIENCIES["nvme"].value, EFFICIENCIES["nvme"].how),
         "call_s": CALL_S,
     }
+    reached = measured.matmul_flops.get(precision)
     found = {
-        "flops": measured.matmul_flops.get(precision),
+        "flops": reached and reached * EFFICIENCIES["shapes"].value,
         "memory": measured.memory_bandwidth,
         "launch_s": measured.launch_s,
         "link": measured.link,

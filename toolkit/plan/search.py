@@ -16,6 +16,7 @@ from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
+from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Profile, setting
 
 PLAIN = 0.03  # a forecast of time is less exact than this share
@@ -105,6 +106,13 @@ def pressure(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast)
     """What the layout that fits best wants of the scarcest memory, as a share of what there is; above 1 none fits."""
     families = space_of(profile, cluster, wish).families
     return min((_fit_of(family[0], cluster, forecast)[1].over for family in families), default=math.inf)
+
+
+def host_needed(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float | None:
+    """Bytes of a node's memory with which a layout would fit; None where that alone does not help."""
+    ample = replace(cluster, host_bytes=10**18)
+    fits = [_fit_of(family[0], ample, forecast)[1] for family in space_of(profile, cluster, wish).families]
+    return min((one.host_bytes / (1 - HOST_RESERVE) for one in fits if one.short is None), default=None)
 
 
 def refuse(profile: Profile, cluster: Cluster, wish: Wish) -> None:

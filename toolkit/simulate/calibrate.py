@@ -1,0 +1,173 @@
+"""What this machine's ranks reach, measured by as many processes at once as a run would start.
+
+Run as `python -m zerofit.simulate.calibrate RANK RANKS THREADS FOLDER`; each writes its figures to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+BUDGET_S = 0.8  # of one measurement
+STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
+DISK_BYTES = 128 * 2**20
+PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
+
+
+def measure(rank: int, ranks: int, folder: Path) -> dict[str, object]:
+    """All figures of one rank; ranks measure the same thing at the same time."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    found: dict[str, object] = {}
+    steps: list[Callable[[], dict[str, object]]] = [
+        lambda: {"matmul_flops": _matmul(device)},
+        lambda: {"memory_bandwidth": _memory(device)},
+        lambda: {"launch_s": _launch(device)},
+        lambda: {"host_bandwidth": _adam()},
+        lambda: {"host_copy": _host_copy(device)},
+        lambda: _collectives(device, ranks) if ranks > 1 else {},
+        lambda: _disk(folder) if rank == 0 else {},
+    ]
+    for phase, step in zip(PHASES, steps, strict=True):
+        if ranks > 1:
+            dist.barrier()
+        if rank == 0:
+            (folder / "phase").write_text(phase)
+        found |= step()
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of one call, over about BUDGET_S."""
+    for _ in range(2):
+        work()
+    taken: list[float] = []
+    end = time.perf_counter() + BUDGET_S
+    while len(taken) < 3 or (time.perf_counter() < end and len(taken) < 1000):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matmul(device: torch.device) -> dict[str, float]:
+    """FLOP/s of square products by precision."""
+    size = 8192 if device.type == "cuda" else 1024
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if device.type == "cuda":
+        dtypes["fp16"] = torch.float16
+        if torch.cuda.get_device_capability(device)[0] < 8:
+            del dtypes["bf16"]
+    found = {}
+    for name, dtype in dtypes.items():
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[name] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b, device)
+    return found
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes a second that an addition in place reads and writes; far larger than any cache."""
+    x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
+    return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device)
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds from one small op to the next."""
+    x, count = torch.zeros(16, device=device), 1000
+
+    def many() -> None:
+        for _ in range(count):
+            x.add_(1.0)
+
+    return _seconds(many, device) / count
+
+
+def _adam() -> float:
+    """Bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does."""
+    parameter = torch.nn.Parameter(torch.zeros(2**24))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return 4 * STATES * parameter.numel() / _seconds(optimizer.step, torch.device("cpu"))
+
+
+def _host_copy(device: torch.device) -> float:
+    """Bytes a second from pinned host memory to the device; on a CPU from memory to memory."""
+    host = torch.zeros(2**26, dtype=torch.float32)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    there = torch.empty_like(host, device=device)
+    return host.nbytes / _seconds(lambda: there.copy_(host), device)
+
+
+def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
+    """Bus bandwidth of a large all-reduce, and seconds of a small one."""
+    large = torch.zeros(2**28 if device.type == "cuda" else 2**23, dtype=torch.float32, device=device)
+    small = torch.zeros(16, device=device)
+    large_s, small_s = (_fixed(lambda x=x: dist.all_reduce(x), n, device) for x, n in ((large, 10), (small, 100)))
+    return {"link": 2 * (ranks - 1) / ranks * large.nbytes / large_s, "link_latency_s": small_s}
+
+
+def _fixed(work: Callable[[], object], count: int, device: torch.device) -> float:
+    """Median seconds over a number of calls that all ranks share."""
+    taken = []
+    for _ in range(count):
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _disk(folder: Path) -> dict[str, object]:
+    """Bytes a second of one large file, written through to the disk and read back without the page cache."""
+    path, block = folder / "disk", os.urandom(2**22)
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    written_s = time.perf_counter() - start
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while file.read(2**22):
+            pass
+    read_s = time.perf_counter() - start
+    path.unlink()
+    return {"disk_write": DISK_BYTES / written_s, "disk_read": DISK_BYTES / read_s}
+
+
+def main(rank: int, ranks: int, threads: int, folder: Path) -> None:
+    """Measure as one rank and leave the figures in the folder."""
+    torch.set_num_threads(threads)
+    if ranks > 1:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    found = measure(rank, ranks, folder)
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    (folder / f"rank-{rank}.json").write_text(json.dumps({**found, "device_name": name}))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
