@@ -60,7 +60,8 @@ def command(case: dict[str, Any], folder: Path) -> list[str]:
     config = CONFIGS / f"{case['ds_config']}.json" if isinstance(case["ds_config"], str) else folder / "ds_config.json"
     if not isinstance(case["ds_config"], str):
         config.write_text(json.dumps(case["ds_config"]))
-    argv = [sys.executable, "-m", "zerofit.cli", "simulate", case["model"], "--json", "--ds-config", str(config)]
+    argv = [sys.executable, "-m", "zerofit.cli", "simulate", case["model"]]
+    argv += ["--json", "--no-knobs", "--ds-config", str(config)]
     for key in ("gpus", "gpu", "micro_batch", "seq_len", "precision"):
         if case[key] is not None:
             argv += [f"--{key.replace('_', '-')}", str(case[key])]
@@ -78,7 +79,7 @@ OURS: dict[str, Callable[[dict[str, Any]], int]] = {
     "peak allocated": lambda answer: answer["peak_bytes"],
     "peak reserved": lambda answer: answer["reserved_bytes"],
     "allocated after the step": _after_step,
-    "nvidia-smi": lambda answer: answer["device_used_bytes"],
+    "nvidia-smi": lambda answer: answer["smi_bytes"],
 }
 
 

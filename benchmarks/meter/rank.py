@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
+
+from torch.distributed import ProcessGroup, Work
 
 from zerofit.simulate.target import Target
 
 TIMEOUT = timedelta(minutes=2)
-SETTLE_S = 0.002
+SETTLE_S, POLL_S = 0.002, 0.0005
+PATIENCE_S = 1.0
+ISSUED_AHEAD = ("allreduce", "broadcast", "allgather", "_allgather_base", "all_gather_single")
 
 
 def metered(target: Target) -> dict[str, Any]:
@@ -43,22 +48,37 @@ def metered(target: Target) -> dict[str, Any]:
 
 @contextmanager
 def _settling() -> Iterator[None]:
-    """Let gloo's threads finish before a rank goes on from a collective.
+    """Let gloo's threads finish each collective before a rank goes on.
 
-    They let go of its tensors a moment after they have said that it is done (ProcessGroupGloo::runLoop). A rank that
-    goes on at once still has the last bucket at times when it allocates the next one, and no two runs are alike.
+    They let go of its tensors a moment after they have said that it is done (ProcessGroupGloo::runLoop), and two of
+    those that are issued ahead can run at the same time, each with its flat copy. So no two runs are alike: a rank has
+    one bucket more at times. Here collectives run one by one.
     """
-    from torch.distributed import Work
+    with ExitStack() as stack:
+        for name in filter(partial(hasattr, ProcessGroup), ISSUED_AHEAD):
+            stack.enter_context(patch.object(ProcessGroup, name, _then_done(getattr(ProcessGroup, name))))
+        stack.enter_context(patch.object(Work, "wait", _then_settled(Work.wait)))
+        yield
 
-    wait = Work.wait
 
-    def settled(self: Work, *args: Any, **kwargs: Any) -> Any:
-        done = wait(self, *args, **kwargs)
+def _then_done(issue: Callable[..., Work]) -> Callable[..., Work]:
+    def run(*args: Any, **kwargs: Any) -> Work:
+        work, start = issue(*args, **kwargs), time.monotonic()
+        while not work.is_completed() and time.monotonic() < start + PATIENCE_S:
+            time.sleep(POLL_S)
+        time.sleep(SETTLE_S)
+        return work
+
+    return run
+
+
+def _then_settled(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        done = wait(*args, **kwargs)
         time.sleep(SETTLE_S)
         return done
 
-    with patch.object(Work, "wait", settled):
-        yield
+    return run
 
 
 def simulated(target: Target) -> dict[str, Any]:
