@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
 from zerofit.plan.gather import gathered_in_backward
-from zerofit.plan.states import overlap_in_partition, reduction_bytes, shards
-from zerofit.plan.timeline import ELEMENT_BYTES, Event, Point, Timeline
+from zerofit.plan.states import overlap_in_partition, partitions, reduction_bytes, shards
+from zerofit.plan.timeline import ELEMENT_BYTES, Event, Parameter, Point, Timeline
 
 ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
@@ -98,10 +98,10 @@ def _reduced_at_the_end(line: Timeline, choice: Choice, element: int) -> Iterato
     # with a pipeline a second bucket beside the hooks' (:963)
     state.bucket_bytes = element * choice.bucket * (2 if choice.pp > 1 else 1)
     waiting = line.parameters
-    for group in line.groups:
-        for numel in group:
-            yield from state.arrive(numel, (element * waiting, 0.0))
-            waiting -= numel
+    for group in line.members:
+        for parameter in group:
+            yield from state.arrive(parameter, (element * waiting, 0.0))
+            waiting -= parameter.numel
     yield from state.finish()
 
 
@@ -118,9 +118,11 @@ class _Bucketed:
         # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
         self.before = self.partition_bytes if choice.accumulation > 1 and choice.zero_stage == 2 else 0
-        # flattened for the all-reduce, and lifted where it is not in the gradients' dtype (:2367, :2375)
-        self.reduced = self.element + (reduction_bytes(choice) if choice.sp > 1 and self.element == 2 else 0)
-        self.kept_bytes = self.filled = self.oversized = self.largest = 0
+        # lifted where the ranks reduce in another dtype (:2375)
+        self.lifted = reduction_bytes(choice) if choice.sp > 1 and self.element == 2 else 0
+        self.sizes = partitions(line, self.ranks)
+        self.kept_bytes = self.filled = self.oversized = 0
+        self.bucket: list[Parameter] = []
 
     def run(self) -> Iterator[Held]:
         """Over the backward."""
@@ -130,16 +132,17 @@ class _Bucketed:
                 yield self._held(point, bucket=began)
             if event.parameter is not None:
                 began = True
-                yield from self.arrive(event.parameter.numel, event.end)
+                yield from self.arrive(event.parameter, event.end)
         yield from self.finish()
 
-    def arrive(self, numel: int, activations: Point) -> Iterator[Held]:
+    def arrive(self, parameter: Parameter, activations: Point) -> Iterator[Held]:
         """The hook of one complete gradient (:1414)."""
+        numel = parameter.numel
         if self.filled + numel > self.limit:
             yield from self._reduce(activations)
         yield self._held(activations)
         self.filled += numel
-        self.largest = max(self.largest, numel)
+        self.bucket.append(parameter)
         if numel > self.limit:
             self.oversized = self.element * numel
 
@@ -150,11 +153,38 @@ class _Bucketed:
     def _reduce(self, activations: Point) -> Iterator[Held]:
         if not self.filled:
             return
-        flat = self.reduced * self.filled if self.ranks > 1 else 0
-        yield self._held(activations, temporaries=flat)
+        slices = [part for parameter in self.bucket for part in self._slices(parameter)]
+        yield self._held(activations, temporaries=self.element * self._flattened(slices) + self.lifted * self.filled)
         self.kept_bytes = self.partition_bytes
-        yield self._held(activations, temporaries=self.passing * self.largest)
-        self.filled = self.oversized = self.largest = 0
+        yield self._held(activations, temporaries=self.passing * max(numel for _, numel in slices))
+        self.filled = self.oversized = 0
+        self.bucket = []
+
+    def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
+        """Which rank's partition has how many of a parameter's elements."""
+        size = self.sizes[min(parameter.group, len(self.sizes) - 1)]
+        start, end = parameter.start, parameter.start + parameter.numel
+        while start < end:
+            rank = start // size
+            stop = min(end, (rank + 1) * size)
+            yield rank, stop - start
+            start = stop
+
+    def _flattened(self, slices: list[tuple[int, int]]) -> int:
+        """Elements that are put side by side for one all-reduce (:1545); a single slice stays where it is."""
+        merged: list[list[int]] = []
+        for rank, numel in slices:
+            if merged and merged[-1][0] == rank:
+                merged[-1][1] += numel
+            else:
+                merged.append([rank, numel])
+        largest = together = count = 0
+        for _, numel in merged:
+            together, count = together + numel, count + 1
+            largest = max(largest, together if count > 1 else 0)
+            if together > self.limit:
+                together = count = 0
+        return largest
 
     def _held(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> Held:
         gradients = self.before + self.kept_bytes + self.oversized

@@ -24,6 +24,7 @@ class Parameter(NamedTuple):
 
     numel: int
     group: int  # 0: matrices, 1: vectors
+    start: int  # elements before it in its group
     split: bool = False  # tensor parallel ranks have a part each
 
 
@@ -84,12 +85,12 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
     ]
     first, last = bounds or (0, len(expanded))
     mine = _stand_alone(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
-    bases = _bases(mine)
+    layers, bases = _in_groups(mine), _bases(mine)
     told = _told_apart(mine)
     return Timeline(
-        layers=tuple(placed.parameters for placed in mine),
+        layers=layers,
         forward=tuple((n, bases[n], _raised(_forward(mine[n]), bases[n])) for n in told),
-        backward=tuple(_backward(mine, bases, told)),
+        backward=tuple(_backward(mine, layers, bases, told)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
         received=_point(expanded[first - 1].cost.output_bytes) if first else (0.0, 0.0),
@@ -106,10 +107,8 @@ class _Placed:
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
         whole = layer.matrices + layer.vectors
         self.numels = matrices + vectors + tied
-        self.parameters = tuple(
-            Parameter(n, int(len(matrices) <= place < len(whole)), place < len(whole) and n < whole[place])
-            for place, n in enumerate(self.numels)
-        )
+        self.group_of = (0,) * len(matrices) + (1,) * len(vectors) + (0,) * len(tied)
+        self.split = tuple(n < w for n, w in zip(self.numels, whole, strict=False)) + (False,) * len(tied)
         self.shift = shift  # bytes that its backward holds more than in the trace
 
 
@@ -126,6 +125,17 @@ def _stand_alone(expanded: list[_Placed], first: int, last: int, element_bytes: 
     if last == len(expanded):
         mine[-1] = _Placed(head.layer, head.cost, tied=(tied,))
     return mine
+
+
+def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
+    """Each layer's parameters with their places in the optimizer's groups."""
+    layers, ends = [], [0, 0]
+    for placed in mine:
+        layers.append([])
+        for numel, group, split in zip(placed.numels, placed.group_of, placed.split, strict=True):
+            layers[-1].append(Parameter(numel, group, ends[group], split))
+            ends[group] += numel
+    return tuple(map(tuple, layers))
 
 
 def _bases(mine: Sequence[_Placed]) -> list[Point]:
@@ -151,12 +161,14 @@ def _told_apart(mine: Sequence[_Placed]) -> list[int]:
     return told
 
 
-def _backward(mine: Sequence[_Placed], bases: Sequence[Point], told: Sequence[int]) -> Iterator[Event]:
+def _backward(
+    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], told: Sequence[int]
+) -> Iterator[Event]:
     after = [sum(placed.numels) for placed in mine]
     for n in reversed(told):
         done = sum(after[n + 1 :])
         for moment in _moments(mine[n]):
-            parameter = None if moment.parameter is None else mine[n].parameters[moment.parameter]
+            parameter = None if moment.parameter is None else layers[n][moment.parameter]
             base = (bases[n][0] + mine[n].shift, bases[n][1])
             end = (base[0] + moment.end.fixed, base[1] + moment.end.per_sample)
             yield Event(_raised(moment.live, base), end, done, parameter, n)
