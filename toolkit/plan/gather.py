@@ -6,6 +6,7 @@ Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from zerofit.plan.choice import Choice
 from zerofit.plan.states import sharers
@@ -16,29 +17,39 @@ REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, i
 
 def gathered_in_forward(line: Timeline, choice: Choice) -> list[int]:
     """Bytes that are gathered at most in the forward of each of line.forward's layers."""
-    layers = _Layers(line, choice)
+    layers = _layers(line, choice)
     return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
 
 
 def gathered_at_once(line: Timeline, choice: Choice) -> list[int]:
     """Bytes of the largest all-gather for each of line.forward's layers."""
-    layers = _Layers(line, choice)
+    layers = _layers(line, choice)
     return [layers.element * layers.at_once(n) for n, *_ in line.forward]
 
 
 def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
     """Bytes that are gathered at most in each of line.backward's stretches."""
-    layers = _Layers(line, choice)
+    layers = _layers(line, choice)
     found = []
     layer, released = -1, 0
     for event in line.backward:
         if event.layer != layer:
             layer, released = event.layer, 0
-        inside = layers.inside(layer, recomputed=choice.checkpointing)
+        inside, whole = layers.inside(layer, choice.checkpointing), layers.kept[layer] or choice.checkpointing
         found.append(layers.element * (layers.earlier[layer] + max(inside - released, 0)))
-        if event.parameter is not None and layers.whole(layer, choice) and layers.gathers(event.parameter):
+        if event.parameter is not None and whole and layers.gathers(event.parameter):
             released += event.parameter.numel
     return found
+
+
+def _layers(line: Timeline, choice: Choice) -> _Layers:
+    spread = tuple(ranks > 1 for ranks in sharers(choice))
+    return _made(line, ELEMENT_BYTES[choice.precision], (choice.persistence, choice.prefetch), spread)
+
+
+@lru_cache(maxsize=1024)
+def _made(line: Timeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]) -> _Layers:
+    return _Layers(line, element, sizes, spread)
 
 
 class _Layers:
@@ -48,8 +59,8 @@ class _Layers:
     a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
     """
 
-    def __init__(self, line: Timeline, choice: Choice):
-        self.choice, self.element = choice, ELEMENT_BYTES[choice.precision]
+    def __init__(self, line: Timeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]):
+        self.element, (self.persistence, self.prefetch), self.spread = element, sizes, spread
         self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
         totals = [sum(p.numel for p in layer) for layer in line.layers]
         following, self.kept = 0, [False] * len(totals)
@@ -60,10 +71,6 @@ class _Layers:
         for numels, kept in zip(self.numels, self.kept, strict=True):
             self.earlier.append(self.earlier[-1] + (sum(numels) if kept else 0))
 
-    def whole(self, layer: int, choice: Choice) -> bool:
-        """Whether a layer's parameters are gathered all together in its backward."""
-        return self.kept[layer] or choice.checkpointing
-
     def inside(self, layer: int, recomputed: bool) -> int:
         """Elements of a layer's own parameters that are gathered at once."""
         numels = self.numels[layer]
@@ -73,7 +80,7 @@ class _Layers:
 
     def gathers(self, parameter: Parameter) -> bool:
         """Whether a parameter comes and goes: it is spread over ranks, and too large to stay."""
-        return parameter.numel > self.choice.persistence and sharers(parameter, self.choice) > 1
+        return parameter.numel > self.persistence and self.spread[parameter.split]
 
     def at_once(self, layer: int) -> int:
         """Elements that one all-gather brings at most: a parameter, or those that are fetched ahead together."""
@@ -85,7 +92,7 @@ class _Layers:
         """A parameter in use and the next ones, until together they reach the prefetch size (:447)."""
         ahead = 0
         for numel in numels[1:]:
-            if ahead >= self.choice.prefetch:
+            if ahead >= self.prefetch:
                 break
             ahead += numel
         return numels[0] + ahead

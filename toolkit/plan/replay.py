@@ -5,7 +5,7 @@ Places are of DeepSpeed 0.19.8, below deepspeed/runtime/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
@@ -46,22 +46,17 @@ def backward_moments(line: Timeline, choice: Choice, device: str) -> list[Held]:
     return upper(found)
 
 
-def upper(moments: Iterator[Held] | list[Held]) -> list[Held]:
-    """Those that are the largest for some micro batch from 1 on."""
+def upper(moments: Iterable[Held]) -> list[Held]:
+    """Without those that another one exceeds at every micro batch from 1 on."""
     best: list[Held] = []
-    for one in sorted(moments, key=lambda held: (held.activations[1], held.fixed)):
-        slope, height = one.activations[1], one.fixed
-        while best and best[-1].fixed + best[-1].activations[1] <= height + slope:
-            best.pop()
-        while len(best) > 1 and _hidden(best[-2], best[-1], one):
-            best.pop()
-        best.append(one)
+    most = -1.0
+    for slope, fixed, _, held in sorted(
+        ((h.activations[1], h.fixed, n, h) for n, h in enumerate(moments)), reverse=True
+    ):
+        if fixed + slope > most:
+            most = fixed + slope
+            best.append(held)
     return best
-
-
-def _hidden(left: Held, middle: Held, right: Held) -> bool:
-    rise = (left.fixed - right.fixed) * (middle.activations[1] - left.activations[1])
-    return rise <= (left.fixed - middle.fixed) * (right.activations[1] - left.activations[1])
 
 
 def _accumulated(line: Timeline, choice: Choice) -> Iterator[Held]:
@@ -98,10 +93,14 @@ def _reduced_at_the_end(line: Timeline, choice: Choice, element: int) -> Iterato
     # with a pipeline a second bucket beside the hooks' (:963)
     state.bucket_bytes = element * choice.bucket * (2 if choice.pp > 1 else 1)
     waiting = line.parameters
+    # what waits grows less: after the first reductions no more than before is alive
+    end = waiting - 3 * (choice.bucket + line.largest)
     for group in line.members:
         for parameter in group:
             yield from state.arrive(parameter, (element * waiting, 0.0))
             waiting -= parameter.numel
+            if waiting < end:
+                return
     yield from state.finish()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
@@ -33,27 +34,49 @@ def partitions(line: Timeline, ranks: int) -> tuple[int, ...]:
     return tuple(-(-sum(group) // (2 * ranks)) * 2 for group in line.groups if group)
 
 
-def sharers(parameter: Parameter, choice: Choice) -> int:
-    """Ranks that a parameter is spread over at stage 3.
+class Sharers(NamedTuple):
+    """Ranks that stage 3 spreads a parameter over.
 
     transformers' zero.Init spreads over all ranks, and one that tensor parallelism then splits over data parallel ones
     (engine.py, _resolve_zero3_param_placement).
     """
-    return shards(choice) * (1 if parameter.split else choice.tp)
+
+    whole: int  # of parameters that every tensor parallel rank has whole
+    split: int  # of those that they have parts of
+
+    def of(self, parameter: Parameter) -> int:
+        """Of this parameter."""
+        return self.split if parameter.split else self.whole
+
+
+def sharers(choice: Choice) -> Sharers:
+    """At stage 3."""
+    return Sharers(shards(choice) * choice.tp, shards(choice))
 
 
 def shards_of_parameters(line: Timeline, choice: Choice) -> tuple[int, ...]:
     """Elements of one rank's parts of each group at stage 3: each parameter is spread by itself, rounded up."""
-    return tuple(sum(-(-p.numel // sharers(p, choice)) for p in group) for group in line.members if group)
+    return _shards_of_parameters(line, sharers(choice))
+
+
+@lru_cache(maxsize=1024)
+def _shards_of_parameters(line: Timeline, spread: Sharers) -> tuple[int, ...]:
+    return tuple(sum(-(-p.numel // spread.of(p)) for p in group) for group in line.members if group)
 
 
 def kept_whole(line: Timeline, choice: Choice) -> int:
     """Elements that stage 3 never gives back once gathered: persistent ones (partitioned_param_coordinator.py:644)."""
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    spread = (p for layer in line.layers for p in layer if sharers(p, choice) > 1)
-    return sum(p.numel for p in spread if p.numel <= choice.persistence)
+    return _persistent(line, choice.persistence, *(ranks > 1 for ranks in sharers(choice)))
 
 
+@lru_cache(maxsize=1024)
+def _persistent(line: Timeline, threshold: int, whole: bool, split: bool) -> int:
+    spread = (p.numel for layer in line.layers for p in layer if (split if p.split else whole))
+    return sum(numel for numel in spread if numel <= threshold)
+
+
+@lru_cache(maxsize=1024)
 def overlap_in_partition(line: Timeline, ranks: int) -> int:
     """Elements of all parameters that reach into a rank's partitions, on the rank where they are most.
 

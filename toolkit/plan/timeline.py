@@ -38,9 +38,9 @@ class Event(NamedTuple):
     layer: int  # place in the timeline's layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """One pipeline stage's layers on one rank."""
+    """One pipeline stage's layers on one rank; compared by identity, so that what is derived of it can be cached."""
 
     layers: tuple[tuple[Parameter, ...], ...]  # in the order of the forward
     forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
@@ -62,12 +62,12 @@ class Timeline:
         """Numels of the groups."""
         return tuple(tuple(p.numel for p in group) for group in self.members)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Elements."""
         return sum(map(sum, self.groups))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max((max(group, default=0) for group in self.groups), default=0)

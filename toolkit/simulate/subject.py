@@ -20,7 +20,7 @@ from zerofit.models.layers import as_layers
 from zerofit.simulate.tensor_parallel import shard
 from zerofit.train.build import DTYPES, batch_norm_in_fp32
 
-TRACED_BLOCKS = 3  # one between two others: the first may make what all share, the last may keep less
+TRACED_BLOCKS = 2  # the first may make what all share, so the second stands for all
 Mark = Callable[[int, Any], None]  # of a unit that begins, and the tensors it gets
 
 
@@ -115,9 +115,9 @@ def _block_list(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _block_units(blocks: nn.ModuleList, count: int | None) -> list[Unit]:
-    """Embedding, blocks, head; with `count` equal blocks the middle one of the traced stands for all of them."""
+    """Embedding, blocks, head; with `count` equal blocks the last one of the traced stands for all of them."""
     units = [Unit(name="embedding", start=None)]
-    counts = [0, count, 0] if count else [1] * len(blocks)
+    counts = [0] * (len(blocks) - 1) + [count] if count else [1] * len(blocks)
     units += [Unit(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
     return [*units, Unit(name="head", start=blocks[-1], after=True)]
 
