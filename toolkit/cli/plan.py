@@ -28,6 +28,7 @@ RUN_FIELDS = (
 @click.option("--host-memory", metavar="SIZE", help="memory of one node, for offloading")
 @click.option("--device-memory", metavar="SIZE", help="memory of one device, in place of the catalogue's")
 @click.option("--nvme", metavar="SIZE", help="local disks of one node that offloading may fill")
+@click.option("--nvme-path", default="/local_nvme", show_default=True, help="where they are, for --write")
 @click.option("--network", metavar="SIZE", help="bytes a second to other nodes, for each device")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
 @click.option("--profile", type=click.Path(path_type=Path), help="plan from a stored profile, without torch")
@@ -55,8 +56,8 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    from zerofit.cli.inputs import parse_image
     from zerofit.cli.plan_hardware import Asked, clusters
-    from zerofit.cli.plan_profile import parse_image
     from zerofit.cli.plan_write import refuse_existing
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
@@ -90,9 +91,8 @@ def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> d
     if options["write"] and answered.best:
         from zerofit.cli.plan_write import write_plan
 
-        choice = answered.best[0].choice
-        args = options["model_args"] or {}
-        result["written"] = write_plan(options["write"], choice, question.profile, args, options["image"])
+        extra = (options["model_args"] or {}, options["image"], options["nvme_path"])
+        result["written"] = write_plan(options["write"], answered.best[0].choice, question.profile, *extra)
     return result
 
 

@@ -69,7 +69,7 @@ def _of_kind(kind: str, asked: Asked) -> Cluster:
     if not asked.network and (asked.nodes or 1) > 1:
         each = device.node.network / 1e9
         notes.append(f"--network: {each:.3g} GB/s a device between nodes, as {device.node.name} ({device.node.source})")
-    return Cluster(device=device, gpus=gpus, host_bytes=host, notes=tuple(notes))
+    return Cluster(device=device, gpus=gpus, host_bytes=host, host_scales=True, notes=tuple(notes))
 
 
 def _sized(cluster: Cluster, asked: Asked) -> Cluster:
@@ -88,6 +88,7 @@ def _sized(cluster: Cluster, asked: Asked) -> Cluster:
         gpus=asked.gpus or cluster.gpus,
         nodes=asked.nodes or 1,
         host_bytes=host,
+        host_scales=cluster.host_scales and not asked.host_memory,
         nvme_bytes=parse_bytes(asked.nvme, "--nvme") if asked.nvme else 0,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.models.catalog import OWN_MODULE
+from zerofit.models.catalog import OWN_MODULE, ModelError
 from zerofit.models.presets import PRESETS
 from zerofit.plan.space import Degrees, settings_of
 from zerofit.spec.cache import cache_root
@@ -61,15 +61,15 @@ def get_profile(wanted: Wanted, say: Callable[[str], None]) -> tuple[Profile, Pa
         except (ValueError, KeyError, TypeError, AttributeError):
             path.unlink()  # half written, or of another version
     say(f"tracing {wanted.model} without memory ...")
-    profile = trace(wanted)
+    profile = trace(wanted, say)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, profile.as_dict())
     return profile, path
 
 
-def trace(wanted: Wanted) -> Profile:
-    """Run the model without memory. Raises UserError and ModelError."""
+def trace(wanted: Wanted, say: Callable[[str], None]) -> Profile:
+    """Run the model without memory; says which degrees it does not take. Raises UserError and ModelError."""
     from zerofit.models.catalog import find
     from zerofit.simulate.profile import Setting, profile_model
     from zerofit.train.probe import models_say, task_of
@@ -82,45 +82,29 @@ def trace(wanted: Wanted) -> Profile:
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
     with models_say("MODEL"):
         inputs, config = _inputs(wanted, source, task)
-        degrees = wanted.degrees or _degrees(config, getattr(inputs, "seq_len", None))
-        settings = [Setting(wanted.precision, c, d.tp, d.sp) for d in degrees for c in wanted.checkpointings]
-        return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+        length = getattr(inputs, "seq_len", None)
+        degrees = list(wanted.degrees) if wanted.degrees else _degrees(config, length)
+        while True:
+            # the largest first: where one does not divide every layer, it shows at once
+            ordered = sorted(degrees, reverse=True)
+            settings = [Setting(wanted.precision, c, d.tp, d.sp) for d in ordered for c in wanted.checkpointings]
+            try:
+                return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
+            except ModelError as error:
+                if error.kind != "profile-tp" or wanted.degrees or ordered[0].tp == 1:
+                    raise
+                say(f"left out: {error.message}")
+                degrees.remove(ordered[0])
 
 
 def _inputs(wanted: Wanted, source: Any, task: str) -> tuple[Any, Any]:
     """What the model is fed, and its transformers config if it has one."""
     from zerofit.models.hf import make_config, max_positions
-    from zerofit.models.inputs import TextInputs
 
-    if task == "image":
-        return _images(wanted, source), None
     config = make_config(source, None, wanted.model_args) if source.family == "transformers" else None
-    longest = max_positions(config) if config is not None else None
+    longest = max_positions(config) if task != "image" and config is not None else None
     seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    vocabulary = getattr(config, "vocab_size", None) or wanted.model_args.get("vocab_size") or 2
-    return TextInputs(vocab_size=vocabulary, seq_len=seq_len), config
-
-
-def _images(wanted: Wanted, source: Any) -> Any:
-    from zerofit.models.cnn import PUBLISHED_INPUTS
-    from zerofit.models.inputs import ImageInputs
-    from zerofit.models.vision import IMAGENET
-
-    published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
-    if wanted.image is None:
-        return published
-    channels, size = parse_image(wanted.image)
-    return ImageInputs(channels=channels, size=size, classes=published.classes)
-
-
-def parse_image(text: str) -> tuple[int, int]:
-    """Channels and pixels of "image:3x224x224". Raises UserError."""
-    parts = text.removeprefix("image:").split("x")
-    if len(parts) == 3 and all(p.isdigit() and int(p) for p in parts) and parts[1] == parts[2]:
-        return int(parts[0]), int(parts[1])
-    message = f"{text!r} is no input"
-    hint = "write channels, height and width of square images: image:3x224x224"
-    raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    return assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args), None if task == "image" else config
 
 
 def _degrees(config: Any, seq_len: int | None) -> list[Degrees]:
@@ -168,7 +152,7 @@ def _code() -> str:
     import zerofit
 
     root = Path(zerofit.__file__).parent
-    names = ("profile", "costs", "recorder", "subject", "standins")
+    names = ("profile", "costs", "recorder", "subject", "standins", "flops")
     return _digest([root / "spec" / "profile.py", *(root / "simulate" / f"{name}.py" for name in names)])
 
 

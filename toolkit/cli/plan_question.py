@@ -61,10 +61,14 @@ def maximum(question: Question, cluster: Cluster, what: str, say: Say) -> tuple[
 def fewest(question: Question, cluster: Cluster, full: int | None = None) -> Cluster | None:
     """The smallest cluster of this kind, on nodes of `full` devices, where a layout fits; None beyond MOST_GPUS."""
     forecast = forecast_of(question.profile, cluster)
+    wants: list[float] = []
     for gpus, nodes in gpu_counts(full or cluster.gpus):
         smaller = _of_size(cluster, gpus, nodes)
-        if pressure(question.profile, smaller, question.wish, forecast) <= 1:
+        wants.append(pressure(question.profile, smaller, question.wish, forecast))
+        if wants[-1] <= 1:
             return smaller
+        if nodes > 8 and wants[-1] > 0.99 * wants[-4]:
+            return None  # four times as many have not helped
     return None
 
 
@@ -106,12 +110,13 @@ def remedies(question: Question, cluster: Cluster) -> list[str]:
 
 
 def _of_size(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
-    """Fewer devices of a node have their share of its host memory; a CPU's ranks share all of it."""
+    """Host memory of the catalogue comes by the device; a CPU's ranks share all of it."""
     if cluster.on_cpu:
         whole = cluster.device.memory_bytes * cluster.gpus
         device = replace(cluster.device, memory_bytes=whole // gpus)
         return replace(cluster, gpus=gpus, nodes=nodes, device=device)
-    return replace(cluster, gpus=gpus, nodes=nodes, host_bytes=cluster.host_bytes * gpus // cluster.gpus)
+    host_bytes = cluster.host_bytes * gpus // cluster.gpus if cluster.host_scales else cluster.host_bytes
+    return replace(cluster, gpus=gpus, nodes=nodes, host_bytes=host_bytes)
 
 
 def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, dict[str, Any]]:
@@ -128,7 +133,7 @@ def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, 
 
     def wants(seq_len: int) -> float:
         say(f"tracing {wanted.model} at {seq_len} tokens ...")
-        profile = trace(replace(lean, seq_len=seq_len))
+        profile = trace(replace(lean, seq_len=seq_len), say)
         return pressure(profile, cluster, single, forecast_of(profile, cluster))
 
     found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS, end_first=limit is not None)
@@ -137,19 +142,24 @@ def _longest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, 
     note["next_fits"] = None if bounded else False
     if found is None:
         return question, note
-    profile = trace(replace(wanted, seq_len=found))
+    profile = trace(replace(wanted, seq_len=found), say)
     return replace(question, profile=profile, wanted=replace(wanted, seq_len=found), wish=single), note
 
 
 def _deepest(question: Question, cluster: Cluster, say: Say) -> tuple[Question, dict[str, Any]]:
     layer = question.profile.layers[repeated_layer(question.profile)]
 
-    def wants(count: int) -> float:
+    def wants(count: int, pipelines: bool = False) -> float:
         say(f"forecasting {count} times {layer.name} ...")
-        profile = with_layers(question.profile, count)
-        return pressure(profile, cluster, question.wish, forecast_of(profile, cluster))
+        profile, wish = with_layers(question.profile, count), replace(question.wish, pipelines=pipelines)
+        return pressure(profile, cluster, wish, forecast_of(profile, cluster))
 
+    # cutting many layers into stages takes seconds, and pipelines seldom hold most: they are asked where others end
     found, looked = largest(wants, 1, 1, MOST_LAYERS)
+    border = (found or 0) + 1
+    if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:
+        found, more = largest(lambda count: wants(count, pipelines=True), border, 1, MOST_LAYERS)
+        looked += more
     note = {"max": "layers", "value": found, "step": 1, "looked": looked, "layer": layer.name, "now": layer.count}
     note["next_fits"] = None if found == MOST_LAYERS else False
     return (replace(question, profile=with_layers(question.profile, found)) if found else question), note

@@ -29,14 +29,14 @@ def refuse_existing(folder: Path) -> None:
 
 
 def write_plan(
-    folder: Path, choice: Choice, profile: Profile, model_args: dict[str, Any], image: str | None
+    folder: Path, choice: Choice, profile: Profile, model_args: dict[str, Any], image: str | None, nvme_path: str
 ) -> list[str]:
     """Write both files; their paths. Raises UserError."""
     refuse_existing(folder)
     config, run = (folder / name for name in NAMES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(json.dumps(ds_config(choice, profile), indent=2) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(ds_config(choice, profile, nvme_path), indent=2) + "\n", encoding="utf-8")
         described = run_yaml(choice, profile, model_args, image, config.absolute())
         run.write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
     except OSError as error:
@@ -45,7 +45,7 @@ def write_plan(
     return [str(config), str(run)]
 
 
-def ds_config(choice: Choice, profile: Profile) -> dict[str, Any]:
+def ds_config(choice: Choice, profile: Profile, nvme_path: str) -> dict[str, Any]:
     """The bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
     base = "zero3_nvme" if "nvme" in (choice.offload_optimizer, choice.offload_param) else f"zero{choice.zero_stage}"
     config = json.loads(bundled()[base].read_text(encoding="utf-8"))
@@ -60,6 +60,8 @@ def ds_config(choice: Choice, profile: Profile) -> dict[str, Any]:
             zero.pop(key, None)
         elif device == "cpu":
             zero[key] = {"device": "cpu", "pin_memory": True}
+        else:
+            zero[key]["nvme_path"] = nvme_path
     if choice.tp > 1:
         config["tensor_parallel"] = {"autotp_size": "auto"}
     if choice.sp > 1:

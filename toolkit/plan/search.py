@@ -12,7 +12,7 @@ from zerofit.plan.fit import Fit, fit
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.reasons import Forecast, remedy, why
 from zerofit.plan.space import Degrees, Space, Wish, degree_problem, space_of
-from zerofit.plan.time import StepTime, Timer, model_flops
+from zerofit.plan.time import BYTES, StepTime, Timer, model_flops
 from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -105,7 +105,21 @@ def search(
 def pressure(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float:
     """What the layout that fits best wants of the scarcest memory, as a share of what there is; above 1 none fits."""
     families = space_of(profile, cluster, wish).families
-    return min((_fit_of(family[0], cluster, forecast)[1].over for family in families), default=math.inf)
+    return min((_over(family[0], profile, cluster, forecast) for family in families), default=math.inf)
+
+
+def _over(choice: Choice, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
+    """What a layout wants as a share of what there is; at least that, where a pipeline is far too large.
+
+    Cutting hundreds of layers into stages takes seconds: it is left out where a stage's average share of parameters
+    and moments, which stand on the device at stages 0 and 1, is too large already.
+    """
+    if choice.pp > 1:
+        share = profile.parameters / choice.pp
+        least = BYTES[choice.precision] * share + 8 * share / (choice.dp if choice.zero_stage else 1)
+        if least > cluster.device.memory_bytes:
+            return least / cluster.device.memory_bytes
+    return _fit_of(choice, cluster, forecast)[1].over
 
 
 def host_needed(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float | None:

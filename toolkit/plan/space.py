@@ -31,6 +31,7 @@ class Wish:
     pp: int | None = None
     sp: int | None = None
     checkpointing: bool | None = None
+    pipelines: bool = True  # whether the search may cut the model into pipeline stages
 
 
 class Degrees(NamedTuple):
@@ -177,7 +178,7 @@ def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
             yield Degrees(sp=degree)
-        if degree <= layers and ":" not in profile.model:
+        if wish.pipelines and degree <= layers and ":" not in profile.model:
             yield Degrees(pp=degree)
 
 
@@ -185,8 +186,8 @@ def _untraced(degrees: Degrees, profile: Profile, wish: Wish) -> Problem | None:
     keys = [setting(wish.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
     if any(key in profile.costs for key in keys):
         return None
-    message = f"the profile of {profile.model} does not hold {keys[0]}"
-    return Problem(kind="not-profiled", message=message, hint="plan from the model's name", where="--profile")
+    message = f"{keys[0]} of {profile.model} is not in its profile: not asked for, or a layer that does not divide"
+    return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tuple[int, Offload, Offload]]:

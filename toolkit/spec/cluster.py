@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zerofit.spec.device import Device
 
@@ -15,6 +15,7 @@ class Cluster:
     gpus: int  # of one node
     nodes: int = 1
     host_bytes: int  # of one node's memory
+    host_scales: bool = False  # it is the devices' share of a larger node: fewer devices come with less
     nvme_bytes: int = 0  # of one node's disks that offloading may fill; 0: none
     notes: tuple[str, ...] = ()  # what was assumed because nothing was said
 
@@ -27,7 +28,3 @@ class Cluster:
     def on_cpu(self) -> bool:
         """Whether devices are host processes."""
         return self.device.kind == "cpu"
-
-    def sized(self, gpus: int, nodes: int) -> Cluster:
-        """As many of the same hosts; a host with fewer devices keeps its memory."""
-        return replace(self, gpus=gpus, nodes=nodes)

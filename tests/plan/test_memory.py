@@ -1,0 +1,212 @@
+"""Forecasts against figures worked out by hand, for a model of one million parameters in two kinds of layers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.memory import Forecaster, forecast
+from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.states import overlap_in_partition
+from zerofit.plan.timeline import timeline
+from zerofit.spec.profile import Layer, LayerCost, Line, Moment, Profile, setting
+
+ZERO = Line()
+K = 1000  # the micro batch whose activations count in millions of bytes
+
+
+def per_sample(bytes_: float) -> Line:
+    return Line(per_sample=bytes_)
+
+
+def cost(saved: int, forward: int, backward: int, **more) -> LayerCost:
+    figures = {name: ZERO for name in ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")}
+    return LayerCost(
+        saved_bytes=per_sample(saved),
+        forward_peak_bytes=per_sample(forward),
+        backward_peak_bytes=per_sample(backward),
+        output_bytes=per_sample(1000),
+        forward_ops=1,
+        backward_ops=1,
+        **figures,
+        **more,
+    )
+
+
+COSTS = (cost(1000, 2000, 2000), cost(3000, 5000, 6000))
+PROFILE = Profile(
+    model="hand",
+    task="causal-lm",
+    seq_len=8,
+    layers=(
+        Layer(name="embedding", count=1, matrices=(600_000,), vectors=()),
+        Layer(name="block", count=2, matrices=(200_000,), vectors=()),
+    ),
+    costs={setting(p, c, 1, s): COSTS for p in ("fp32", "bf16", "fp16") for c in (False, True) for s in (1, 2)},
+    model_type="llama",
+)
+
+
+def choice(stage: int, **more) -> Choice:
+    return Choice(**{"zero_stage": stage, "micro_batch": 1, "bucket": 1_000_000, "precision": "bf16", **more})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_static_bytes_of_a_mixed_precision_adam(stage, device):
+    """Stage 0: 2 + 4 + 8 bytes an element; 1, 2: 2 + 12/4; 3: (2 + 12 + 2)/4 and its bucket."""
+    expected = {0: 14_000_000, 1: 5_000_000, 2: 5_000_000, 3: 4_000_000 + 2_000_000}
+    assert forecast(PROFILE, choice(stage, dp=4), device).static_bytes == expected[stage]
+
+
+def test_stage_0_fp32_reduces_in_a_flat_copy():
+    """12 bytes standing, 4 of gradients, 4 of the all-reduce's flat buffer, on every rank."""
+    memory = forecast(PROFILE, choice(0, precision="fp32", dp=2))
+    assert (memory.peak_bytes, memory.peak_phase) == (20_000_000, "backward")
+    assert memory.breakdown == {
+        "parameters": 4_000_000,
+        "optimizer state": 8_000_000,
+        "gradients": 4_000_000,
+        "temporaries": 4_000_000,
+    }
+
+
+def test_stage_0_bf16_steps_on_flat_float32_gradients():
+    """FusedAdam: 14 + 2 standing and gradients, 4 lifted, 4 flat; torch's AdamW: 4 lifted, two of the largest."""
+    assert forecast(PROFILE, choice(0)).peak_bytes == 24_000_000
+    on_cpu = forecast(PROFILE, choice(0), "cpu")
+    assert (on_cpu.peak_bytes, on_cpu.peak_phase) == (14_000_000 + 2_000_000 + 4_000_000 + 8 * 600_000, "step")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_keep_gradients_of_all_that_reaches_into_the_partition(stage):
+    """Rank 1 of 2 has elements of all three matrices; the largest's norm is taken in float64."""
+    line = timeline(PROFILE, setting("bf16", False, 1, 1))
+    assert overlap_in_partition(line, 2) == 1_000_000
+    memory = forecast(PROFILE, choice(stage, dp=2))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 2_000_000 + 8 * 600_000, "step")
+
+
+def test_stage_1_waits_with_whole_gradients_beside_its_bucket():
+    """Static 8, gradients 2, bucket 2; then the bucket's flat copy; without tied or saved activations that is all."""
+    memory = forecast(PROFILE, choice(1, dp=2, bucket=8_000_000))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 16_000_000 + 2_000_000, "backward")
+
+
+def test_stage_2_peaks_before_its_bucket_where_activations_rule():
+    """Last block's backward: saved 1 + 3 (a million each for K samples), and its own 6; no bucket before a gradient."""
+    memory = forecast(PROFILE, choice(2, dp=2, micro_batch=K))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 10_000_000, "backward")
+    assert memory.breakdown["activations"] == 10_000_000
+
+
+def test_stage_3_gathers_and_gives_back():
+    """All parameters stay from forward to backward (2 x what follows is below 1e9), and are whole at its start."""
+    memory = forecast(PROFILE, choice(3, dp=2, micro_batch=K, bucket=100_000))
+    static = 500_000 * (2 + 12 + 2) + 200_000
+    assert memory.static_bytes == static
+    assert memory.peak_bytes == static + 2_000_000 + 10_000_000
+    assert memory.breakdown["gathered parameters"] == 2_000_000
+    assert "gathered parameters" not in forecast(PROFILE, choice(3, dp=1, micro_batch=K)).breakdown
+
+
+def test_stage_3_steps_sub_group_after_sub_group():
+    memory = forecast(PROFILE, choice(3, dp=2, bucket=100_000))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_200_000 + (4 + 2) * 500_000, "step")
+
+
+def test_accumulation_carries_gradients_into_the_next_forward_and_backward():
+    once, often = (forecast(PROFILE, choice(0, micro_batch=K, accumulation=n)).peak_bytes for n in (1, 4))
+    assert (once, often) == (24_000_000, 14_000_000 + 2_000_000 + 10_000_000)
+
+
+def test_offloaded_states_are_on_the_host():
+    """Device: parameters and one buffer of the largest; host: 12 and 4 of gradients for half, two buffers."""
+    memory = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"))
+    assert memory.static_bytes == 2_000_000 + 1_200_000
+    assert memory.host_bytes == 500_000 * 16 + 2 * 500_000 + 1_200_000
+    both = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"), "cpu")
+    assert both.static_bytes == memory.static_bytes + memory.host_bytes
+
+
+def test_nvme_takes_states_and_masters():
+    memory = forecast(PROFILE, choice(3, dp=2, offload_optimizer="nvme"))
+    assert memory.nvme_bytes == 16 * 500_000
+
+
+def test_offloaded_parameters_leave_the_device():
+    here, away = (forecast(PROFILE, choice(3, dp=2, offload_param=where)) for where in ("none", "cpu"))
+    assert here.static_bytes - away.static_bytes == 1_000_000
+    assert away.host_bytes == 1_000_000
+
+
+def test_overlap_takes_a_second_bucket():
+    one, two = (forecast(PROFILE, choice(2, dp=2, overlap=on, bucket=8_000_000)).peak_bytes for on in (False, True))
+    assert two - one == 16_000_000
+
+
+def test_a_pipeline_is_balanced_and_keeps_micro_batches_in_flight():
+    """fp32, stage 0: 12 x 0.6, gradients 2.4, one more micro batch saved (1), backward (2), a gradient buffer (1)."""
+    assert stage_bounds(PROFILE, 2) == ((0, 1), (1, 3))
+    first = 7_200_000 + 2_400_000 + 1_000_000 + 2_000_000 + 1_000_000
+    # stage 1: 12 x 0.4, gradients 1.6, saved 3 and 6, the buffer that receives, twice logits, inputs, their gradients
+    last = 4_800_000 + 1_600_000 + 9_000_000 + 1_000_000 + 2_000_000 + 4_000_000
+    memory = forecast(PROFILE, choice(0, precision="fp32", pp=2, accumulation=4, micro_batch=K))
+    assert memory.peak_bytes == max(first, last) == last
+
+
+def test_stages_hold_less_without_more_micro_batches():
+    few, many = (
+        forecast(PROFILE, choice(0, precision="fp32", pp=3, accumulation=n, micro_batch=10 * K)) for n in (1, 8)
+    )
+    assert few.peak_bytes < many.peak_bytes
+
+
+def test_traced_moments_tell_when_gradients_come():
+    """The peak of 6 is before the gradient: at stage 0 that gradient is not there yet, and later ones see 2 less."""
+    moments = (Moment(live=(per_sample(6000),), parameter=0), Moment(live=(per_sample(1000),)))
+    traced = replace(PROFILE, costs={"bf16/checkpointing=0/tp=1/sp=1": (COSTS[0], replace(COSTS[1], backward=moments))})
+    plain, known = (forecast(p, choice(2, dp=2, micro_batch=K)) for p in (PROFILE, traced))
+    assert plain.peak_bytes == known.peak_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_breakdown_is_the_peak_and_more_ranks_need_no_more(stage, device):
+    tell = Forecaster(PROFILE, device)
+    for offload in ("none", "cpu") if stage else ("none",):
+        static = []
+        for dp in (1, 2, 4, 8, 64):
+            for micro_batch in (1, 7, K):
+                one = choice(stage, dp=dp, micro_batch=micro_batch, offload_optimizer=offload, accumulation=2)
+                memory = tell.memory(one)
+                assert sum(memory.breakdown.values()) == memory.peak_bytes >= memory.static_bytes
+            static.append(memory.static_bytes + memory.host_bytes)
+        if stage in (1, 2) and offload == "cpu":
+            continue  # parameters that lie across a partition's bounds are kept whole
+        assert static == sorted(static, reverse=True)
+
+
+def test_a_setting_without_a_trace_is_an_error():
+    with pytest.raises(KeyError, match="tp=2"):
+        forecast(PROFILE, choice(1, tp=2))
+
+
+def test_torch_is_not_imported():
+    code = "import sys, zerofit.plan.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_thousands_of_choices_take_no_time():
+    tell = Forecaster(PROFILE)
+    started = time.process_time()
+    for dp in (1, 2, 4, 8, 16, 32, 64, 128):
+        for stage in (0, 1, 2, 3):
+            for micro_batch in range(1, 65):
+                tell.memory(choice(stage, dp=dp, micro_batch=micro_batch))
+    assert time.process_time() - started < 0.5

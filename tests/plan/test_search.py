@@ -1,0 +1,200 @@
+"""Ranking, rejections and the questions the other way round, on a hand-made profile and formula."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.plan.stub import GIB, Formula, make_cluster, make_profile
+from zerofit.plan.fit import fit, margin_bytes
+from zerofit.plan.inverse import gpu_counts, largest, with_layers
+from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.search import host_needed, pressure, search
+from zerofit.plan.space import Degrees, Wish, degree_problem, settings_of, space_of
+from zerofit.spec.errors import UserError
+
+WISH = Wish(precision="bf16", global_batch=64)
+
+
+def found(profile=None, cluster=None, wish=WISH, **options):
+    profile = profile or make_profile()
+    return search(profile, cluster or make_cluster(), wish, Formula(profile), **options)
+
+
+def choices(profile, cluster, wish=WISH):
+    return [choice for family in space_of(profile, cluster, wish).families for choice in family]
+
+
+def test_the_best_come_first_and_fit():
+    answer = found(top=20)
+    speeds = [one.samples_per_s for one in answer.best]
+    assert len(speeds) == 20 and speeds == sorted(speeds, reverse=True)
+    for one in answer.best:
+        assert one.fit.short is None and one.fit.device_bytes == one.memory.peak_bytes + one.fit.margin_bytes
+        assert 0 < one.mfu < 1 and sum(one.memory.breakdown.values()) == one.memory.peak_bytes
+        assert one.samples_per_s == pytest.approx(64 / one.time.step_s)
+    assert answer.considered == answer.fitting + sum(r.count for r in answer.rejected if r.choice)
+
+
+def test_only_what_deepspeed_and_zerofit_take():
+    for choice in choices(make_profile(), make_cluster(nodes=4)):
+        assert sum(d > 1 for d in (choice.tp, choice.pp, choice.sp)) <= 1
+        assert choice.world_size == 32
+        assert choice.micro_batch * choice.accumulation * choice.dp == 64
+        assert choice.zero_stage <= 1 or choice.pp == 1
+        assert choice.accumulation >= choice.pp
+        assert choice.offload_param == "none" or (choice.zero_stage == 3 and choice.offload_optimizer != "none")
+        assert choice.offload_optimizer == "none" or choice.zero_stage >= 2
+        assert 8 % choice.tp == 0 and 8 % choice.sp == 0  # heads, key-value heads and ranks of a node
+
+
+def test_disks_only_where_there_are_some():
+    cluster = make_cluster()
+    assert not any(c.offload_optimizer == "nvme" for c in choices(make_profile(), cluster))
+    disks = replace(cluster, nvme_bytes=10**12)
+    nvme = [c for c in choices(make_profile(), disks) if "nvme" in (c.offload_optimizer, c.offload_param)]
+    assert nvme and all(c.zero_stage == 3 for c in nvme)
+
+
+def test_why_others_are_rejected():
+    answer = found(cluster=make_cluster(memory_bytes=3 * GIB))
+    (rejected,) = [r for r in answer.rejected if r.choice]
+    assert rejected.reason == "device-memory-backward" and rejected.count > 100
+    assert "GiB" in rejected.message and "margin" in rejected.message
+    assert rejected.fit.short == "device" and rejected.fit.over > 1
+    assert rejected.hint.endswith("would fit")
+    assert rejected.fit.over == pytest.approx(min(_overs(answer.cluster)))
+
+
+def _overs(cluster):
+    formula = Formula(make_profile())
+    fits = [fit(formula(c), c, cluster) for c in choices(make_profile(), cluster)]
+    return [one.over for one in fits if one.short]
+
+
+def test_host_memory_is_counted_by_the_node():
+    profile = make_profile(blocks=400)
+    small = replace(make_cluster("rtx3090", gpus=2), host_bytes=20 * GIB)
+    answer = search(profile, small, Wish(precision="bf16", global_batch=8), Formula(profile))
+    assert "host-memory" in {r.reason for r in answer.rejected}
+    assert not answer.best and answer.nearest is not None
+    needed = host_needed(profile, small, Wish(precision="bf16", global_batch=8), Formula(profile))
+    for share, fits in ((1.001, True), (0.999, False)):
+        cluster = replace(small, host_bytes=int(needed * share))
+        assert (pressure(profile, cluster, Wish(precision="bf16", global_batch=8), Formula(profile)) <= 1) is fits
+
+
+def test_the_verdict_keeps_a_margin():
+    profile, cluster = make_profile(), make_cluster()
+    one, three = (next(c for c in choices(profile, cluster) if c.zero_stage == stage) for stage in (1, 3))
+    assert margin_bytes(10 * GIB, three, cluster) > margin_bytes(10 * GIB, one, cluster) > 1 * GIB
+
+
+def test_skipping_forecasts_changes_nothing():
+    """Larger buckets are not forecast one by one; the counts are as if they were."""
+    profile = make_profile(blocks=60)
+    cluster = make_cluster(memory_bytes=16 * GIB)
+    answer, formula = found(profile, cluster), Formula(profile)
+    everything = choices(profile, cluster)
+    assert answer.considered == len(everything)
+    assert answer.fitting == sum(fit(formula(c), c, cluster).short is None for c in everything)
+
+
+def test_degrees_that_do_not_divide_say_which_do():
+    profile = make_profile(heads=12, kv_heads=12)
+    with pytest.raises(UserError) as error:
+        found(profile, wish=Wish(precision="bf16", tp=8))
+    (problem,) = error.value.problems
+    assert "does not divide the 12 attention heads" in problem.message
+    assert problem.hint == "degrees that do: 1, 2, 3, 4, 6, 12"
+    assert "degrees that do: 2, 4, 8" in degree_problem(Degrees(pp=3), profile, make_cluster()).hint
+    assert "cannot be combined" in degree_problem(Degrees(tp=2, sp=2), profile, make_cluster()).message
+    assert "AutoTP" in degree_problem(Degrees(tp=2), make_profile(model_type="gpt2"), make_cluster()).message
+    assert "at least as many layers" in degree_problem(Degrees(pp=16), profile, make_cluster(nodes=2)).message
+
+
+def test_a_batch_that_does_not_divide():
+    with pytest.raises(UserError) as error:
+        found(wish=Wish(precision="bf16", global_batch=60, tp=1))
+    assert error.value.problems[0].hint == "take 56 or 64"
+    with pytest.raises(UserError):
+        found(wish=Wish(precision="bf16", global_batch=64, micro_batch=3))
+
+
+def test_what_is_asked_is_kept():
+    wish = Wish(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
+    for choice in choices(make_profile(), make_cluster(), wish):
+        assert (choice.micro_batch, choice.checkpointing, choice.tp, choice.dp) == (2, True, 4, 2)
+
+
+def test_degrees_worth_tracing():
+    assert settings_of((16, 8), "llama", 8) == [
+        *(Degrees(), Degrees(tp=2), Degrees(sp=2), Degrees(tp=4), Degrees(sp=4), Degrees(tp=8), Degrees(sp=8))
+    ]
+    assert settings_of((12, 12), "bert", 8) == [Degrees(), Degrees(tp=2), Degrees(tp=4)]
+    assert settings_of((None, None), None, 8) == [Degrees()]
+
+
+@pytest.mark.parametrize("border", [1, 2, 3, 17, 1000, 4095, 4096, 5000])
+@pytest.mark.parametrize("shape", [lambda n: n, lambda n: n * n, lambda n: 0.01 if n <= 1 else math.inf, math.sqrt])
+@pytest.mark.parametrize("end_first", [True, False])
+def test_the_largest_is_the_last_that_fits(border, shape, end_first):
+    looked = []
+
+    def wants(n: int) -> float:
+        looked.append(n)
+        return shape(n / (border + 0.5))
+
+    value, looks = largest(wants, 1, 1, 4096, end_first)
+    assert value == min(border, 4096) and looks == len(looked) == len(set(looked)) <= 40
+    if value < 4096:
+        assert value + 1 in looked and shape((value + 1) / (border + 0.5)) > 1
+
+
+def test_nothing_is_small_enough():
+    assert largest(lambda n: 2.0, 1, 1, 100)[0] is None
+
+
+def test_the_largest_micro_batch_and_depth_are_the_last_that_fit():
+    profile, cluster = make_profile(), make_cluster(memory_bytes=8 * GIB)
+
+    def by_batch(micro: int) -> float:
+        return pressure(profile, cluster, Wish(precision="bf16", micro_batch=micro), Formula(profile))
+
+    def by_depth(blocks: int) -> float:
+        deeper = with_layers(profile, blocks)
+        return pressure(deeper, cluster, WISH, Formula(deeper))
+
+    for wants in (by_batch, by_depth):
+        value, _ = largest(wants, 1, 1, 4096)
+        assert wants(value) <= 1 < wants(value + 1)
+    assert with_layers(profile, 20).layers[0].count == 20
+
+
+def test_more_devices_never_fit_less():
+    profile = make_profile(blocks=400)
+    wants = []
+    for nodes in (1, 2, 4, 8, 16):
+        cluster = replace(make_cluster("l4", gpus=2, nodes=nodes), host_bytes=7 * GIB)  # no room for offloading
+        wants.append(pressure(profile, cluster, Wish(precision="bf16", micro_batch=1), Formula(profile)))
+    assert wants == sorted(wants, reverse=True) and wants[0] > 1 >= wants[-1]
+    counts = [gpus * nodes for gpus, nodes in gpu_counts(8)]
+    assert counts == sorted(set(counts)) and counts[:7] == [1, 2, 3, 4, 6, 8, 16]
+
+
+def test_stages_hold_every_layer_once():
+    bounds = stage_bounds(make_profile(blocks=10), 4)
+    assert bounds[0][0] == 0 and bounds[-1][1] == 10
+    assert all(first[1] == second[0] for first, second in pairwise(bounds))
+
+
+def test_ten_thousand_layouts_on_a_thousand_devices_in_a_second():
+    profile, cluster = make_profile(blocks=80), make_cluster(nodes=128)
+    start = time.process_time()
+    answer = found(profile, cluster, Wish(precision="bf16", global_batch=2**10 * 3 * 5 * 7 * 11))
+    assert answer.considered > 10_000
+    assert time.process_time() - start < 2  # benchmarks/plan_speed.py measures with the real forecast

@@ -1,0 +1,108 @@
+"""The time of a step on a hand-made profile: what each part is, and which way it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
+from zerofit.plan.choice import Choice
+from zerofit.plan.rates import rates_of
+from zerofit.plan.time import ADAM_BYTES, HOST_ADAM_BYTES, Timer, model_flops
+
+PARAMETERS = BLOCKS * BLOCK
+
+
+@pytest.fixture
+def timer() -> Timer:
+    """Rates of round numbers, nothing costs by the call."""
+    cluster = make_cluster()
+    found = rates_of(cluster, "bf16")
+    rates = replace(
+        found,
+        flops=1e14,
+        memory=1e12,
+        launch_s=0.0,
+        link=1e11,
+        network=1e10,
+        pcie=1e10,
+        host=1e11,
+        call_s=0.0,
+        hop_s=0.0,
+        network_hop_s=0.0,
+    )
+    return Timer(make_profile(), cluster, rates)
+
+
+def choose(**fields: object) -> Choice:
+    return Choice(**{"zero_stage": 1, "micro_batch": 1, "dp": 8, **fields})
+
+
+def test_compute_is_flops_and_traffic(timer):
+    step = timer.step(choose())
+    flops = 6 * PARAMETERS * 1024
+    out = 2 * 1024 * 1024
+    moved = BLOCKS * (6 * BLOCK + 60 * out)
+    assert step.compute_s == pytest.approx(flops / 1e14 + moved / 1e12)
+    assert timer.step(choose(checkpointing=True)).compute_s > 1.2 * step.compute_s
+
+
+def test_gradients_are_all_reduced_below_stage_3_and_scattered_at_it(timer):
+    reduce_s = 2 * PARAMETERS * 2 * 7 / 8 / 1e11
+    assert timer.step(choose(zero_stage=0)).reduce_s == pytest.approx(reduce_s)
+    assert timer.step(choose(zero_stage=2)).reduce_s == pytest.approx(reduce_s)
+    assert timer.step(choose(zero_stage=3)).reduce_s == pytest.approx(reduce_s / 2)
+
+
+def test_stages_2_and_3_reduce_every_micro_batch(timer):
+    once, often = (timer.step(choose(zero_stage=s, accumulation=4)).reduce_s for s in (1, 2))
+    assert often == pytest.approx(4 * once)
+
+
+def test_overlap_hides_gradients_but_for_the_last_bucket(timer):
+    exposed = timer.step(choose(zero_stage=2))
+    hidden = timer.step(choose(zero_stage=2, overlap=True, bucket=1_000_000))
+    assert 0 < hidden.reduce_s < exposed.reduce_s and hidden.step_s < exposed.step_s
+
+
+def test_the_optimizer(timer):
+    gathered = 2 * PARAMETERS * 7 / 8 / 1e11
+    assert timer.step(choose(zero_stage=0)).optimizer_s == pytest.approx(PARAMETERS * ADAM_BYTES / 1e12)
+    assert timer.step(choose()).optimizer_s == pytest.approx(PARAMETERS / 8 * ADAM_BYTES / 1e12 + gathered)
+    offloaded = timer.step(choose(zero_stage=3, offload_optimizer="cpu"))
+    assert offloaded.optimizer_s == pytest.approx(PARAMETERS * HOST_ADAM_BYTES / 1e11)  # all ranks of the node share it
+    assert offloaded.transfer_s == pytest.approx(2 * 2 * PARAMETERS / 8 / 1e10)  # gradients down, parameters up
+
+
+def test_disks_are_the_slowest(timer):
+    nvme = timer.step(choose(zero_stage=3, offload_optimizer="nvme"))
+    assert nvme.transfer_s > 10 * timer.step(choose(zero_stage=3, offload_optimizer="cpu")).transfer_s
+
+
+def test_a_pipeline_waits_to_fill(timer):
+    step = timer.step(choose(dp=2, pp=4, accumulation=8))
+    assert step.bubble_s == pytest.approx(3 / 8 * step.compute_s, rel=0.1)  # and what stages hand on
+    longer = timer.step(choose(dp=2, pp=4, accumulation=32))
+    assert longer.bubble_s / longer.step_s < step.bubble_s / step.step_s
+
+
+def test_tensor_and_sequence_parallelism_send_in_both_directions(timer):
+    out = 2 * 1024 * 1024  # bytes of a block's output for one sample
+    step = timer.step(choose(dp=4, tp=2))
+    assert step.tensor_s == pytest.approx(BLOCKS * 2 * (2 * out) * 2 * 1 / 2 / 1e11)
+    again = timer.step(choose(dp=4, tp=2, checkpointing=True))
+    assert again.tensor_s == pytest.approx(1.5 * step.tensor_s)
+    step = timer.step(choose(dp=4, sp=2))
+    assert step.sequence_s == pytest.approx(BLOCKS * 2 * (4 * out / 2) * 1 / 2 / 1e11)
+
+
+def test_slower_hardware_is_never_faster(timer):
+    for name in ("flops", "memory", "link", "pcie", "host"):
+        slow = Timer(make_profile(), make_cluster(), replace(timer.rates, **{name: getattr(timer.rates, name) / 4}))
+        for choice in (choose(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"), choose(zero_stage=2)):
+            assert slow.step(choice).step_s >= timer.step(choice).step_s
+
+
+def test_model_flops_leave_recomputation_out():
+    assert model_flops(make_profile(), "bf16") == 6 * PARAMETERS * 1024
