@@ -16,7 +16,7 @@ from zerofit.plan.gather import gathered_at_once, gathered_in_forward
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
 from zerofit.plan.replay import Held, backward_moments, upper
 from zerofit.plan.start import start_moments
-from zerofit.plan.states import Standing, standing
+from zerofit.plan.states import Standing, overlap_in_partition, shards, standing
 from zerofit.plan.step import step_moments
 from zerofit.plan.timeline import ELEMENT_BYTES, Point, Timeline, timeline
 from zerofit.spec.profile import Profile, setting
@@ -104,12 +104,10 @@ class Forecaster:
         stands = self._standing(line, choice)
         moments = []
         for one, more in passes:
-            forward, backward = (
-                upper(_forward_moments(line, one, self.device)),
-                backward_moments(line, one, self.device),
-            )
-            moments += [_moment("forward", held, stands, more, self.device) for held in forward]
-            moments += [_moment("backward", held, stands, more, self.device) for held in backward]
+            for held in upper(_forward_moments(line, one, self.device)):
+                moments.append(_moment("forward", held, stands, more, self.device))
+            for held in backward_moments(line, one, self.device):
+                moments.append(_moment("backward", held, stands, between if held.after else more, self.device))
         host = 0
         for step in step_moments(line, choice, self.device):
             held = Held(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
@@ -129,8 +127,8 @@ def _forward_moments(line: Timeline, choice: Choice, device: str) -> Iterator[He
     if choice.accumulation > 1 and choice.zero_stage < 2:
         gradients = element * line.parameters
         buckets = element * choice.bucket * (1 + choice.overlap) if choice.zero_stage == 1 else 0
-    if choice.accumulation > 1 and choice.zero_stage == 2:
-        gradients = min((held.gradients for held in backward_moments(line, choice, device)), default=0)
+    if choice.accumulation > 1 and choice.zero_stage == 2 and choice.offload_optimizer == "none":
+        gradients = element * overlap_in_partition(line, shards(choice))
     partitioned = choice.zero_stage == 3
     gathered = gathered_in_forward(line, choice) if partitioned else [0] * len(line.forward)
     # gloo gathers into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)

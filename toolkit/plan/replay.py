@@ -24,6 +24,7 @@ class Held(NamedTuple):
     buckets: int = 0
     gathered: int = 0
     temporaries: int = 0
+    after: bool = False  # after the last backward: nothing is in flight in a pipeline
 
     @property
     def fixed(self) -> float:
@@ -43,7 +44,8 @@ def backward_moments(line: Timeline, choice: Choice, device: str) -> list[Held]:
         found = _Scattered(line, choice, device).run()
     else:
         found = _accumulated(line, choice)
-    return upper(found)
+    moments = list(found)
+    return upper(held for held in moments if not held.after) + upper(held for held in moments if held.after)
 
 
 def upper(moments: Iterable[Held]) -> list[Held]:
@@ -71,7 +73,8 @@ def _accumulated(line: Timeline, choice: Choice) -> Iterator[Held]:
             yield Held(point, gradients, bucket if later or event.done else 0)
     if choice.zero_stage == 0:
         lifted = reduction_bytes(choice) if choice.sp > 1 and element == 2 else 0
-        yield Held((0.0, 0.0), whole, temporaries=(element + lifted) * _first_buckets(line))  # engine.py:3796, :3801
+        flat = (element + lifted) * _first_buckets(line)  # engine.py:3796, :3801
+        yield Held((0.0, 0.0), whole, temporaries=flat, after=True)
     else:
         yield from _reduced_at_the_end(line, choice, element)
 
@@ -92,15 +95,17 @@ def _reduced_at_the_end(line: Timeline, choice: Choice, element: int) -> Iterato
     state = _Bucketed(line, choice)
     # with a pipeline a second bucket beside the hooks' (:963)
     state.bucket_bytes = element * choice.bucket * (2 if choice.pp > 1 else 1)
-    waiting = line.parameters
+    state.after, waiting = True, line.parameters
     # what waits grows less: after the first reductions no more than before is alive
     end = waiting - 3 * (choice.bucket + line.largest)
     for group in line.members:
         for parameter in group:
-            yield from state.arrive(parameter, (element * waiting, 0.0))
+            state.waiting_bytes = element * waiting
+            yield from state.arrive(parameter, (0.0, 0.0))
             waiting -= parameter.numel
             if waiting < end:
                 return
+    state.waiting_bytes = 0
     yield from state.finish()
 
 
@@ -122,6 +127,7 @@ class _Bucketed:
         self.sizes = partitions(line, self.ranks)
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
+        self.waiting_bytes, self.after = 0, False  # whole gradients outside of the bucket
 
     def run(self) -> Iterator[Held]:
         """Over the backward."""
@@ -186,8 +192,8 @@ class _Bucketed:
         return largest
 
     def _held(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> Held:
-        gradients = self.before + self.kept_bytes + self.oversized
-        return Held(activations, gradients, self.bucket_bytes if bucket else 0, 0, temporaries)
+        gradients = self.before + self.kept_bytes + self.oversized + self.waiting_bytes
+        return Held(activations, gradients, self.bucket_bytes if bucket else 0, 0, temporaries, self.after)
 
 
 class _Scattered:
