@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.cli.inputs import assumed_inputs
 from zerofit.models.catalog import OWN_MODULE, ModelError
 from zerofit.models.presets import PRESETS
 from zerofit.plan.space import Degrees, settings_of
@@ -104,7 +105,8 @@ def _inputs(wanted: Wanted, source: Any, task: str) -> tuple[Any, Any]:
     config = make_config(source, None, wanted.model_args) if source.family == "transformers" else None
     longest = max_positions(config) if task != "image" and config is not None else None
     seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    return assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args), None if task == "image" else config
+    inputs = assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args)
+    return inputs, None if task == "image" else config
 
 
 def _degrees(config: Any, seq_len: int | None) -> list[Degrees]:
