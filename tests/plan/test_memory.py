@@ -25,7 +25,7 @@ def per_sample(bytes_: float) -> Line:
 
 
 def cost(saved: int, forward: int, backward: int, **more) -> LayerCost:
-    figures = {name: ZERO for name in ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")}
+    figures = dict.fromkeys(("forward_flops", "backward_flops", "forward_bytes", "backward_bytes"), ZERO)
     return LayerCost(
         saved_bytes=per_sample(saved),
         forward_peak_bytes=per_sample(forward),

@@ -87,6 +87,8 @@ def _lines(pair: tuple[Segment, Segment], bases: tuple[int, int]) -> list[Line]:
 
 
 def _end(pair: tuple[Segment, Segment], bases: tuple[int, int]) -> Line:
+    if pair[0].parameter is None:
+        return Line()
     return _line([segment.live_at_end - base for segment, base in zip(pair, bases, strict=True)])
 
 

@@ -17,10 +17,14 @@ _ROWS = ("o_proj", "down_proj", "output.dense")
 def shard(model: nn.Module, blocks: nn.ModuleList, degree: int) -> None:
     """Replace the blocks' linear layers and an untied `lm_head` by one rank's parts; changes the model.
 
-    Raises ModelError where the degree does not divide a layer.
+    Raises ModelError where the degree does not divide a layer, or a block's matrices are not those of linear layers.
     """
     for block in blocks:
-        for path, linear in list(_linears(block)):
+        linears = list(_linears(block))
+        if {id(p) for p in block.parameters() if p.dim() > 1} != {id(linear.weight) for _, linear in linears}:
+            message = f"tensor parallelism splits linear layers, and {type(block).__name__} has other matrices"
+            raise ModelError("profile-tp", message)
+        for path, linear in linears:
             made = _RowLinear if path.endswith(_ROWS) else _ColumnLinear
             _put(block, path, made(linear, degree))
     head = getattr(model, "lm_head", None)

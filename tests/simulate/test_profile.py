@@ -1,0 +1,197 @@
+"""What a trace says of a model, against figures from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from zerofit.models.build import build, check_forward, count_parameters
+from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.simulate.costs import envelope
+from zerofit.simulate.profile import Setting, profile_model
+from zerofit.simulate.standins import as_on
+from zerofit.spec.profile import Line, Profile, setting
+
+HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
+TEXT = TextInputs(vocab_size=VOCAB, seq_len=LENGTH)
+IMAGES = ImageInputs(channels=3, size=32, classes=10)
+
+
+def traced(name: str, inputs, *settings: Setting, device: str = "cuda", **args) -> Profile:
+    source = find(name)
+    return profile_model(source, source.task, inputs, args, settings or [Setting("bf16")], device)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Profile:
+    settings = [Setting("bf16", c) for c in (False, True)] + [Setting("bf16", tp=2), Setting("bf16", sp=2)]
+    return traced("llama-tiny", TEXT, *settings)
+
+
+def costs(profile: Profile, *of):
+    return dict(zip((layer.name for layer in profile.layers), profile.costs[setting(*of)], strict=True))
+
+
+def test_flops_of_a_block_are_those_of_its_products(llama):
+    """2mnk for the projections and the MLP, 4 x length^2 x width for attention; twice that in backward."""
+    block = costs(llama, "bf16", False, 1, 1)["block"]
+    head = HIDDEN // HEADS
+    matrices = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * KV * head + 3 * HIDDEN * MLP
+    products, attention = 2 * LENGTH * matrices, 4 * LENGTH * LENGTH * HIDDEN
+    assert block.forward_flops == Line(per_sample=products + attention)
+    # attention's kernel computes its scores again: 5 products instead of 2
+    assert block.backward_flops == Line(per_sample=2 * products + attention * 5 / 2)
+    assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Line(per_sample=2 * LENGTH * HIDDEN * VOCAB)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base"])
+def test_parameters_are_those_of_the_whole_model(name):
+    config = TextInputs(vocab_size=256, seq_len=32)
+    assert traced(name, config).parameters == count_parameters(find(name))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11", "lenet", "mobilenet_v2"])
+def test_forward_flops_of_image_models_are_those_that_torch_counts(name):
+    source = find(name)
+    profile = traced(name, IMAGES, Setting("fp32"))
+    with torch.device("meta"):
+        model = build(source, IMAGES, {})
+    assert profile.parameters == sum(p.numel() for p in model.parameters())
+    forward = sum(cost.forward_flops.at(1) for cost in profile.costs[setting("fp32", False, 1, 1)])
+    assert forward == check_forward(model, source, IMAGES)
+
+
+def test_a_checkpointed_block_keeps_its_input_and_computes_twice(llama):
+    plain, kept = (costs(llama, "bf16", c, 1, 1)["block"] for c in (False, True))
+    assert kept.saved_bytes == Line(per_sample=2 * LENGTH * HIDDEN)
+    # recomputing stops at the last tensor that is needed: the block's last product is not
+    again = plain.forward_flops.per_sample - 2 * LENGTH * MLP * HIDDEN
+    assert kept.backward_flops.per_sample == plain.backward_flops.per_sample + again
+
+
+def test_tensor_parallel_blocks_are_halves(llama):
+    whole, half = (costs(llama, "bf16", False, tp, 1) for tp in (1, 2))
+    assert half["block"].forward_flops.at(1) == whole["block"].forward_flops.at(1) / 2
+    assert sum(half["block"].matrices) == sum(llama.layers[1].matrices) / 2
+    assert half["block"].tp_allreduce_bytes == Line(per_sample=2 * 2 * LENGTH * HIDDEN)
+    assert half["head"].matrices == (HIDDEN * VOCAB // 2,)
+    assert 0.99 < llama.layers[1].tp_sharded < 1  # norms are whole
+
+
+def test_sequence_parallel_blocks_share_the_length(llama):
+    whole, half = (costs(llama, "bf16", False, 1, sp)["block"] for sp in (1, 2))
+    assert half.forward_flops.at(1) == whole.forward_flops.at(1) / 2
+    local = 2 * LENGTH // 2 * HIDDEN
+    assert half.sp_alltoall_bytes == Line(per_sample=local * (2 + 2 * KV / HEADS))
+
+
+def test_no_mask_and_no_matrix_of_scores(llama):
+    """Bytes grow with the length, not with its square."""
+    longer = traced("llama-tiny", TextInputs(vocab_size=VOCAB, seq_len=4 * LENGTH))
+    short, long = (costs(p, "bf16", False, 1, 1)["block"].saved_bytes for p in (llama, longer))
+    assert long == Line(per_sample=4 * short.per_sample)
+
+
+def test_dropout_in_attention_costs_the_cpu_its_fused_kernel():
+    text = TextInputs(vocab_size=256, seq_len=512)
+    on_cpu, on_gpu = (
+        traced("gpt2", text, device=device).costs[setting("bf16", False, 1, 1)][1] for device in ("cpu", "cuda")
+    )
+    scores = 12 * 512 * 512
+    assert on_cpu.saved_bytes.per_sample - on_gpu.saved_bytes.per_sample > 2 * scores
+
+
+class Mlp(nn.Module):
+    """Two products around a ReLU on 8 x 8 images, classified."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(192, 1000), nn.Linear(1000, 10)
+
+    def forward(self, x):
+        return self.down(self.up(x.flatten(1)).relu())
+
+
+def test_saved_bytes_of_an_mlp_by_hand():
+    """For a sample: pixels, ReLU's output; log-probabilities; labels. The first product's output is dropped."""
+    source = ModelSource(name=f"{__name__}:Mlp", family="custom", origin="package.module:callable", task="custom")
+    inputs = ImageInputs(channels=3, size=8, classes=10)
+    profile = profile_model(source, "image", inputs, {}, [Setting("fp32")], "cuda")
+    up, down = profile.costs[setting("fp32", False, 1, 1)]
+    assert [layer.name for layer in profile.layers] == ["up", "down"]
+    assert up.saved_bytes == Line(per_sample=4 * (192 + 1000) + 8)
+    # logits are gone once their logarithms are there; both losses (summed, weighted) and the total weight are scalars
+    assert down.saved_bytes.per_sample == 4 * 10
+    assert down.forward_flops == Line(per_sample=2 * 1000 * 10)
+    # the second product's gradients: of its bias and of its weight (10,000) beside that of its input
+    assert [moment.parameter for moment in down.backward if moment.parameter is not None] in ([0, 1], [1, 0])
+    assert max(line.fixed for moment in down.backward for line in moment.live) >= 4 * 10_000
+
+
+def test_batch_norm_is_in_float32():
+    profile = traced("resnet18", IMAGES, Setting("bf16"), Setting("fp32"))
+    low, full = (sum(c.saved_bytes.at(2) for c in profile.costs[setting(p, False, 1, 1)]) for p in ("bf16", "fp32"))
+    assert full / 2 < low < full  # its inputs are kept in float32
+
+
+def test_a_profile_is_plain_json(llama):
+    assert Profile.from_dict(json.loads(json.dumps(llama.as_dict()))) == llama
+
+
+def test_an_envelope_holds_for_every_micro_batch():
+    lines = [
+        Line(fixed=100, per_sample=1),
+        Line(fixed=10, per_sample=10),
+        Line(fixed=50, per_sample=1),
+        Line(fixed=0, per_sample=10),
+    ]
+    best = envelope(lines)
+    assert len(best) == 2
+    for samples in range(1, 40):
+        assert max(line.at(samples) for line in best) == max(line.at(samples) for line in lines)
+
+
+def test_nothing_stays_patched():
+    before = nn.functional.scaled_dot_product_attention
+    with as_on("cuda"):
+        assert nn.functional.scaled_dot_product_attention is not before
+    assert nn.functional.scaled_dot_product_attention is before
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2"])
+def test_what_cannot_be_split_says_so(name):
+    inputs = IMAGES if name == "resnet18" else TextInputs(vocab_size=256, seq_len=32)
+    with pytest.raises(ModelError, match=r"tensor parallel"):
+        traced(name, inputs, Setting("bf16", tp=2))
+
+
+class Reads(nn.Module):
+    """A model that looks at values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(192, 10)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1)) * (2 if x.sum() > 0 else 1)
+
+
+def test_a_model_that_looks_at_values_is_named():
+    source = ModelSource(name=f"{__name__}:Reads", family="custom", origin="package.module:callable", task="custom")
+    inputs = ImageInputs(channels=3, size=8, classes=10)
+    with pytest.raises(ModelError, match=r"cannot be traced without data, in aten.* of linear"):
+        profile_model(source, "image", inputs, {}, [Setting("fp32")], "cuda")
+
+
+def test_seventy_billion_parameters_take_seconds():
+    """Of this process's own time: other work on the machine does not count."""
+    started = time.process_time()
+    settings = [Setting("bf16", c, tp) for c in (False, True) for tp in (1, 8)]
+    profile = traced("llama-3.1-70b", TextInputs(vocab_size=128256, seq_len=4096), *settings)
+    assert time.process_time() - started < 5
+    assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 80), ("head", 1)]
