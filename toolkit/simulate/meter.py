@@ -16,8 +16,8 @@ from deepspeed.sequence.layer import _all_to_all_groups
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from zerofit.simulate.flops import flops_of
 from zerofit.simulate.kinds import LOGITS, TEMPORARIES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
 
@@ -99,9 +99,9 @@ class Meter(TorchDispatchMode):
         return out
 
     def _note_storages(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops[self._phase, self._step] += flop_registry[packet](*args, **kwargs, out_val=out)
+        flops = flops_of(func, args, kwargs, out)
+        if flops:
+            self.flops[self._phase, self._step] += flops
         place: tuple[str, CodeType | None, int] | None = None
         touched = tree_leaves(out)
         if name in RESIZING:

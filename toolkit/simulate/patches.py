@@ -77,14 +77,11 @@ def masks() -> None:
 
 
 def order_checks() -> None:
-    """ZeRO-3 compares the order of parameters with other ranks' by value. (deepspeed.runtime.zero)"""
-    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, utils
+    """ZeRO-3 compares the order of parameters with rank 0's by value. (deepspeed.runtime.zero.utils)"""
+    from deepspeed.runtime.zero import utils
 
-    for module in (utils, partition_parameters, partitioned_param_coordinator):
-        if hasattr(module, "assert_ints_same_as_other_ranks"):
-            module.assert_ints_same_as_other_ranks = lambda *_, **__: None
-        if hasattr(module, "get_lst_from_rank0"):
-            module.get_lst_from_rank0 = lambda values: values
+    utils.get_lst_from_rank0 = lambda values: values
+    utils.assert_lst_len_same_as_other_ranks = lambda values: None
 
 
 def device_mesh() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from zerofit.simulate.flops import flops_of
 
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh")
 Key = tuple[str, int]  # ("forward" or "backward", unit)
@@ -115,9 +115,7 @@ class Recorder(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         work.kernels += 1
         work.moved_bytes += sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        flops = _FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
-        if flops is not None:
-            work.flops += flops(*args, **kwargs, out_val=out)
+        work.flops += flops_of(func, args, kwargs, out)
 
 
 _kernels: dict[Any, bool] = {}
@@ -131,24 +129,3 @@ def _is_kernel(func: Any) -> bool:
         view = alias is not None and not alias.is_write
         known = _kernels[func] = not view and func._overloadpacket.__name__ not in _FREE
     return known
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of attention; torch's counter does not know the CPU's kernel. Nothing is taken off for a causal mask."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of the (tokens, k) by (experts, k, n) product of a mixture of experts."""
-    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
-
-
-_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
-    torch.ops.aten._grouped_mm: _grouped,
-}
