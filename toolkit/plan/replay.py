@@ -6,6 +6,8 @@ Places are of DeepSpeed 0.19.8, below deepspeed/runtime/.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
@@ -32,20 +34,25 @@ class Held(NamedTuple):
         return self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
 
 
-def backward_moments(line: Timeline, choice: Choice, device: str) -> list[Held]:
+def backward_moments(line: Timeline, choice: Choice, device: str) -> tuple[Held, ...]:
     """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch.
 
     With accumulation it is the last backward of a step, else the only one.
     """
-    pipeline = choice.pp > 1
-    if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and not pipeline):
-        found = _Bucketed(line, choice).run()
+    # the same for all of these
+    alike = {"micro_batch": 1, "max_live": 0, "offload_param": "none", "accumulation": min(choice.accumulation, 2)}
+    return _moments(line, replace(choice, **alike), device)
+
+
+@lru_cache(maxsize=4096)
+def _moments(line: Timeline, choice: Choice, device: str) -> tuple[Held, ...]:
+    if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and choice.pp == 1):
+        found = list(_Bucketed(line, choice).run())
     elif choice.zero_stage == 3:
-        found = _Scattered(line, choice, device).run()
+        found = list(_Scattered(line, choice, device).run())
     else:
-        found = _accumulated(line, choice)
-    moments = list(found)
-    return upper(held for held in moments if not held.after) + upper(held for held in moments if held.after)
+        found = list(_accumulated(line, choice))
+    return (*upper(held for held in found if not held.after), *upper(held for held in found if held.after))
 
 
 def upper(moments: Iterable[Held]) -> list[Held]:
