@@ -16,7 +16,8 @@ FINDING = 1
 RUN_FIELDS = (
     *("model_args", "loss", "data", "data_root", "tokenizer", "image_size", "steps", "micro_batch"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", "ds_config", "ranks", "tensor_parallel", "pipeline", "sequence_parallel"),
+    *("activation_checkpointing", "loss_chunk", "ds_config", "ranks"),
+    *("tensor_parallel", "pipeline", "sequence_parallel"),
 )
 
 

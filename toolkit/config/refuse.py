@@ -82,6 +82,14 @@ def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Probl
         )
     if run.loss == "mse" and not facts.own:
         problems.add("loss", f"--loss mse on {run.model}, which gives logits of classes", "leave --loss out", "--loss")
+    if run.loss_chunk and (run.loss == "mse" or facts.task == "gan" or (facts.own and run.loss is None)):
+        problems.add(
+            "loss",
+            f"--loss-chunk {run.loss_chunk} cuts up the cross entropy of logits, which is not what {run.model} is "
+            "trained with here",
+            "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else ""),
+            "--loss-chunk",
+        )
     if layout.pp > 1 and (facts.own or facts.task == "gan"):
         problems.add(
             "layout",

@@ -73,6 +73,9 @@ class RunSpec(BaseModel):
         None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)"
     )
     activation_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
+    loss_chunk: PositiveInt | None = Field(
+        None, description="targets whose logits are in float32 at a time, to save memory (default: all)"
+    )
     compile: bool = Field(False, description="torch.compile the model through the engine")
 
     # layout

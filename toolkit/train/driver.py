@@ -134,7 +134,7 @@ class Driver:
         logits, aux = self._logits(x, extra)
         if self.job.run.loss == "mse":
             return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
-        loss = weighted_cross_entropy(logits, labels, batch["weight"])
+        loss = weighted_cross_entropy(logits, labels, batch["weight"], self.job.run.loss_chunk)
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:

@@ -61,7 +61,7 @@ class PipelineDriver:
         labels, weight = target
         if not torch.is_grad_enabled():
             self._counts += counts(logits, labels)
-        return weighted_cross_entropy(logits, labels, weight)
+        return weighted_cross_entropy(logits, labels, weight, self.job.run.loss_chunk)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x = batch["inputs"]

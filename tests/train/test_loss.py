@@ -1,0 +1,46 @@
+"""The loss in chunks against torch's cross entropy in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from zerofit.train.loss import IGNORE, weighted_cross_entropy
+
+TARGETS, CLASSES = 37, 11
+
+
+def made(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, CLASSES, (TARGETS,))
+    labels[::5] = IGNORE
+    return torch.randn(TARGETS, CLASSES).mul(3).to(dtype).requires_grad_(), labels
+
+
+@pytest.mark.parametrize("chunk", [1, 8, TARGETS, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_chunks_give_the_loss_and_gradient_of_all_at_once(dtype, tolerance, chunk):
+    logits, labels = made(dtype)
+    exact = logits.detach().double().requires_grad_()
+    wanted = functional.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    wanted.backward()
+    loss = weighted_cross_entropy(logits.reshape(1, TARGETS, CLASSES), labels.reshape(1, TARGETS), 0.25, chunk)
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=tolerance, atol=tolerance * 0.25)
+
+
+def test_a_scaled_loss_keeps_small_gradients_in_fp16():
+    """The weight of a large batch would vanish in fp16, were it not multiplied with the loss scale first."""
+    logits, labels = made(torch.float16)
+    (weighted_cross_entropy(logits, labels, 1e-7, 8) * 2.0**16).backward()
+    exact = logits.detach().double().requires_grad_()
+    (functional.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="sum") * 1e-7 * 2.0**16).backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-2, atol=1e-5)
+
+
+def test_without_gradients_nothing_is_kept():
+    logits, labels = made(torch.float32)
+    with torch.no_grad():
+        assert not weighted_cross_entropy(logits, labels, 1.0, 8).requires_grad
