@@ -36,7 +36,7 @@ def test_the_best_come_first_and_fit():
     for one in answer.best:
         assert one.fit.short is None and one.fit.device_bytes == one.memory.peak_bytes + one.fit.margin_bytes
         assert 0 < one.mfu < 1 and sum(one.memory.breakdown.values()) == one.memory.peak_bytes
-        assert one.samples_per_s == pytest.approx(64 / one.time.step_s)
+        assert one.samples_per_s == pytest.approx(64 / one.time.step_s, rel=0.005)
     assert answer.considered == answer.fitting + sum(r.count for r in answer.rejected if r.choice)
 
 

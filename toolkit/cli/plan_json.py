@@ -44,7 +44,7 @@ def layout_json(one: Ranked, profile: Profile) -> dict[str, Any]:
         "device_total_bytes": one.fit.device_there_bytes,
         "host_bytes": one.memory.host_bytes,
         "nvme_bytes": one.memory.nvme_bytes,
-        "step_s": one.time.step_s,
+        "step_s": one.choice.micro_batch * one.choice.accumulation * one.choice.dp / one.samples_per_s,
         "time": {name: value for name, value in asdict(one.time).items() if name != "step_s"},
         "samples_per_s": one.samples_per_s,
         "tokens_per_s": tokens,
