@@ -71,8 +71,17 @@ def test_the_optimizer(timer):
     assert timer.step(choose(zero_stage=0)).optimizer_s == pytest.approx(PARAMETERS * ADAM_BYTES / 1e12)
     assert timer.step(choose()).optimizer_s == pytest.approx(PARAMETERS / 8 * ADAM_BYTES / 1e12 + gathered)
     offloaded = timer.step(choose(zero_stage=3, offload_optimizer="cpu"))
-    assert offloaded.optimizer_s == pytest.approx(PARAMETERS * HOST_ADAM_BYTES / 1e11)  # all ranks of the node share it
-    assert offloaded.transfer_s == pytest.approx(2 * 2 * PARAMETERS / 8 / 1e10)  # gradients down, parameters up
+    assert offloaded.optimizer_s == pytest.approx(
+        PARAMETERS * HOST_ADAM_BYTES / 1e11
+    )  # a node's ranks share its memory
+    # gradients down and up in bf16, down in float32, stepped parameters up
+    assert offloaded.transfer_s == pytest.approx((2 * 2 + 4 + 2) * PARAMETERS / 8 / 1e10)
+
+
+def test_stage_2_moves_whole_gradients_of_earlier_micro_batches(timer):
+    step = timer.step(choose(zero_stage=2, offload_optimizer="cpu", accumulation=3))
+    moved = 5 * 2 * PARAMETERS + (4 + 2) * PARAMETERS / 8
+    assert step.transfer_s == pytest.approx(moved / 1e10)
 
 
 def test_disks_are_the_slowest(timer):

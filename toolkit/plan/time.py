@@ -16,7 +16,9 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
 # by Adam (4); the parameter written in the model's dtype (runtime/zero/stage_1_and_2.py, step)
 ADAM_BYTES = 44
-HOST_ADAM_BYTES = 28  # the C++ op reads and writes the three and the gradient in one pass (csrc/adam/cpu_adam.cpp)
+# of host memory: the C++ op reads gradient and states and writes states (28), clipping reads and writes the gradient
+# (8, stage3.py:2988), the stepped parameter is converted (6, stage3.py:2858)
+HOST_ADAM_BYTES = 42
 STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
 
 
@@ -190,13 +192,21 @@ class Timer:
         return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
 
     def _transfer_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
-        """Gradients down with every micro batch, parameters up once, states from and to the disks."""
+        """What offloading the optimizer moves: gradients, stepped parameters, states from and to the disks.
+
+        Gradients of earlier micro batches come up, are added to and go down again: at stage 3 a rank's share
+        (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809). The sum goes down in
+        float32.
+        """
         if choice.offload_optimizer == "none":
             return 0.0
-        share = one.parameters / shards.size
-        seconds = share * b * choice.accumulation / self.rates.pcie
-        if choice.offload_param == "none":
-            seconds += share * b / self.rates.pcie
+        share, steps = one.parameters / shards.size, choice.accumulation
+        if choice.zero_stage == 3:
+            accumulated = 2 * steps * b * share
+        else:
+            accumulated = (2 * steps - 1) * b * one.parameters if steps > 1 else 0.0
+        up = share * b if choice.offload_param == "none" else 0.0
+        seconds = (accumulated + 4 * share + up) / self.rates.pcie
         if choice.offload_optimizer == "nvme":
             of_node = share * self._cluster.gpus * STATE_BYTES
             seconds += of_node / self.rates.nvme_read + of_node / self.rates.nvme_write
