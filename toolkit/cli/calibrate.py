@@ -23,23 +23,24 @@ VERSIONS = ("zerofit", "torch")
 
 
 @click.command()
+@click.option("--seconds", type=click.FloatRange(min=0), default=0.8, show_default=True, help="of each measurement")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
-def calibrate(as_json: bool) -> None:
+def calibrate(seconds: float, as_json: bool) -> None:
     """Measure matrix products, memory, collectives, host copies and the disk of this machine (half a minute).
 
     `zerofit plan` uses the figures for this machine's kind of device.
     """
-    answer(_calibrate, as_json, _show)
+    answer(lambda: _calibrate(seconds), as_json, _show)
 
 
-def _calibrate() -> dict[str, Any]:
+def _calibrate(budget_s: float) -> dict[str, Any]:
     from zerofit.cli.plan_hardware import Asked, clusters
     from zerofit.launch.machine import usable_cores
     from zerofit.spec.calibration import Calibration, write_calibration
 
     (cluster,) = clusters(Asked())
     start = time.perf_counter()
-    ranks = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus))
+    ranks = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     calibration = Calibration(
         kind=cluster.device.kind,
         device_name=ranks[0]["device_name"] or f"CPU ({platform.machine()})",
@@ -52,7 +53,7 @@ def _calibrate() -> dict[str, Any]:
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
 
-def _measured(ranks: int, threads: int) -> list[dict[str, Any]]:
+def _measured(ranks: int, threads: int, budget_s: float) -> list[dict[str, Any]]:
     """What each rank has measured. Raises RunFailed."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -64,7 +65,7 @@ def _measured(ranks: int, threads: int) -> list[dict[str, Any]]:
     ):
         folder = Path(name)
         task = bar.add_task(f"starting {ranks} rank(s)", total=None)
-        processes = [_start(rank, ranks, threads, folder) for rank in range(ranks)]
+        processes = [_start(rank, ranks, threads, budget_s, folder) for rank in range(ranks)]
         try:
             _watch(processes, folder, lambda phase: bar.update(task, description=f"measuring {phase}"))
         finally:
@@ -82,8 +83,9 @@ def _room() -> Path:
     return cache_root()
 
 
-def _start(rank: int, ranks: int, threads: int, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "zerofit.simulate.calibrate", str(rank), str(ranks), str(threads), str(folder)]
+def _start(rank: int, ranks: int, threads: int, budget_s: float, folder: Path) -> subprocess.Popen[bytes]:
+    arguments = map(str, (rank, ranks, threads, budget_s, folder))
+    command = [sys.executable, "-m", "zerofit.simulate.calibrate", *arguments]
     with (folder / f"rank-{rank}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 

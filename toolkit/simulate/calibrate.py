@@ -1,6 +1,6 @@
 """What this machine's ranks reach, measured by as many processes at once as a run would start.
 
-Run as `python -m zerofit.simulate.calibrate RANK RANKS THREADS FOLDER`; each writes its figures to FOLDER.
+Run as `python -m zerofit.simulate.calibrate RANK RANKS THREADS SECONDS FOLDER`; each writes its figures to FOLDER.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-BUDGET_S = 0.8  # of one measurement
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 DISK_BYTES = 128 * 2**20
 PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
 
 
-def measure(rank: int, ranks: int, folder: Path) -> dict[str, object]:
-    """All figures of one rank; ranks measure the same thing at the same time."""
+def measure(rank: int, ranks: int, budget_s: float, folder: Path) -> dict[str, object]:
+    """All figures of one rank, each over `budget_s`; ranks measure the same thing at the same time."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     found: dict[str, object] = {}
     steps: list[Callable[[], dict[str, object]]] = [
-        lambda: {"matmul_flops": _matmul(device)},
-        lambda: {"memory_bandwidth": _memory(device)},
-        lambda: {"launch_s": _launch(device)},
-        lambda: {"host_bandwidth": _adam()},
-        lambda: {"host_copy": _host_copy(device)},
+        lambda: {"matmul_flops": _matmul(device, budget_s)},
+        lambda: {"memory_bandwidth": _memory(device, budget_s)},
+        lambda: {"launch_s": _launch(device, budget_s)},
+        lambda: {"host_bandwidth": _adam(budget_s)},
+        lambda: {"host_copy": _host_copy(device, budget_s)},
         lambda: _collectives(device, ranks) if ranks > 1 else {},
         lambda: _disk(folder) if rank == 0 else {},
     ]
@@ -45,12 +44,12 @@ def measure(rank: int, ranks: int, folder: Path) -> dict[str, object]:
     return found
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of one call, over about BUDGET_S."""
+def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Median seconds of one call, over about `budget_s`."""
     for _ in range(2):
         work()
     taken: list[float] = []
-    end = time.perf_counter() + BUDGET_S
+    end = time.perf_counter() + budget_s
     while len(taken) < 3 or (time.perf_counter() < end and len(taken) < 1000):
         _wait(device)
         start = time.perf_counter()
@@ -65,7 +64,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _matmul(device: torch.device) -> dict[str, float]:
+def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
     """FLOP/s of square products by precision."""
     size = 8192 if device.type == "cuda" else 1024
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,17 +75,17 @@ def _matmul(device: torch.device) -> dict[str, float]:
     found = {}
     for name, dtype in dtypes.items():
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[name] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b, device)
+        found[name] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b, device, budget_s)
     return found
 
 
-def _memory(device: torch.device) -> float:
+def _memory(device: torch.device, budget_s: float) -> float:
     """Bytes a second that an addition in place reads and writes; far larger than any cache."""
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
-    return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device)
+    return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
 
 
-def _launch(device: torch.device) -> float:
+def _launch(device: torch.device, budget_s: float) -> float:
     """Seconds from one small op to the next."""
     x, count = torch.zeros(16, device=device), 1000
 
@@ -94,24 +93,24 @@ def _launch(device: torch.device) -> float:
         for _ in range(count):
             x.add_(1.0)
 
-    return _seconds(many, device) / count
+    return _seconds(many, device, budget_s) / count
 
 
-def _adam() -> float:
+def _adam(budget_s: float) -> float:
     """Bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does."""
     parameter = torch.nn.Parameter(torch.zeros(2**24))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return 4 * STATES * parameter.numel() / _seconds(optimizer.step, torch.device("cpu"))
+    return 4 * STATES * parameter.numel() / _seconds(optimizer.step, torch.device("cpu"), budget_s)
 
 
-def _host_copy(device: torch.device) -> float:
+def _host_copy(device: torch.device, budget_s: float) -> float:
     """Bytes a second from pinned host memory to the device; on a CPU from memory to memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
     if device.type == "cuda":
         host = host.pin_memory()
     there = torch.empty_like(host, device=device)
-    return host.nbytes / _seconds(lambda: there.copy_(host), device)
+    return host.nbytes / _seconds(lambda: there.copy_(host), device, budget_s)
 
 
 def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
@@ -153,7 +152,7 @@ def _disk(folder: Path) -> dict[str, object]:
     return {"disk_write": DISK_BYTES / written_s, "disk_read": DISK_BYTES / read_s}
 
 
-def main(rank: int, ranks: int, threads: int, folder: Path) -> None:
+def main(rank: int, ranks: int, threads: int, budget_s: float, folder: Path) -> None:
     """Measure as one rank and leave the figures in the folder."""
     torch.set_num_threads(threads)
     if ranks > 1:
@@ -162,7 +161,7 @@ def main(rank: int, ranks: int, threads: int, folder: Path) -> None:
             torch.cuda.set_device(rank)
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    found = measure(rank, ranks, folder)
+    found = measure(rank, ranks, budget_s, folder)
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
     (folder / f"rank-{rank}.json").write_text(json.dumps({**found, "device_name": name}))
     if ranks > 1:
@@ -170,4 +169,4 @@ def main(rank: int, ranks: int, threads: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))

@@ -1,0 +1,47 @@
+"""`zerofit calibrate`: figures of this machine, kept, and used by the next plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from tests.plan.stub import make_cluster
+from zerofit.cli.main import main
+from zerofit.plan.rates import rates_of
+from zerofit.spec.calibration import Calibration, calibration_file, read_calibration, write_calibration
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_two_ranks_measure_this_machine(own_cache, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)  # the CPU, also where there are GPUs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = CliRunner().invoke(main, ["calibrate", "--seconds", "0.05", "--json"])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answer["kind"] == "cpu" and answer["file"] == str(own_cache / "calibration.json")
+    found = read_calibration("cpu")
+    assert found is not None and found.date and found.versions["torch"]
+    assert {"fp32", "bf16"} <= set(found.matmul_flops) and all(v > 1e8 for v in found.matmul_flops.values())
+    names = ("memory_bandwidth", "host_copy", "host_bandwidth", "disk_read", "disk_write", "launch_s")
+    assert all(getattr(found, name) > 0 for name in names)
+    assert (found.link is not None) == (found.devices > 1)
+
+
+def test_it_is_used_for_its_own_kind_alone(own_cache):
+    write_calibration(Calibration(kind="l4", device_name="NVIDIA L4", devices=1, date="2026-01-02", disk_read=5e9))
+    assert read_calibration("h100-80gb") is None and read_calibration("l4").disk_read == 5e9
+    assert rates_of(make_cluster("l4"), "bf16", read_calibration("l4")).nvme_read == 5e9
+
+
+def test_a_file_of_another_version_is_passed_over(own_cache):
+    assert read_calibration("cpu") is None
+    for text in ("{}", "nonsense", '{"kind": "cpu", "another": 1}'):
+        calibration_file().write_text(text)
+        assert read_calibration("cpu") is None
