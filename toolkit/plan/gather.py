@@ -21,10 +21,14 @@ def gathered_in_forward(line: Timeline, choice: Choice) -> list[int]:
     return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
 
 
-def gathered_at_once(line: Timeline, choice: Choice) -> list[int]:
-    """Bytes of the largest all-gather for each of line.forward's layers."""
+def gathered_at_once(line: Timeline, choice: Choice, device: str) -> list[int]:
+    """Bytes of the largest all-gather's second copy, for each of line.forward's layers.
+
+    Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
+    gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    """
     layers = _layers(line, choice)
-    return [layers.element * layers.at_once(n) for n, *_ in line.forward]
+    return [layers.element * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
 
 
 def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
@@ -43,7 +47,8 @@ def gathered_in_backward(line: Timeline, choice: Choice) -> list[int]:
 
 
 def _layers(line: Timeline, choice: Choice) -> _Layers:
-    spread = tuple(ranks > 1 for ranks in sharers(choice))
+    # a parameter on the host comes to the device even where it is whole
+    spread = tuple(ranks > 1 or choice.offload_param != "none" for ranks in sharers(choice))
     return _made(line, ELEMENT_BYTES[choice.precision], (choice.persistence, choice.prefetch), spread)
 
 
@@ -82,17 +87,21 @@ class _Layers:
         """Whether a parameter comes and goes: it is spread over ranks, and too large to stay."""
         return parameter.numel > self.persistence and self.spread[parameter.split]
 
-    def at_once(self, layer: int) -> int:
-        """Elements that one all-gather brings at most: a parameter, or those that are fetched ahead together."""
+    def at_once(self, layer: int, fewest: int) -> int:
+        """Elements of the largest all-gather of `fewest` parameters or more: one in use, or those fetched ahead."""
         numels = self.numels[layer]
-        ahead = (self._with_prefetch([0, *numels[place:]]) for place in range(len(numels)))
-        return max([*numels, *ahead], default=0)
+        groups = [[numel] for numel in numels] + [self._ahead(numels[place:]) for place in range(len(numels))]
+        return max((sum(group) for group in groups if len(group) >= fewest), default=0)
+
+    def _ahead(self, numels: Sequence[int]) -> list[int]:
+        """Parameters that are fetched together, until they reach the prefetch size (:447)."""
+        ahead: list[int] = []
+        for numel in numels:
+            if sum(ahead) >= self.prefetch:
+                break
+            ahead.append(numel)
+        return ahead
 
     def _with_prefetch(self, numels: Sequence[int]) -> int:
-        """A parameter in use and the next ones, until together they reach the prefetch size (:447)."""
-        ahead = 0
-        for numel in numels[1:]:
-            if ahead >= self.prefetch:
-                break
-            ahead += numel
-        return numels[0] + ahead
+        """Elements of a parameter in use, and of those fetched ahead."""
+        return numels[0] + sum(self._ahead(numels[1:]))

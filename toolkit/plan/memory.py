@@ -7,6 +7,7 @@ Left out: kernels' scratch, what the collectives' library and the device's conte
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -130,9 +131,9 @@ def _forward_moments(line: Timeline, choice: Choice, device: str) -> Iterator[He
     if choice.accumulation > 1 and choice.zero_stage == 2 and choice.offload_optimizer == "none":
         gradients = element * overlap_in_partition(line, shards(choice))
     partitioned = choice.zero_stage == 3
-    gathered = gathered_in_forward(line, choice) if partitioned else [0] * len(line.forward)
-    # gloo gathers into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)
-    copied = gathered_at_once(line, choice) if partitioned and device == "cpu" else [0] * len(line.forward)
+    here = replace(choice, offload_param="none") if device == "cpu" else choice  # the host's memory is the device's
+    gathered = gathered_in_forward(line, here) if partitioned else [0] * len(line.forward)
+    copied = gathered_at_once(line, here, device) if partitioned else [0] * len(line.forward)
     for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
             yield Held(point, gradients, buckets, whole)

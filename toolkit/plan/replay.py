@@ -40,7 +40,9 @@ def backward_moments(line: Timeline, choice: Choice, device: str) -> tuple[Held,
     With accumulation it is the last backward of a step, else the only one.
     """
     # the same for all of these
-    alike = {"micro_batch": 1, "max_live": 0, "offload_param": "none", "accumulation": min(choice.accumulation, 2)}
+    alike = {"micro_batch": 1, "max_live": 0, "accumulation": min(choice.accumulation, 2)}
+    if device == "cpu":  # the host's memory is the device's
+        alike["offload_param"] = "none"
     return _moments(line, replace(choice, **alike), device)
 
 
