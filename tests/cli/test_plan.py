@@ -126,7 +126,7 @@ def test_the_fewest_devices(traced, tmp_path):
     profile = with_layers(Profile.from_dict(json.loads(Path(traced["profile"]).read_text())), 240)
     (tmp_path / "deep.json").write_text(json.dumps(profile.as_dict()))
     deep = ["--profile", tmp_path / "deep.json", "--gpu", "h100-80gb", "--pipeline", 1, "--micro-batch", 1]
-    deep += ["--device-memory", "10GiB", "--host-memory", "40GiB"]
+    deep += ["--device-memory", "16GiB", "--host-memory", "40GiB"]
     found = asked(*deep, "--gpus", 8, "--min", "gpus")
     value = found["asked"]["value"]
     assert 1 < value <= 8 and found["cluster"]["ranks"] == value == found["layouts"][0]["dp"]

@@ -69,7 +69,7 @@ def _layouts(result: dict[str, Any]) -> Table:
             shown_bytes(row["host_bytes"]) if row["host_bytes"] else "-",
             shown_bytes(row["nvme_bytes"]) if row["nvme_bytes"] else "-",
             f"{row['step_s']:.3g} s",
-            f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}",
+            _rate(speed),
             f"{row['mfu']:.0%}" if row["mfu"] is not None else "-",
         )
     return table
@@ -117,12 +117,16 @@ def _boxes(boxes: list[dict[str, Any]]) -> Table:
             f"{box['nodes']} x {box['gpus']} x {box['gpu']}" if box["nodes"] > 1 else f"{box['gpus']} x {box['gpu']}",
             "yes" if best else "no",
             layout_words(best) if best else "-",
-            f"{best['samples_per_s']:.3g}" if best else "-",
+            _rate(best["samples_per_s"]) if best else "-",
             f"{best['tokens_per_s']:,.0f}" if best and best["tokens_per_s"] else "-",
             f"{best['mfu']:.0%}" if best and best["mfu"] is not None else "-",
             "; ".join(box["remedies"]),
         )
     return table
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _asked(asked: dict[str, Any]) -> str:

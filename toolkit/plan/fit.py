@@ -6,16 +6,20 @@ from dataclasses import dataclass
 
 from zerofit.plan.choice import Choice, Memory
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.device import Device
 from zerofit.spec.overhead import (
-    CONTEXT_BYTES,
     CPU_PROCESS_BYTES,
     FRAGMENTATION,
     FRAGMENTATION_ZERO3,
     HOST_PROCESS_BYTES,
     HOST_RESERVE,
     NCCL_ALL_TO_ALL_BYTES,
+    NCCL_CONNECTION_BYTES,
     NCCL_NVLINK_BYTES,
     NCCL_PCIE_BYTES,
+    NCCL_PCIE_CHANNELS,
+    blas_workspace_bytes,
+    context_figure,
 )
 
 
@@ -71,9 +75,28 @@ def margin_bytes(peak_bytes: int, choice: Choice, cluster: Cluster) -> float:
 
 
 def fixed_bytes(choice: Choice, cluster: Cluster) -> int:
-    """The context and the communicators of a rank."""
+    """Context, matrix products' workspaces and communicators of a rank, each at the upper end of what sources give."""
     if cluster.on_cpu:
         return CPU_PROCESS_BYTES
-    channels = NCCL_PCIE_BYTES if "PCIe" in cluster.device.link_name else NCCL_NVLINK_BYTES
-    groups = sum(degree > 1 for degree in (choice.dp, choice.tp, choice.pp, choice.sp))
-    return CONTEXT_BYTES + groups * channels + (NCCL_ALL_TO_ALL_BYTES if choice.sp > 1 else 0)
+    kind = cluster.device.kind
+    degrees = [d for d in (choice.dp * choice.sp, choice.tp, choice.pp) if d > 1]
+    groups = len(degrees) + (choice.sp > 1) + (len(degrees) > 1)  # the last: all ranks
+    # forward's and backward's thread have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp)
+    return (
+        context_figure(kind).high_bytes
+        + 2 * blas_workspace_bytes(kind)
+        + groups * (NCCL_PCIE_BYTES if _over_pcie(cluster.device) else NCCL_NVLINK_BYTES)
+        + _direct_bytes(cluster.device, max(choice.sp - 1, 2 if choice.pp > 1 else 0))
+    )
+
+
+def _direct_bytes(device: Device, peers: int) -> int:
+    """Connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)."""
+    peers = min(peers, device.node.gpus - 1)
+    if _over_pcie(device):
+        return peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
+    return NCCL_ALL_TO_ALL_BYTES * peers // 7  # measured on 8 GPUs
+
+
+def _over_pcie(device: Device) -> bool:
+    return "PCIe" in device.link_name

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 MIB = 2**20
 
-# The CUDA context with the kernels that a training step loads. pytorch#107667: about 300 MB with lazy loading (CUDA
-# 11.7 and later), pytorch#28113: 200 to 700 MB by GPU and version; taken: the upper half of that.
-CONTEXT_BYTES = 600 * MIB
 # One NCCL communicator's channels. NVIDIA/nccl#1685: 1.06 GB on each of 8 H100 before any all-to-all, 4.34 GB after
 # one; nccl#986 (its maintainer): linear in the channels, which NVLink has many of and PCIe has few of.
 NCCL_NVLINK_BYTES = 1024 * MIB
