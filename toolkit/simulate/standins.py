@@ -16,11 +16,7 @@ from torch.nn import functional
 
 from zerofit.simulate.scratch import ON_CPU, ON_GPU
 
-_FLASH = "aten::_scaled_dot_product_flash_attention"  # the trace runs the CPU's, which has a meta version
-KERNEL_SCRATCH = {
-    "cpu": ON_CPU,
-    "cuda": ON_GPU | {f"{_FLASH}_for_cpu_backward": ON_GPU[f"{_FLASH}_backward"]},
-}
+KERNEL_SCRATCH = {"cpu": ON_CPU, "cuda": ON_GPU}
 _math_attention = functional.scaled_dot_product_attention
 
 
@@ -62,12 +58,19 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Any fused kernel of a GPU: q, k, v, the output and the log-sum-exp are kept, and nothing of length squared.
+    """The kernels that a GPU takes, none of which keeps anything of length squared (ATen's sdp_utils.cpp).
 
-    The kernels of the CPU and of a GPU keep the same; that of the CPU has a meta version without a GPU.
+    Flash attention; in float32 or with a mask, which it has not, the memory efficient one, for which keys and values
+    are repeated for every query head.
     """
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    if attn_mask is None and query.dtype != torch.float32:
+        op = torch.ops.aten._scaled_dot_product_flash_attention
+        return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        repeat = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
 
 
 def _cpu_attention(
@@ -83,7 +86,8 @@ def _cpu_attention(
     """The CPU's fused kernel, which has no dropout; with dropout torch computes the whole matrix of scores."""
     if dropout_p > 0.0 or query.dim() != 4:
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _cuda_attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
