@@ -11,7 +11,7 @@ import pytest
 
 from tests.plan.stub import GIB, Formula, make_cluster, make_profile
 from zerofit.plan.fit import fit, margin_bytes
-from zerofit.plan.inverse import gpu_counts, largest, with_layers
+from zerofit.plan.inverse import fewest, largest, with_layers
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.space import Degrees, Wish, degree_problem, settings_of, space_of
@@ -182,8 +182,17 @@ def test_more_devices_never_fit_less():
         cluster = replace(make_cluster("l4", gpus=2, nodes=nodes), host_bytes=7 * GIB)  # no room for offloading
         wants.append(pressure(profile, cluster, Wish(precision="bf16", micro_batch=1), Formula(profile)))
     assert wants == sorted(wants, reverse=True) and wants[0] > 1 >= wants[-1]
-    counts = [gpus * nodes for gpus, nodes in gpu_counts(8)]
-    assert counts == sorted(set(counts)) and counts[:7] == [1, 2, 3, 4, 6, 8, 16]
+
+
+@pytest.mark.parametrize(("enough", "found"), [(1, (1, 1)), (5, (5, 1)), (8, (8, 1)), (9, (8, 2)), (100, (8, 13))])
+def test_the_fewest_devices_are_exact(enough, found):
+    assert fewest(lambda gpus, nodes: enough / (gpus * nodes), 8) == found
+
+
+def test_no_number_of_devices_is_enough():
+    looked = []
+    assert fewest(lambda gpus, nodes: looked.append(1) or 3.0, 8) is None and len(looked) < 16
+    assert fewest(lambda gpus, nodes: 1e6 / (gpus * nodes), 8) is None
 
 
 def test_stages_hold_every_layer_once():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +73,9 @@ def get_profile(wanted: Wanted, say: Callable[[str], None]) -> tuple[Profile, Pa
 
 def trace(wanted: Wanted, say: Callable[[str], None]) -> Profile:
     """Run the model without memory; says which degrees it does not take. Raises UserError and ModelError."""
+    with _deepspeed_quiet():
+        from zerofit.simulate.profile import Setting, profile_model
     from zerofit.models.catalog import find
-    from zerofit.simulate.profile import Setting, profile_model
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
@@ -96,6 +99,21 @@ def trace(wanted: Wanted, say: Callable[[str], None]) -> Profile:
                     raise
                 say(f"left out: {error.message}")
                 degrees.remove(ordered[0])
+
+
+@contextmanager
+def _deepspeed_quiet() -> Iterator[None]:
+    """Where there is no GPU, DeepSpeed says so on standard output when it is imported, unless it is told."""
+    import torch
+
+    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
+    if not told:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        yield
+    finally:
+        if not told:
+            del os.environ["DS_ACCELERATOR"]
 
 
 def _inputs(wanted: Wanted, source: Any, task: str) -> tuple[Any, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.cli.plan_profile import Wanted, longest_sequence, trace
-from zerofit.plan.inverse import MOST_GPUS, gpu_counts, largest, repeated_layer, with_layers
+from zerofit.plan import inverse
+from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.reasons import Forecast
 from zerofit.plan.search import Answer, host_needed, pressure, search
@@ -61,15 +62,12 @@ def maximum(question: Question, cluster: Cluster, what: str, say: Say) -> tuple[
 def fewest(question: Question, cluster: Cluster, full: int | None = None) -> Cluster | None:
     """The smallest cluster of this kind, on nodes of `full` devices, where a layout fits; None beyond MOST_GPUS."""
     forecast = forecast_of(question.profile, cluster)
-    wants: list[float] = []
-    for gpus, nodes in gpu_counts(full or cluster.gpus):
-        smaller = _of_size(cluster, gpus, nodes)
-        wants.append(pressure(question.profile, smaller, question.wish, forecast))
-        if wants[-1] <= 1:
-            return smaller
-        if nodes > 8 and wants[-1] > 0.99 * wants[-4]:
-            return None  # four times as many have not helped
-    return None
+
+    def wants(gpus: int, nodes: int) -> float:
+        return pressure(question.profile, _of_size(cluster, gpus, nodes), question.wish, forecast)
+
+    found = inverse.fewest(wants, full or cluster.gpus)
+    return _of_size(cluster, *found) if found else None
 
 
 def precision_of(asked: str | None, cluster: Cluster) -> str:

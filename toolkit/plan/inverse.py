@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from zerofit.spec.profile import Profile
@@ -66,8 +66,25 @@ def repeated_layer(profile: Profile) -> int:
     return max(range(len(profile.layers)), key=lambda index: profile.layers[index].count)
 
 
-def gpu_counts(full: int) -> Iterator[tuple[int, int]]:
-    """(devices of a node, nodes), ascending: 1, 2, 3, 4, 6, 8, 12, ... up to a node's `full`, then as many nodes."""
-    counts = sorted({2**n for n in range(17)} | {3 * 2**n for n in range(16)})
-    yield from ((n, 1) for n in counts if n < full)
-    yield from ((full, n) for n in counts if n * full <= MOST_GPUS)
+def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
+    """The smallest (devices of a node, nodes) whose `pressure` is at most 1: any up to a node's `full`, then full nodes.
+
+    Numbers of nodes are doubled, then halved in between, as if more never fitted less. None where four times as many
+    have not helped, or beyond MOST_GPUS.
+    """
+    for gpus in range(1, full + 1):
+        if pressure(gpus, 1) <= 1:
+            return gpus, 1
+    wants, nodes = [math.inf], 2
+    while nodes * full <= MOST_GPUS:
+        wants.append(pressure(full, nodes))
+        if wants[-1] <= 1:
+            low, high = nodes // 2, nodes
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if pressure(full, middle) <= 1 else (middle, high)
+            return full, high
+        if len(wants) > 4 and wants[-1] > 0.99 * wants[-3]:
+            return None
+        nodes *= 2
+    return None
