@@ -65,7 +65,7 @@ def test_words(reserved_gib, word, left_gib):
     assert verdict.word == word
     assert verdict.fits == (word == FITS)
     assert verdict.margin_bytes == pytest.approx(left_gib * GIB, abs=1)
-    assert verdict.sentence.startswith(word.capitalize()) and "context" in verdict.sentence
+    assert "context" in verdict.sentence
 
 
 def test_a_margin_of_ones_own():

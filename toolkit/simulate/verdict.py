@@ -90,6 +90,6 @@ def _sentence(word: str, reserved: int, overheads: Sequence[Overhead], device_by
         NOT: f"At least {shown_bytes(reserved + low - device_bytes)} are missing.",
     }[word]
     return (
-        f"{word.capitalize()}: of the device's {shown_bytes(device_bytes)} torch reserves {shown_bytes(reserved)} "
+        f"Of the device's {shown_bytes(device_bytes)} torch reserves {shown_bytes(reserved)} "
         f"and {beside} lie beside it{reckoned}. {end}"
     )

@@ -1,0 +1,107 @@
+"""`zerofit simulate` as a user and as a script meet it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.simulate.targets import TINY
+from zerofit.cli.main import main
+
+SMALL = ["--model-args", json.dumps(TINY), "--seq-len", "16", "--micro-batch", "2"]
+KEYS = {
+    *("world_size", "rank", "phases", "peak_bytes", "peak_phase", "peak_at", "breakdown", "reserved_bytes"),
+    *("device_total_bytes", "host_bytes", "nvme_bytes", "comm", "fits", "margin_bytes", "knobs", "seconds"),
+}
+
+
+def ask(*args: str, code: int = 0):
+    done = CliRunner().invoke(main, ["simulate", *args], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def answer(*args: str, code: int = 0) -> dict:
+    return json.loads(ask(*args, "--json", code=code).stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict:
+    return answer(
+        "llama-tiny", *SMALL, "--ds-config", "zero2", "--gpus", "2", "--gpu", "h100-80gb", "--precision", "bf16"
+    )
+
+
+def test_the_answer_has_what_scripts_rely_on(whole):
+    assert set(whole) >= KEYS
+    assert (whole["world_size"], whole["rank"], whole["fits"]) == (2, 0, True)
+    assert sum(whole["breakdown"].values()) == whole["peak_bytes"]
+    assert {"name", "start_bytes", "peak_bytes", "end_bytes"} <= set(whole["phases"][0])
+    assert set(whole["host_bytes"]) == {"pageable", "pinned"}
+    assert {"op", "bytes", "group_size", "phase", "count"} == set(whole["comm"][0])
+
+
+def test_every_knob_is_simulated(whole):
+    changes = {knob["change"]: knob["peak_bytes"] for knob in whole["knobs"]}
+    assert "--activation-checkpointing" in changes
+    assert any(change.startswith("--micro-batch 1") for change in changes)
+    assert "ZeRO stage 3" in changes
+    assert any(size < whole["peak_bytes"] for size in changes.values())
+
+
+def test_what_does_not_fit_is_a_finding():
+    result = answer("llama-tiny", *SMALL, "--gpus", "1", "--gpu", "t4", "--device-memory", "1MB", "--no-knobs", code=1)
+    assert result["fits"] is False
+    assert result["margin_bytes"] < 0
+    assert "missing" in result["because"]
+
+
+def test_a_run_file_with_data_and_a_picture(tmp_path: Path):
+    run = {"model": "lenet", "data": "digits", "ds_config": "zero1", "micro_batch": 4}
+    (tmp_path / "run.yaml").write_text("\n".join(f"{key}: {value}" for key, value in run.items()))
+    picture = tmp_path / "memory.png"
+    result = answer(
+        str(tmp_path / "run.yaml"), "--gpus", "4", "--gpu", "l4", "--plot", str(picture), "--no-knobs", "--rank", "3"
+    )
+    assert result["rank"] == 3
+    assert picture.stat().st_size > 10_000
+
+
+def test_every_stage_of_a_pipeline_is_looked_at():
+    args = ["--pipeline", "2", "--ds-config", "pipeline", "--gpus", "2", "--gpu", "l4", "--no-knobs"]
+    result = answer("llama-tiny", *SMALL, *args)
+    assert [stage["rank"] for stage in result["stages"]] == [0, 1]
+    assert result["peak_bytes"] in [stage["peak_bytes"] for stage in result["stages"]]
+
+
+def test_many_layers_are_extended_from_few():
+    """24 layers, from 2, 4 and 6, against all of them."""
+    deep = ["--model-args", json.dumps({**TINY, "num_hidden_layers": 24}), *SMALL[2:]]
+    args = ["--ds-config", "zero1", "--gpus", "2", "--gpu", "l4", "--no-knobs"]
+    few, exact = answer("llama-tiny", *deep, *args), answer("llama-tiny", *deep, *args, "--exact")
+    assert few["layers_simulated"] and not exact["layers_simulated"]
+    assert abs(few["extension_error"]) <= 0.005
+    assert few["peak_bytes"] == pytest.approx(exact["peak_bytes"], rel=0.005)
+    for one, other in zip(few["phases"], exact["phases"], strict=True):
+        assert one["peak_bytes"] == pytest.approx(other["peak_bytes"], rel=0.005), one["name"]
+    assert sum(r["bytes"] for r in few["comm"]) == pytest.approx(sum(r["bytes"] for r in exact["comm"]), rel=0.005)
+    assert few["flops"] == pytest.approx(exact["flops"], rel=0.005)
+
+
+def test_bad_input_comes_all_at_once():
+    done = ask("llama-tiny", "--gpu", "h100-80g", "--gpus", "0", code=2)
+    assert "h100-80gb" in done.stderr
+    assert "--gpus" in done.stderr
+    error = answer("llama-tiny", *SMALL, "--gpus", "3", "--gpu", "l4", "--tensor-parallel", "2", code=2)["error"]
+    assert "multiple" in error["message"]
+    error = answer("llama-tiny", *SMALL, "--gpus", "2", "--gpu", "l4", "--rank", "2", code=2)["error"]
+    assert error["where"] == "--rank"
+
+
+def test_a_model_that_cannot_be_simulated_says_where():
+    error = answer("tests.simulate.own:looks_at_values", "--gpus", "1", "--gpu", "l4", "--no-knobs", code=2)["error"]
+    assert error["kind"] == "not-simulated"
+    assert "nonzero" in error["message"]
