@@ -15,7 +15,7 @@ from typing import Any
 from zerofit.cli.inputs import assumed_inputs
 from zerofit.models.catalog import OWN_MODULE, ModelError
 from zerofit.models.presets import PRESETS
-from zerofit.plan.space import Degrees, settings_of
+from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.folder import write_json
@@ -86,8 +86,7 @@ def trace(wanted: Wanted, say: Callable[[str], None]) -> Profile:
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
     with models_say("MODEL"):
         inputs, config = _inputs(wanted, source, task)
-        length = getattr(inputs, "seq_len", None)
-        degrees = list(wanted.degrees) if wanted.degrees else _degrees(config, length)
+        degrees = _degrees(wanted, config, getattr(inputs, "seq_len", None))
         while True:
             # the largest first: where one does not divide every layer, it shows at once
             ordered = sorted(degrees, reverse=True)
@@ -127,13 +126,13 @@ def _inputs(wanted: Wanted, source: Any, task: str) -> tuple[Any, Any]:
     return inputs, None if task == "image" else config
 
 
-def _degrees(config: Any, seq_len: int | None) -> list[Degrees]:
-    if config is None:
-        return [Degrees()]
-    heads = getattr(config, "num_attention_heads", None)
-    pair = (heads, getattr(config, "num_key_value_heads", None) or heads)
-    found = settings_of(pair, getattr(config, "model_type", None), TRACED_RANKS)
-    return [d for d in found if d.sp == 1 or not (seq_len or 0) % d.sp]
+def _degrees(wanted: Wanted, config: Any, seq_len: int | None) -> list[Degrees]:
+    """All that are worth it, or the asked ones; what cannot be is not traced, and the search says why it cannot."""
+    attention = getattr(config, "num_attention_heads", None)
+    heads = (attention, getattr(config, "num_key_value_heads", None) or attention)
+    model_type = getattr(config, "model_type", None)
+    found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS)
+    return [d for d in found if heads_take(d, heads, model_type) and not (seq_len or 0) % d.sp]
 
 
 def _place(wanted: Wanted) -> Path | None:

@@ -67,7 +67,7 @@ def repeated_layer(profile: Profile) -> int:
 
 
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
-    """The smallest (devices of a node, nodes) whose `pressure` is at most 1: any up to a node's `full`, then full nodes.
+    """The smallest (devices of a node, nodes) with a `pressure` of at most 1: any up to `full`, then nodes of `full`.
 
     Numbers of nodes are doubled, then halved in between, as if more never fitted less. None where four times as many
     have not helped, or beyond MOST_GPUS.

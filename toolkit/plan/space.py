@@ -95,17 +95,18 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
     return space
 
 
-def settings_of(profile_heads: tuple[int | None, int | None], model_type: str | None, gpus: int) -> list[Degrees]:
-    """The degrees that are worth tracing for a model on nodes of this many ranks."""
-    heads, kv_heads = profile_heads
-    found = [Degrees()]
-    for degree in (2, 4, 8, 16, 32, 64):
-        fits = heads and not heads % degree and not (kv_heads or heads) % degree
-        if fits and model_type in TENSOR_PARALLEL_TYPES and degree <= gpus:
-            found.append(Degrees(tp=degree))
-        if fits and model_type in SEQUENCE_PARALLEL_TYPES and degree <= gpus:
-            found.append(Degrees(sp=degree))
-    return found
+def settings_of(heads: tuple[int | None, int | None], model_type: str | None, most: int) -> list[Degrees]:
+    """The degrees up to `most` that are worth tracing for a model of these attention and key-value heads."""
+    powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
+    found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
+    return [Degrees(), *(degrees for degrees in found if heads_take(degrees, heads, model_type))]
+
+
+def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
+    """Whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
+    degree, whole = degrees.tp * degrees.sp, [count for count in heads if count]
+    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
+    return degree == 1 or (bool(whole) and model_type in types and not any(count % degree for count in whole))
 
 
 def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
