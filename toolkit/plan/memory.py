@@ -88,21 +88,13 @@ class Forecaster:
             line = self._timeline(key, bounds[stage])
             yield self._table(line, choice, list(in_flight(line, choice, stage)), idle(line))
 
-    def _standing(self, line: Timeline, choice: Choice) -> Standing:
-        """With the other stages' layers, which stay on the host as built (train/pipeline.py, _build_stage)."""
-        found = standing(line, choice)
-        if choice.pp == 1 or self.profile.model_type is not None:
-            return found
-        others = 4 * (self.profile.parameters - line.parameters)
-        return found._replace(host=_added(found.host, {"parameters of other stages": others}))
-
     def _waiting(self) -> Point:
         """A micro batch's samples outlast its backward, on the host."""
         return (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _table(self, line: Timeline, choice: Choice, passes: list[tuple[Choice, Point]], between: Point) -> _Tables:
         """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
-        stands = self._standing(line, choice)
+        stands = standing(line, choice)
         moments = []
         for one, more in passes:
             for held in upper(_forward_moments(line, one, self.device)):

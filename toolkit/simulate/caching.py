@@ -2,8 +2,8 @@
 
 A model of c10/cuda/CUDACachingAllocator.cpp (native backend, default settings; constants and rules by their names
 there, read in sources from torch 2.2 on, the constants in 2.14.1). Of two free blocks of one size the allocator takes
-the one at the lower address; which one that is, the driver decides: here later segments lie higher. Not modelled: memory
-that waits for an event because another stream used it (`record_stream`), CUDA graphs' pools.
+the one at the lower address; which one that is, the driver decides: here later segments lie higher. Not modelled:
+memory that waits for an event because another stream used it (`record_stream`), CUDA graphs' pools.
 """
 
 from __future__ import annotations

@@ -34,10 +34,13 @@ def module_apply() -> None:
         if recurse:
             for child in self.children():
                 child._apply(function)
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             if parameter is not None:
                 with torch.no_grad():
                     moved = function(parameter.data)
+                    if moved.is_meta:  # cannot be `.data` of a tensor elsewhere: torch makes a new parameter too
+                        self._parameters[name] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                        continue
                     if moved is not parameter.data:
                         parameter.data = moved
                     if parameter.grad is not None:

@@ -123,11 +123,21 @@ def _build_stage(job: Job, place: Place, inputs: Inputs) -> tuple[list[Layer], l
     if run.pipeline_balance == "time":
         weights = _measured(job, source, inputs)
     bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=job.layout.pp)]
-    if from_meta:
-        mine = layers[bounds[place.pp_rank] : bounds[place.pp_rank + 1]]
+    mine = layers[bounds[place.pp_rank] : bounds[place.pp_rank + 1]]
+    if not from_meta:
+        _forget_others(layers, mine)
+    else:
         materialise(model, run.seed, keep={name for layer in mine for name in layer.names.values()})
         layers = as_layers(model, checkpointing=run.activation_checkpointing)
     return layers, bounds
+
+
+def _forget_others(layers: list[Layer], mine: list[Layer]) -> None:
+    """Give back the memory of other stages' weights; those that this stage shares stay."""
+    kept = {id(p) for layer in mine for p in layer.module.parameters()}
+    for layer in layers:
+        if not any(id(p) in kept for p in layer.module.parameters()):
+            layer.module.to("meta")
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
