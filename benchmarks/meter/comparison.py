@@ -54,7 +54,7 @@ class Comparison:
     def line(self) -> str:
         """For the progress output."""
         cells = [f"{what} {percent(self.worst(what))}" for what in ("simulated", "with_kernels", "planned")]
-        return f"{self.name:42}" + "  ".join(cells)
+        return f"{self.name:44}" + "  ".join(cells)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
