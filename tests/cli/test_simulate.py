@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -37,6 +41,7 @@ def whole() -> dict:
 
 def test_the_answer_has_what_scripts_rely_on(whole):
     assert set(whole) >= KEYS
+    assert whole["run"]["precision"] == "bf16" and whole["run"]["seq_len"] == 16
     assert (whole["world_size"], whole["rank"], whole["fits"]) == (2, 0, True)
     assert sum(whole["breakdown"].values()) == whole["peak_bytes"]
     assert {"name", "start_bytes", "peak_bytes", "end_bytes"} <= set(whole["phases"][0])
@@ -78,8 +83,8 @@ def test_every_stage_of_a_pipeline_is_looked_at():
 
 
 def test_many_layers_are_extended_from_few():
-    """24 layers, from 2, 4 and 6, against all of them."""
-    deep = ["--model-args", json.dumps({**TINY, "num_hidden_layers": 24}), *SMALL[2:]]
+    """40 layers, extended from 4, 6 and 8, against all of them."""
+    deep = ["--model-args", json.dumps({**TINY, "num_hidden_layers": 40}), *SMALL[2:]]
     args = ["--ds-config", "zero1", "--gpus", "2", "--gpu", "l4", "--no-knobs"]
     few, exact = answer("llama-tiny", *deep, *args), answer("llama-tiny", *deep, *args, "--exact")
     assert few["layers_simulated"] and not exact["layers_simulated"]
@@ -105,3 +110,26 @@ def test_a_model_that_cannot_be_simulated_says_where():
     error = answer("tests.simulate.own:looks_at_values", "--gpus", "1", "--gpu", "l4", "--no-knobs", code=2)["error"]
     assert error["kind"] == "not-simulated"
     assert "nonzero" in error["message"]
+
+
+def test_tokens_mean_nothing_to_images():
+    error = answer("lenet", "--seq-len", "16", "--gpus", "1", "--gpu", "l4", "--no-knobs", code=2)["error"]
+    assert error["where"] == "--seq-len"
+
+
+def test_a_request_to_stop_ends_everything(tmp_path: Path):
+    """SIGTERM to the command: exit code 130, one word of JSON, and no process of its own left."""
+    command = [sys.executable, "-m", "zerofit.cli", "simulate", "llama-tiny", *SMALL]
+    command += ["--gpus", "2", "--gpu", "l4", "--json"]
+    with (tmp_path / "out").open("w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(psutil.Process(process.pid).children(recursive=True)) < 3:
+            time.sleep(0.2)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(60) == 130
+        _, alive = psutil.wait_procs(children, timeout=20)
+        out.seek(0)
+        assert json.loads(out.read().splitlines()[-1])["error"]["kind"] == "interrupted"
+    assert children and not alive

@@ -29,6 +29,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "accumulation": {"config": "zero2", "gradient_accumulation_steps": 2},
     "cnn": {"config": "zero2", "model": "resnet18-small", "precision": "bf16"},
     "own": {"config": "zero2", "model": "tests.train.own_models:OwnLoss", "image": "image:1x8x8"},
+    "asking": {"config": "zero2", "model": "tests.simulate.own:AsksForAValue"},
     "untraceable": {"config": "zero2", "model": "tests.simulate.own:looks_at_values"},
 }  # fmt: skip
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
@@ -17,8 +19,29 @@ BAD_INPUT, FAILED, STOPPED = 2, 3, 130
 
 def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     """Do a command's work and print its answer; bad input and failed runs end the process with their exit codes."""
+    with _stoppable():
+        result = _done(work, as_json)
+    if as_json:
+        print(json.dumps(result), flush=True)
+    else:
+        show(result)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Within it a request to stop (SIGTERM, a closed terminal) is answered as Ctrl-C is, with KeyboardInterrupt."""
+    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        result = work()
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _done(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+    """What the work gives; where it fails, the process ends here."""
+    try:
+        return work()
     except UserError as error:
         fail(list(error.problems), BAD_INPUT, as_json)
     except ModelError as error:
@@ -29,10 +52,6 @@ def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[di
         where = str(request)
         hint = f"`zerofit plot {where}` shows how far it came" if where else ""
         fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
-    if as_json:
-        print(json.dumps(result), flush=True)
-    else:
-        show(result)
 
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:

@@ -40,15 +40,15 @@ def simulate(target: str, as_json: bool, **options: Any) -> None:
 
     Exit code 0: it fits, 1: it does not, or only within the margin, 2: bad input.
     """
-    from zerofit.cli.simulate_show import show
+    from zerofit.cli.simulate_show import show_knobs
 
     found: dict[str, Any] = {}
 
     def work() -> dict[str, Any]:
-        found.update(_simulate(target, options))
+        found.update(_simulate(target, {**options, "as_json": as_json}))
         return found
 
-    answer(work, as_json, show)
+    answer(work, as_json, show_knobs)
     sys.exit(0 if found["fits"] else FINDING)
 
 
@@ -79,16 +79,20 @@ def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
 def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
     click.echo("checking the run and the model ...", err=True)  # importing torch alone takes seconds
     from zerofit.cli.progress import Line
+    from zerofit.cli.simulate_show import show
     from zerofit.cli.target import prepare_target, ranks_of
     from zerofit.data import RichProgress
     from zerofit.simulate.run import simulate as run
-    from zerofit.simulate.summary import summary
+    from zerofit.simulate.summary import open_question, summary
     from zerofit.spec.errors import Problem, Problems
 
     prepared = prepare_target(asked, cluster, options["image"], RichProgress())
     targets = [prepared.target(rank, cluster) for rank in ranks_of(prepared, options["rank"])]
     with Line() as line:
         simulations = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)
+        for n, found in enumerate(simulations):
+            if not isinstance(found, Problem) and open_question(found, cluster):
+                simulations[n] = run([targets[n]], line.show, exact=True)[0]
         failed = Problems()
         failed.extend(s for s in simulations if isinstance(s, Problem))
         failed.raise_if_any()
@@ -99,17 +103,17 @@ def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
             keys = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
             result["stages"] = [{key: stage[key] for key in keys} for stage in stages]
             result["fits"] = all(stage["fits"] for stage in stages)
-        result["knobs"] = _knobs(asked, prepared, cluster, targets[worst], options, line) if options["knobs"] else []
-    result["model"] = prepared.job.run.model
     if options["plot"]:
         _draw(simulations[worst], result, options["plot"])
+    if not options["as_json"]:
+        show(result)  # knobs take longer than the answer itself
+    result["knobs"] = _knobs(asked, prepared, cluster, targets[worst], options) if options["knobs"] else []
     return result
 
 
-def _knobs(
-    asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any], line: Any
-) -> list[dict[str, Any]]:
+def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What each change would bring, the most helpful first; a rank of the same pipeline stage is simulated."""
+    from zerofit.cli.progress import Line
     from zerofit.cli.target import turned
     from zerofit.simulate.knobs import knobs
     from zerofit.simulate.run import Simulation
@@ -121,7 +125,9 @@ def _knobs(
         job = turned(asked, prepared, knob, cluster, options["image"])
         if job is not None:
             tried.append((knob.change, job.target(target.rank, cluster)))
-    simulations = run([target for _, target in tried], lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
+    with Line() as line:
+        targets = [target for _, target in tried]
+        simulations = run(targets, lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
     rows = []
     for (change, _), simulation in zip(tried, simulations, strict=True):
         if isinstance(simulation, Simulation):
@@ -142,7 +148,7 @@ def _draw(simulation: Any, result: dict[str, Any], path: Path) -> None:
         else:
             phases.append({"name": point["phase"], "step": point["step"], "start": point["t"], "end": point["t"]})
     where = " ".join(word for word in (result["peak_at"]["module"], result["peak_at"]["line"]) if word)
-    title = f"{result['model']}, rank {result['rank']} of {result['world_size']}"
+    title = f"{result['run']['model']}, rank {result['rank']} of {result['world_size']}"
     device = {"device": result["device"], "device_total_bytes": result["device_total_bytes"]}
     draw({"points": points, "phases": phases, "title": title, "peak_at": where, **device}, path)
     result["picture"] = str(path)

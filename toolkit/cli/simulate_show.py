@@ -15,13 +15,14 @@ FEW = 8  # collectives to print
 
 
 def show(result: dict[str, Any]) -> None:
-    """Phases, the peak and what it is made of, the verdict, the knobs."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    """Phases, the peak and what it is made of, the verdict; the knobs come when they are known."""
+    console = _console()
     layout = " x ".join(f"{k} {v}" for k, v in result["layout"].items() if k != "zero_stage" and v > 1) or "dp 1"
     console.print(
-        f"\n[bold]{result['model']}[/bold], rank {result['rank']} of {result['world_size']} ({layout}, ZeRO "
+        f"\n[bold]{result['run']['model']}[/bold], rank {result['rank']} of {result['world_size']} ({layout}, ZeRO "
         f"{result['layout']['zero_stage']}) on {result['device']}"
     )
+    console.print(_run(result["run"]))
     console.print(_phases(result))
     at = result["peak_at"]
     where = f"{at['line']}" + (f" in {at['module']}" if at["module"] else "")
@@ -33,8 +34,6 @@ def show(result: dict[str, Any]) -> None:
             console.print(f"  rank {stage['rank']}: peak {shown_bytes(stage['peak_bytes'])} in {stage['peak_phase']}")
     colour = {"fits": "green", "does not fit": "red"}.get(result["verdict"], "yellow")
     console.print(f"\n[bold {colour}]{result['verdict'].upper()}[/bold {colour}] {result['because']}")
-    if result["knobs"]:
-        console.print(_knobs(result))
     if result["comm"]:
         console.print(_sent(result))
     if result["layers_simulated"]:
@@ -45,6 +44,30 @@ def show(result: dict[str, Any]) -> None:
         )
     if "picture" in result:
         console.print(f"picture: {result['picture']}")
+
+
+def show_knobs(result: dict[str, Any]) -> None:
+    """What each change would bring."""
+    if result["knobs"]:
+        _console().print(_knobs(result))
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def _run(run: dict[str, Any]) -> str:
+    """What was simulated, in the words of the flags."""
+    words = [run["precision"], f"micro batch {run['micro_batch']}"]
+    words.append(f"accumulation {run['gradient_accumulation_steps']}")
+    given = run["input"]
+    words.append(
+        f"{run['seq_len']} tokens" if run["seq_len"] else "x".join(str(given[k]) for k in ("channels", "size", "size"))
+    )
+    words.append(f"{run['optimizer']}" if run["optimizer"] else "the JSON's optimizer")
+    words += ["activation checkpointing"] if run["activation_checkpointing"] else []
+    words += [f"loss in chunks of {run['loss_chunk']}"] if run["loss_chunk"] else []
+    return ", ".join(words)
 
 
 def _phase_name(row: dict[str, Any]) -> str:

@@ -78,6 +78,11 @@ def _prepared(
     if asked.run.pipeline > 1 and asked.run.pipeline_balance == "time":
         message = "--pipeline-balance time measures the layers, and nothing is computed here"
         problems.add("layout", message, "take --pipeline-balance parameters", "--pipeline-balance")
+    if task == "image":
+        for field in ("seq_len", "loss_chunk"):
+            if field in asked.places and getattr(asked.run, field):
+                what = "images have no tokens" if field == "seq_len" else "images have too few targets to cut up"
+                problems.add("conflict", f"{asked.place(field)}: {what}", "leave it out", asked.place(field))
     decision = decide(asked, document, place, machine, problems)
     check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()

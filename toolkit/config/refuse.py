@@ -170,7 +170,8 @@ def check_machine(run: RunSpec, layout: Layout, machine: Machine, problems: Prob
         )
     for precision, able in (("fp16", machine.fp16), ("bf16", machine.bf16)):
         if run.precision == precision and not able:
-            other = "bf16" if precision == "fp16" and machine.bf16 else "fp32"
+            half = {"fp16": machine.bf16, "bf16": machine.fp16}[precision]
+            other = {"fp16": "bf16", "bf16": "fp16"}[precision] if half else "fp32"
             problems.add(
                 "precision",
                 f"{precision} is not supported on {machine.device_name}",

@@ -124,16 +124,19 @@ def _limits(target: Target) -> list[float]:
     """For each limit of DeepSpeed's that the whole model reaches, how many layers reach it."""
     a_layer, all_layers = _elements(target)
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
+    facts, ranks = target.job.facts, layout.dp * layout.sp
     limits = []
     if layout.zero_stage in (1, 2):
-        limits = [(get(zero, "reduce_bucket_size", BUCKET), 1)]
+        # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
+        whole = facts.largest_parameter + a_layer - (facts.parameters - all_layers) / ranks
+        limits = [(get(zero, "reduce_bucket_size", BUCKET), 1), (max(0, whole), ranks)]
     if layout.zero_stage == 3:
         limits = [
             (get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0), 1),
             (get(zero, "reduce_bucket_size", BUCKET), 1),
-            (get(zero, "sub_group_size", SUB_GROUP), layout.dp * layout.sp),
+            (get(zero, "sub_group_size", SUB_GROUP), ranks),
         ]
-    return [limit * ranks / a_layer for limit, ranks in limits if limit * ranks < all_layers] or [0.0]
+    return [limit * share / a_layer for limit, share in limits if limit * share < all_layers] or [0.0]
 
 
 def _elements(target: Target) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofit import models
 from zerofit.simulate.flops import flops_of
 from zerofit.simulate.kinds import LOGITS, TEMPORARIES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
@@ -24,6 +25,7 @@ from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_MODELS = os.path.dirname(os.path.abspath(models.__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _PYTHON = os.path.dirname(os.__file__)
 # frames that say nothing of who wants memory: torch, this package, contextlib, functools, DeepSpeed's nvtx decorator
@@ -53,6 +55,7 @@ class Meter(TorchDispatchMode):
         self._phase, self._step = "build", -1
         self._forward_of: dict[int, tuple[str, CodeType | None, int]] = {}  # autograd sequence number -> its birthplace
         self._modules = _Modules()
+        self._last: tuple[str, CodeType | None, int] = ("", None, 0)  # where backward was last seen
 
     def live(self) -> int:
         """Live bytes of the device."""
@@ -79,6 +82,11 @@ class Meter(TorchDispatchMode):
         """What is noted of a tensor's storage; None for one on meta or not seen."""
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
+
+    def in_own_code(self) -> bool:
+        """Whether a line that is neither a library's nor ours is running, in a module's forward."""
+        code, _ = _caller()
+        return self._modules.running and code is not None and is_own(code.co_filename)
 
     def pin(self, tensor: Tensor) -> None:
         """The tensor's memory is page-locked."""
@@ -154,13 +162,16 @@ class Meter(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         code, line = _caller()
         if node is None:
+            if code is None:
+                return self._last  # autograd itself, adding up gradients
             here = (self._modules.current, code, line)
             self._forward_of[torch.autograd._get_sequence_nr()] = here
             return here
         if self._modules.running:  # recomputation of a checkpoint
             return self._modules.current, code, line
-        module, at, at_line = self._forward_of.get(node._sequence_nr() + 1, ("", code, line))
-        return module, at, at_line
+        here = self._forward_of.get(node._sequence_nr() + 1, self._last if code is None else ("", code, line))
+        self._last = here
+        return here
 
     def _note_collective(self, name: str, args: Any) -> None:
         sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
@@ -198,6 +209,11 @@ class _Modules:
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         self._stack.pop()
+
+
+def is_own(file: str) -> bool:
+    """Whether a source file is the user's: neither an installed library's, nor Python's, nor ours."""
+    return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_HERE), _MODELS))
 
 
 def _address(tensor: Tensor) -> int:

@@ -51,8 +51,11 @@ def module_apply() -> None:
     nn.Module._apply = apply
 
 
-def item() -> None:
+def item(meter: Meter) -> None:
     """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros, equality).
+
+    Libraries ask for norms, overflows and counters so. A model of the user's own that asks is refused: what it does
+    with the answer is not known.
 
     (torch._subclasses.fake_impls.op_implementations_dict, torch.equal)
     """
@@ -60,6 +63,8 @@ def item() -> None:
     def local_scalar_dense(fake_mode: Any, func: Any, arg: FakeTensor) -> Any:
         if arg.constant is not None:
             return arg.constant.item()
+        if meter.in_own_code():
+            raise RuntimeError("the model asks for the value of a tensor, and there is none")
         if arg.dtype == torch.bool:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0
@@ -137,7 +142,7 @@ def rng_state(meter: Meter) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
-EVERYWHERE = (module_apply, item, masks, order_checks, device_mesh, object_collectives)
+EVERYWHERE = (module_apply, masks, order_checks, device_mesh, object_collectives)
 
 
 def tensor_constructor() -> None:
@@ -252,6 +257,7 @@ ON_GPU = (tensor_constructor, constants, backend_keys, data_setter, attention, r
 def apply_all(gpu: bool, meter: Meter) -> None:
     """Change what must be changed, for the rest of this process."""
     compiled_ops(meter)
+    item(meter)
     rng_state(meter)
     for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()

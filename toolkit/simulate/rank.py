@@ -19,7 +19,7 @@ from zerofit.simulate.allocator import replay
 from zerofit.simulate.batches import batches
 from zerofit.simulate.handover import announce_input
 from zerofit.simulate.holders import note_held, watch_gradients
-from zerofit.simulate.meter import Meter, Scratch
+from zerofit.simulate.meter import Meter, Scratch, is_own
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, start, train_steps
 from zerofit.simulate.reading import device_events, host_peak, moments, settle_kinds, timeline
@@ -58,13 +58,16 @@ def simulate(
 def _not_simulated(target: Target, meter: Meter, error: Exception) -> Problem:
     """Where the simulation has stopped: the op, the module that ran and the line that raised."""
     op, module = meter.last
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_own(frame.filename)]
+    frame = (own or frames)[-1]
     first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:LINES])
     return Problem(
         kind="not-simulated",
         message=f"{target.job.run.model} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
         f"at op {op}: {first}",
-        hint="code that looks at the values of tensors (item(), `if x.sum() > 0`) has none here: train a step instead",
+        hint="does it take what --data or --input give? Code that needs the values of tensors (item(), "
+        "`if x.sum() > 0`) cannot be simulated: train it for a step instead",
         where=f"{frame.filename}:{frame.lineno}",
     )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from zerofit.simulate.context import Group, Overhead, overheads
 from zerofit.simulate.run import Simulation
+from zerofit.simulate.target import Target
 from zerofit.simulate.verdict import Verdict, judge, judge_events
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
+
+UNSURE = 0.25  # of an extension's reserved bytes
 
 
 def summary(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
@@ -24,6 +28,7 @@ def summary(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
         "world_size": target.job.layout.world_size,
         "rank": target.rank,
         "layout": target.job.layout.as_dict(),
+        "run": _run(target),
         "phases": _merged(answer["phases"]),
         "peak_bytes": peak["bytes"],
         "peak_phase": peak["phase"],
@@ -54,6 +59,24 @@ def summary(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def _run(target: Target) -> dict[str, Any]:
+    """What was simulated, as far as memory depends on it."""
+    run, job = target.job.run, target.job
+    fields = ("model", "precision", "seq_len", "activation_checkpointing", "loss_chunk", "optimizer", "ds_config")
+    figures = {name: getattr(run, name) for name in fields}
+    figures["input"] = asdict(target.inputs)
+    return {**figures, "micro_batch": job.batch.micro, "gradient_accumulation_steps": job.batch.accumulation}
+
+
+def open_question(simulation: Simulation, cluster: Cluster) -> bool:
+    """Whether an extension leaves open if the rank fits: what torch reserves is no straight line in the layers."""
+    if not simulation.layers or cluster.on_cpu:
+        return False
+    answer, there = simulation.answer, cluster.device.memory_bytes
+    beside = sum(o.high for o in overheads(cluster.device, _groups(answer["groups"])))
+    return answer["moments"][0]["bytes"] < there < (1 + UNSURE) * answer["reserved_bytes"] + beside
+
+
 def _verdict(simulation: Simulation, beside: list[Overhead], cluster: Cluster) -> tuple[Verdict, int]:
     """The verdict on the device, and the reserved peak that it rests on."""
     there = cluster.device.memory_bytes
@@ -82,9 +105,10 @@ def _host(host: dict[str, int], cluster: Cluster) -> dict[str, Any]:
         return {"bytes": 0, "fits": True, "sentence": ""}
     wanted = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
     there = round(cluster.host_bytes * (1 - HOST_RESERVE))
+    ranks = "1 rank takes" if cluster.gpus == 1 else f"the {cluster.gpus} ranks of a node take"
     sentence = (
-        f"Host memory: {cluster.gpus} ranks take {shown_bytes(wanted)} with their processes "
-        f"({shown_bytes(HOST_PROCESS_BYTES)} each), of {shown_bytes(cluster.host_bytes)} less {HOST_RESERVE:.0%}."
+        f"Host memory: {ranks} {shown_bytes(wanted)} with their processes ({shown_bytes(HOST_PROCESS_BYTES)} each), "
+        f"of {shown_bytes(cluster.host_bytes)} less {HOST_RESERVE:.0%}."
     )
     return {"bytes": wanted, "fits": wanted <= there, "sentence": sentence}
 
