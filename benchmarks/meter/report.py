@@ -86,7 +86,11 @@ def draw(found: Sequence[Comparison], path: Path) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 8), height_ratios=(2, 1), sharex=True, layout="tight")
     steps = [peak for one in found for peak in one.peaks if peak.step >= 0]
     series = {
-        "simulate, every rank and step": ("o", [(p.real_bytes / MEBI, p.with_kernels_bytes / MEBI) for p in steps]),
+        "simulate, every rank and step": ("o", [(p.real_bytes / MEBI, p.simulated_bytes / MEBI) for p in steps]),
+        "the same, kernels' scratch measured": (
+            ".",
+            [(p.real_bytes / MEBI, p.with_kernels_bytes / MEBI) for p in steps],
+        ),
         "plan, the rank that needs most": (
             "+",
             [(one.highest.real_bytes / MEBI, one.planned_bytes / MEBI) for one in found],
