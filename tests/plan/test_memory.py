@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zerofit.plan.choice import Choice
+from zerofit.plan.host import parameters_offloaded, sub_groups
 from zerofit.plan.memory import Forecaster, forecast
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.states import overlap_in_partition
@@ -126,23 +127,49 @@ def test_accumulation_carries_gradients_into_the_next_forward_and_backward():
 
 
 def test_offloaded_states_are_on_the_host():
-    """Device: parameters and one buffer of the largest; host: 12 and 4 of gradients for half, two buffers."""
+    """Device: parameters and one buffer of the largest; host: 12 and 4 of gradients for half, two buffers.
+
+    Page-locked memory comes in powers of two: all of it but the moments.
+    """
     memory = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"))
     assert memory.static_bytes == 2_000_000 + 1_200_000
-    assert memory.host_bytes == 500_000 * 16 + 2 * 500_000 + 1_200_000
+    assert memory.host_bytes == 500_000 * 8 + 2 * 2**21 + 2**20 + 2**21
     both = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"), "cpu")
-    assert both.static_bytes == memory.static_bytes + memory.host_bytes
+    assert both.static_bytes == memory.static_bytes + 500_000 * 16 + 2 * 500_000 + 1_200_000
 
 
 def test_nvme_takes_states_and_masters():
     memory = forecast(PROFILE, choice(3, dp=2, offload_optimizer="nvme"))
     assert memory.nvme_bytes == 16 * 500_000
+    # gradients in bf16, four swap buffers, and moments as they are made
+    assert memory.host_bytes == 2**20 + 4 * 2**21 + 8 * 500_000
+
+
+def test_parameters_on_nvme_leave_files_and_buffers():
+    """Of the first one's bf16 part of 600 kB nothing is on disk, being below a MiB; of three times as much it is."""
+    both = choice(3, dp=2, offload_optimizer="nvme", offload_param="nvme")
+    cpu, nvme = (forecast(PROFILE, replace(both, offload_param=where)) for where in ("cpu", "nvme"))
+    assert nvme.nvme_bytes == cpu.nvme_bytes
+    assert nvme.host_bytes - cpu.host_bytes == 2**23  # 5 buffers of 1.2 MB
+    large = replace(PROFILE, layers=(replace(PROFILE.layers[0], matrices=(1_800_000,)), PROFILE.layers[1]))
+    written = forecast(large, both).nvme_bytes - forecast(large, replace(both, offload_param="cpu")).nvme_bytes
+    assert written == 1_800_192  # whole blocks of 1024 bytes
+
+
+def test_parameters_beyond_a_milliard_are_read_in_turn():
+    """On one rank: 2 bytes of 1e9 in memory; buffers for 5 of the largest, and for the largest sub-group in full."""
+    deep = replace(PROFILE, layers=(replace(PROFILE.layers[1], count=4, matrices=(500_000_000,)),))
+    line = timeline(replace(deep, costs={setting("bf16", False, 1, 1): COSTS[1:]}), setting("bf16", False, 1, 1))
+    one = choice(3, offload_param="nvme")
+    assert [group.part for group in sub_groups(line, lambda p: p.numel)] == [1_000_000_000] * 2
+    found = parameters_offloaded(line, one, lambda p: p.numel, 2, "cuda")
+    assert found.host == {"parameters": 2**31, "swap buffers": 2**33 + 2**31}
 
 
 def test_offloaded_parameters_leave_the_device():
     here, away = (forecast(PROFILE, choice(3, dp=2, offload_param=where)) for where in ("none", "cpu"))
     assert here.static_bytes - away.static_bytes == 1_000_000
-    assert away.host_bytes == 1_000_000
+    assert away.host_bytes == 2**20
 
 
 def test_overlap_takes_a_second_bucket():

@@ -64,6 +64,8 @@ class Forecaster:
     def __init__(self, profile: Profile, device: str = "cuda"):
         self.profile, self.device = profile, device
         self._tables: dict[tuple, tuple[_Tables, ...]] = {}
+        matrices = {layer.name: max(layer.matrices, default=0) for layer in profile.layers}
+        self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
 
     def memory(self, choice: Choice) -> Memory:
@@ -94,14 +96,14 @@ class Forecaster:
 
     def _table(self, line: Timeline, choice: Choice, passes: list[tuple[Choice, Point]], between: Point) -> _Tables:
         """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
-        stands = standing(line, choice)
+        stands = standing(line, choice, self.device, self._tied)
         moments = []
         for one, more in passes:
             for held in upper(_forward_moments(line, one, self.device)):
                 moments.append(_moment("forward", held, stands, more, self.device))
             for held in backward_moments(line, one, self.device):
                 moments.append(_moment("backward", held, stands, between if held.after else more, self.device))
-        host = 0
+        host = stands.momentary
         for step in step_moments(line, choice, self.device):
             held = Held(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
             moments.append(_moment("step", held, stands, between, self.device, step.host))

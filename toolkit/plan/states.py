@@ -5,12 +5,13 @@ Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Bytes of Adam: two flo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
+from zerofit.plan.host import Offloaded, optimizer_offloaded, parameters_offloaded, pinned
 from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, Timeline
 
 STATES_BYTES, MASTER_BYTES = 8, 4  # an element, whatever the precision
@@ -22,6 +23,7 @@ class Standing(NamedTuple):
     device: dict[str, int]
     host: dict[str, int]
     nvme: int = 0
+    momentary: int = 0  # bytes that the host holds beside them at one moment
 
 
 def shards(choice: Choice) -> int:
@@ -82,28 +84,44 @@ def overlap_in_partition(line: Timeline, ranks: int) -> int:
 
     Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
     """
+    return _overlap(line, ranks, int)
+
+
+@lru_cache(maxsize=1024)
+def _locked_overlap(line: Timeline, ranks: int, element: int, device: str) -> int:
+    """Bytes of page-locked copies of their gradients, each by itself."""
+    locked = pinned(device)
+    return _overlap(line, ranks, lambda numel: locked(element * numel))
+
+
+def _overlap(line: Timeline, ranks: int, weigh: Callable[[int], int]) -> int:
     totals = [0] * ranks
     sizes = partitions(line, ranks)
     for group, size in zip((g for g in line.groups if g), sizes, strict=True):
-        for rank, elements in _reaching_in(group, size):
-            totals[rank] += elements
+        for rank, weight in _reaching_in(group, size, weigh):
+            totals[rank] += weight
     return max(totals)
 
 
-def _reaching_in(numels: Sequence[int], size: int) -> list[tuple[int, int]]:
+def _reaching_in(numels: Sequence[int], size: int, weigh: Callable[[int], int]) -> list[tuple[int, int]]:
     found: dict[int, int] = {}
     start = 0
     for numel in numels:
         for rank in range(start // size, (start + numel - 1) // size + 1):
-            found[rank] = found.get(rank, 0) + numel
+            found[rank] = found.get(rank, 0) + weigh(numel)
         start += numel
     return list(found.items())
 
 
-def standing(line: Timeline, choice: Choice) -> Standing:
-    """What stays of a rank's layers, by the ZeRO stage."""
+def standing(line: Timeline, choice: Choice, device: str, tied: int = 0) -> Standing:
+    """What stays of a rank's layers, by the ZeRO stage; `tied`: elements of a matrix that is another one's."""
     element = ELEMENT_BYTES[choice.precision]
-    found = _STAGES[choice.zero_stage](line, choice, element)
+    if choice.zero_stage == 3:
+        found = _partitioned(line, choice, element, device, tied)
+    elif choice.zero_stage:
+        found = _partitioned_states(line, choice, element, device)
+    else:
+        found = _unpartitioned(line, choice, element)
     return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
 
 
@@ -120,7 +138,7 @@ def reduction_bytes(choice: Choice) -> int:
 def _unpartitioned(line: Timeline, choice: Choice, element: int) -> Standing:
     """Stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
     if in_bf16_optimizer(choice):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
-        found = _partitioned_states(line, replace(choice, offload_optimizer="none"), element)
+        found = _partitioned_states(line, replace(choice, offload_optimizer="none"), element, "cuda")
         gradients = element * sum(partitions(line, shards(choice))) * shards(choice)
         return found._replace(device=found.device | {"gradients": gradients})
     whole = line.parameters
@@ -129,43 +147,48 @@ def _unpartitioned(line: Timeline, choice: Choice, element: int) -> Standing:
     return Standing({"parameters": element * whole, "master weights": master, "optimizer state": states}, {})
 
 
-def _partitioned_states(line: Timeline, choice: Choice, element: int) -> Standing:
+def _partitioned_states(line: Timeline, choice: Choice, element: int, device: str) -> Standing:
     """Stages 1 and 2: a flat buffer a group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
     ranks = shards(choice)
-    part = sum(partitions(line, ranks))
+    sizes = partitions(line, ranks)
+    part = sum(sizes)
     parameters = {"parameters": element * part * ranks}
-    states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
     if choice.offload_optimizer == "none":
+        states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return Standing(parameters | states, {})
-    # "nvme" is the CPU here (:220); pinned or not, the same sizes
-    host = states | {
-        "gradients": MASTER_BYTES * part,  # :941
-        "communication buckets": element * (part + line.largest),  # :573, :652
+    locked = pinned(device)
+    masters = sum(locked(MASTER_BYTES * size) for size in sizes)
+    host = {  # "nvme" is the CPU here (:220)
+        "master weights": masters,
+        "optimizer state": STATES_BYTES * part,
+        "gradients": masters,  # of the same sizes (:941)
+        # :573, :652
+        "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
     }
     if choice.accumulation > 1 and choice.zero_stage == 2:  # :1825; stage 1 reduces once a step
-        host["gradients"] += element * overlap_in_partition(line, ranks)
+        host["gradients"] += _locked_overlap(line, ranks, element, device)
     return Standing(parameters | {"communication buckets": element * line.largest}, host)  # :658
 
 
-def _partitioned(line: Timeline, choice: Choice, element: int) -> Standing:
+def _partitioned(line: Timeline, choice: Choice, element: int, device: str, tied: int) -> Standing:
     """Stage 3: parts of parameters (zero/stage3.py:972), masters (:1172), gradients in the model's dtype (:791)."""
-    part = sum(shards_of_parameters(line, choice))
-    states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
-    device = {
+    part, of_one = sum(shards_of_parameters(line, choice)), partial(_part_of, sharers(choice))
+    here = {
         "communication buckets": reduction_bytes(choice) * choice.bucket,  # :782, held for good
         "gathered parameters": element * kept_whole(line, choice),
     }
-    host: dict[str, int] = {}
-    nvme = 0
-    parameters_on = device if choice.offload_param == "none" else host
-    parameters_on["parameters"] = element * part
+    away = Offloaded({})
+    if choice.offload_param == "none":
+        here["parameters"] = element * part
+    else:
+        away = parameters_offloaded(line, choice, of_one, element, device, tied)
     if choice.offload_optimizer == "none":
-        return Standing(device | states | {"gradients": element * part}, host)
-    gradients = (element + MASTER_BYTES) * part  # :791 on the host, and the optimizer's own in float32 (:1338)
-    if choice.offload_optimizer == "nvme":
-        nvme = sum(states.values()) + MASTER_BYTES * part
-        return Standing(device, host | {"gradients": element * part}, nvme)
-    return Standing(device, host | states | {"gradients": gradients}, nvme)
+        states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
+        return Standing(here | states | {"gradients": element * part}, away.host, away.nvme)
+    steps = optimizer_offloaded(line, choice, of_one, element, device)
+    host = {kind: away.host.get(kind, 0) + steps.host.get(kind, 0) for kind in {**away.host, **steps.host}}
+    return Standing(here, host, away.nvme + steps.nvme, steps.momentary)
 
 
-_STAGES = {0: _unpartitioned, 1: _partitioned_states, 2: _partitioned_states, 3: _partitioned}
+def _part_of(spread: Sharers, parameter: Parameter) -> int:
+    return -(-parameter.numel // spread.of(parameter))

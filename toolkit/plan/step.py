@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice
+from zerofit.plan.host import SUB_GROUP_ELEMENTS
 from zerofit.plan.states import (
     MASTER_BYTES,
     in_bf16_optimizer,
@@ -21,8 +22,6 @@ from zerofit.plan.states import (
 from zerofit.plan.timeline import ELEMENT_BYTES, Timeline
 
 NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
-SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
-SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, its default (zero/offload_config.py)
 
 
 class Stepping(NamedTuple):
@@ -111,6 +110,4 @@ def _gather_copy(line: Timeline, choice: Choice, element: int, device: str) -> i
 def _host_temporaries(line: Timeline, choice: Choice, temporaries: int) -> int:
     ranks = shards(choice)
     parts = partitions(line, ranks) if choice.zero_stage < 3 else shards_of_parameters(line, choice)
-    size = min(max(parts, default=0), SUB_GROUP_ELEMENTS)
-    swapped = choice.zero_stage == 3 and choice.offload_optimizer == "nvme"
-    return (temporaries + (SWAP_BUFFERS * MASTER_BYTES if swapped else 0)) * size
+    return temporaries * min(max(parts, default=0), SUB_GROUP_ELEMENTS)

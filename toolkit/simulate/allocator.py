@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zerofit.simulate.caching import CachingAllocator, rounded_bytes, segment_bytes
 from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.spec.overhead import pinned_bytes as pinned_bytes  # part of what this module knows of allocators
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,3 @@ def _change(allocator: CachingAllocator, sizes: dict[int, int], storage: int, ch
         allocator.release(storage)
         allocator.live[storage] = allocator.live.pop(_RESIZED)
     return moved
-
-
-def pinned_bytes(size_bytes: int) -> int:
-    """What pinned host memory of this size takes: a power of two.
-
-    ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
-    """
-    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0

@@ -101,3 +101,11 @@ def blas_workspace_bytes(kind: str) -> int:
     if kind.startswith("mi"):
         return HIPBLAS_BYTES + HIPBLASLT_BYTES
     return CUBLAS_HOPPER_BYTES if kind.startswith(("h1", "h2", "b2")) else CUBLAS_BYTES
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What page-locked host memory of this size takes: a power of two.
+
+    ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
+    """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
