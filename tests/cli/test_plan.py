@@ -142,6 +142,15 @@ def test_the_longest_sequence_is_traced():
     assert answer["value"] == answer["limit"] or answer["next_fits"] is False
 
 
+def test_the_precision_is_the_profiles(stored):
+    """Traced in bf16, which a T4 has not; and fp32, which is not in the profile, is named by its flag."""
+    assert asked(*stored, "--top", 1)["precision"] == "bf16"
+    assert "in bf16 on 8 x h100" in run(*stored, "--top", 1).stdout.replace("\n", " ")
+    assert refused(*stored, "--precision", "fp32")[0]["hint"] == "take --precision bf16"
+    assert "t4 has no bf16" in refused(*stored[:2], "--gpu", "t4")[0]["message"]
+    assert "fp16 before Ampere" in " ".join(run("--help").stdout.split())
+
+
 def test_which_of_these_boxes(stored):
     answer = asked(*stored[:2], "--gpu", "l4,h100-80gb", "--gpu", "t4", "--gpus", 4, "--precision", "bf16", code=2)
     assert answer["error"]["kind"] == "precision" and "t4 has no bf16" in answer["error"]["message"]
@@ -155,7 +164,8 @@ def test_bad_input_is_said_all_at_once(stored, tmp_path):
     assert [p["kind"] for p in problems] == ["bad-value", "bad-size", "unknown-gpu"]
     assert problems[2]["hint"] == "did you mean h100-80gb or h100-pcie-80gb?"
     assert refused(*stored[:2], "--gpu", "rtx-4090")[0]["hint"] == "did you mean rtx4090?"
-    assert "degrees that do: 1, 2, 4, 8" in refused(*stored, "--tensor-parallel", 5, "--gpus", 5)[0]["hint"]
+    assert refused(*stored, "--tensor-parallel", 5, "--gpus", 5)[0]["hint"] == "degrees that do: 1, 2, 4, 8"
+    assert refused(*stored, "--tensor-parallel", 5, "--gpus", 24)[0]["hint"] == "degrees that do: 2, 4, 8"
     assert refused(*stored, "--tensor-parallel", 2, "--pipeline", 2)[0]["kind"] == "combination"
     assert refused(*stored, "--micro-batch", 3, "--global-batch", 64)[0]["kind"] == "batch-size"
     assert refused()[0]["where"] == "MODEL"

@@ -15,9 +15,11 @@ from zerofit.cli.options import run_options
 
 FINDING = 1
 RUN_FIELDS = (
-    *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "precision"),
+    *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len"),
     *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
+PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
 @click.command()
@@ -36,6 +38,7 @@ RUN_FIELDS = (
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
+@click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @run_options(RUN_FIELDS)
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def plan(model: str | None, as_json: bool, **options: Any) -> None:
@@ -110,7 +113,7 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
         ranks = {"value": smallest.ranks, "gpus": smallest.gpus, "nodes": smallest.nodes} if smallest else {}
         asked = {"min": "gpus", "value": None, "looked_up_to": questions.MOST_GPUS, **ranks}
     answered = questions.best(question, cluster)
-    result = answer_json(answered, question.profile)
+    result = answer_json(answered, question.profile, question.wish.precision)
     result["profile"] = str(place) if place and options["maximum"] != "seq-len" else None
     if asked:
         result["asked"] = asked
@@ -125,8 +128,9 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
     from zerofit.cli.plan_question import Question, precision_of, traced_degrees
     from zerofit.plan.space import Wish
 
+    stored = read_profile(options["profile"]) if options["profile"] else None
     wish = Wish(
-        precision=precision_of(options["precision"], cluster),
+        precision=precision_of(options["precision"], cluster, stored),
         global_batch=options["global_batch"],
         micro_batch=options["micro_batch"],
         accumulation=options["gradient_accumulation_steps"],
@@ -135,8 +139,8 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
         sp=options["sequence_parallel"],
         checkpointing=options["activation_checkpointing"],
     )
-    if options["profile"]:
-        return Question(profile=read_profile(options["profile"]), wish=wish, top=options["top"]), options["profile"]
+    if stored is not None:
+        return Question(profile=stored, wish=wish, top=options["top"]), options["profile"]
     wanted = Wanted(
         model=model,
         precision=wish.precision,

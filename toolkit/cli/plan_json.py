@@ -11,13 +11,14 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Profile
 
 
-def answer_json(answer: Answer, profile: Profile) -> dict[str, Any]:
+def answer_json(answer: Answer, profile: Profile, precision: str) -> dict[str, Any]:
     """The whole answer for one cluster."""
     nearest = answer.nearest
     return {
         "model": profile.model,
         "parameters": profile.parameters,
         "seq_len": profile.seq_len,
+        "precision": precision,
         "cluster": cluster_json(answer.cluster),
         "layouts": [layout_json(one, profile) for one in answer.best],
         "plainest": plainest(answer.best),

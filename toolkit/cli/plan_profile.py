@@ -15,7 +15,7 @@ from typing import Any
 from zerofit.cli.inputs import assumed_inputs
 from zerofit.models.catalog import OWN_MODULE, ModelError
 from zerofit.models.presets import PRESETS
-from zerofit.plan.space import Degrees, heads_take, settings_of
+from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.folder import write_json

@@ -8,11 +8,12 @@ from typing import Any
 
 from zerofit.cli.plan_profile import Wanted, longest_sequence, trace
 from zerofit.plan import inverse
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.reasons import Forecast
 from zerofit.plan.search import Answer, host_needed, pressure, search
-from zerofit.plan.space import Degrees, Wish
+from zerofit.plan.space import Wish
 from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import DEVICES
@@ -70,11 +71,16 @@ def fewest(question: Question, cluster: Cluster, full: int | None = None) -> Clu
     return _of_size(cluster, *found) if found else None
 
 
-def precision_of(asked: str | None, cluster: Cluster) -> str:
-    """As asked, or the usual one of the device: bf16, before Ampere fp16, on a CPU fp32. Raises UserError."""
+def precision_of(asked: str | None, cluster: Cluster, stored: Profile | None = None) -> str:
+    """As asked; else the device's usual one (bf16, before Ampere fp16, on a CPU fp32), or what the profile has of it.
+
+    Raises UserError.
+    """
     able = cluster.device.tflops
     if asked is None:
-        return "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+        usual = "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+        traced = list(dict.fromkeys(key.split("/")[0] for key in stored.costs)) if stored else []
+        asked = usual if usual in traced or not traced else traced[0]
     if asked in able:
         return asked
     message = f"{cluster.device.kind} has no {asked} arithmetic"

@@ -44,9 +44,9 @@ def _title(result: dict[str, Any], cluster: dict[str, Any]) -> str:
     nodes = f"{cluster['nodes']} x " if cluster["nodes"] > 1 else ""
     length = f" at {result['seq_len']} tokens" if result["seq_len"] else ""
     return (
-        f"{result['model']} ({result['parameters'] / 1e9:.3g} B parameters){length} on {nodes}{cluster['gpus']} x "
-        f"{cluster['gpu']} of {shown_bytes(cluster['device_bytes'])}: {result['considered']} layouts in "
-        f"{result['seconds']:.2f} s, {result['fitting']} fit"
+        f"{result['model']} ({result['parameters'] / 1e9:.3g} B parameters){length} in {result['precision']} on "
+        f"{nodes}{cluster['gpus']} x {cluster['gpu']} of {shown_bytes(cluster['device_bytes'])}: "
+        f"{result['considered']} layouts in {result['seconds']:.2f} s, {result['fitting']} fit"
     )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.degrees import Degrees, degree_problem
 from zerofit.plan.fit import Fit, fit
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.reasons import Forecast, remedy, why
-from zerofit.plan.space import Degrees, Space, Wish, degree_problem, space_of
+from zerofit.plan.space import Space, Wish, space_of
 from zerofit.plan.time import BYTES, StepTime, Timer, model_flops
 from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
 
 from zerofit.plan.choice import Choice, Offload
+from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.derived import bucket_elements, persistence_elements, prefetch_elements, width
 from zerofit.spec.errors import Problem
 from zerofit.spec.profile import Profile, setting
-from zerofit.spec.support import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
@@ -32,19 +31,6 @@ class Wish:
     sp: int | None = None
     checkpointing: bool | None = None
     pipelines: bool = True  # whether the search may cut the model into pipeline stages
-
-
-class Degrees(NamedTuple):
-    """Parallel degrees beside data parallelism; at most one is above 1."""
-
-    tp: int = 1
-    pp: int = 1
-    sp: int = 1
-
-    @property
-    def product(self) -> int:
-        """Ranks that hold one copy of the batch's share."""
-        return self.tp * self.pp * self.sp
 
 
 @dataclass
@@ -95,79 +81,6 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
     return space
 
 
-def settings_of(heads: tuple[int | None, int | None], model_type: str | None, most: int) -> list[Degrees]:
-    """The degrees up to `most` that are worth tracing for a model of these attention and key-value heads."""
-    powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
-    found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
-    return [Degrees(), *(degrees for degrees in found if heads_take(degrees, heads, model_type))]
-
-
-def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
-    """Whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
-    degree, whole = degrees.tp * degrees.sp, [count for count in heads if count]
-    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
-    return degree == 1 or (bool(whole) and model_type in types and not any(count % degree for count in whole))
-
-
-def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    """Why these degrees cannot be on this model and cluster, if so."""
-    if sum(degree > 1 for degree in degrees) > 1:
-        return Problem(
-            kind="combination",
-            message="tensor, pipeline and sequence parallelism cannot be combined: DeepSpeed builds the process "
-            "groups of only one of them",
-            hint="keep one; data parallelism fills the remaining ranks",
-            where="--tensor-parallel, --pipeline, --sequence-parallel",
-        )
-    if cluster.ranks % degrees.product:
-        name, degree = _named(degrees)
-        fitting = [d for d in range(2, cluster.ranks + 1) if cluster.ranks % d == 0]
-        hint = f"degrees that do: {_list(fitting)}"
-        return Problem(
-            kind="degree-ranks", message=f"{name} {degree} does not divide {cluster.ranks} ranks", hint=hint, where=name
-        )
-    if degrees.pp > 1:
-        return _pipeline_problem(degrees.pp, profile)
-    if degrees.tp > 1 or degrees.sp > 1:
-        return _heads_problem(degrees, profile, cluster)
-    return None
-
-
-def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
-    layers = sum(layer.count for layer in profile.layers)
-    if ":" in profile.model:
-        message = f"--pipeline {pp} needs a model that is a list of layers, which {profile.model} is not"
-        return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
-    if pp <= layers:
-        return None
-    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}"
-    return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
-
-
-def _heads_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
-    name, degree = _named(degrees)
-    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
-    kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
-    if profile.attention_heads is None or profile.model_type not in types:
-        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
-        message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
-        return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
-    for count, what in ((profile.attention_heads, "attention heads"), (profile.kv_heads, "key-value heads")):
-        if count and count % degree:
-            fitting = [d for d in range(1, count + 1) if count % d == 0]
-            message = f"{name} {degree} does not divide the {count} {what} of {profile.model}"
-            return Problem(kind=f"{kind}-heads", message=message, hint=f"degrees that do: {_list(fitting)}", where=name)
-    if degrees.tp > 1 and cluster.gpus % degree:
-        fitting = [d for d in range(1, cluster.gpus + 1) if cluster.gpus % d == 0]
-        message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"
-        return Problem(kind="tensor-parallel-node", message=message, hint=f"degrees that do: {_list(fitting)}")
-    if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
-        message = f"{name} {degree} does not divide {profile.seq_len} tokens"
-        hint = f"take --seq-len {profile.seq_len // degree * degree or degree}"
-        return Problem(kind="sequence-parallel-length", message=message, hint=hint, where=name)
-    return None
-
-
 def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees]:
     """All of them, or those that were asked for."""
     if wish.tp or wish.pp or wish.sp:
@@ -175,7 +88,7 @@ def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees
         return
     yield Degrees()
     layers = sum(layer.count for layer in profile.layers)
-    for degree in _divisors(cluster.ranks)[1:]:
+    for degree in divisors(cluster.ranks)[1:]:
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
             yield Degrees(sp=degree)
@@ -187,6 +100,11 @@ def _untraced(degrees: Degrees, profile: Profile, wish: Wish) -> Problem | None:
     keys = [setting(wish.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
     if any(key in profile.costs for key in keys):
         return None
+    traced = dict.fromkeys(key.split("/")[0] for key in profile.costs)
+    if wish.precision not in traced:
+        message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {wish.precision}"
+        hint = f"take --precision {' or '.join(traced)}"
+        return Problem(kind="not-profiled", message=message, hint=hint, where="--precision")
     message = f"{keys[0]} of {profile.model} is not in its profile: not asked for, or a layer that does not divide"
     return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
 
@@ -233,7 +151,7 @@ def _batches(
         space.leave_out(Problem(kind="global-batch", message=message, hint=hint, where="--global-batch"))
         return
     share = wish.global_batch // dp
-    for micro in _divisors(share):
+    for micro in divisors(share):
         wanted = wish.micro_batch in (None, micro) and wish.accumulation in (None, share // micro)
         if wanted and share // micro >= degrees.pp:
             yield micro, share // micro
@@ -255,17 +173,3 @@ def _stage3_sizes(profile: Profile, stage: int) -> dict[str, int]:
     largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
     hidden = width(profile.hidden_size, largest)
     return {"prefetch": prefetch_elements(hidden), "persistence": persistence_elements(hidden)}
-
-
-def _named(degrees: Degrees) -> tuple[str, int]:
-    names = ("--tensor-parallel", "--pipeline", "--sequence-parallel")
-    return next((name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:16]))
