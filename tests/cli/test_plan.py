@@ -100,6 +100,8 @@ def test_the_second_plan_finds_the_profile(traced, monkeypatch):
 def test_what_people_read(stored):
     done = run(*stored, "--global-batch", 64)
     assert done.exit_code == 0
+    many = run(*stored, "--global-batch", 64, "--top", 5000).stdout
+    assert "of each the fastest bucket and overlap" in many
     for words in ("tokens/s", "MFU", "buckets of", "peak in", "2.00 TiB a node"):
         assert words in done.stdout
 
@@ -191,6 +193,10 @@ def test_written_files_never_replace_others(stored, tmp_path):
     answer = asked(*stored, "--global-batch", 64, "--write", tmp_path)
     assert answer["written"] == [str(tmp_path / "ds_config.json"), str(tmp_path / "run.yaml")]
     before = (tmp_path / "run.yaml").read_text()
+    assert "# data: " in before
+    row = answer["layouts"][answer["written_layout"]]
+    assert answer["written_layout"] == (answer["plainest"] or 0)
+    assert yaml.safe_load(before)["micro_batch"] == row["micro_batch"]
     problems = refused(*stored, "--write", tmp_path)
     assert [p["kind"] for p in problems] == ["output-exists"] * 2
     assert (tmp_path / "run.yaml").read_text() == before

@@ -19,6 +19,7 @@ RUN_FIELDS = (
     *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
 PRECISIONS = ("fp32", "bf16", "fp16")
+WRITE_HELP = "folder for ds_config.json, run.yaml of the best, or of a plainer one less than 3% slower"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
@@ -34,7 +35,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--network", metavar="SIZE", help="bytes a second to other nodes, for each device")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
 @click.option("--profile", type=click.Path(path_type=Path), help="plan from a stored profile, without torch")
-@click.option("--write", type=click.Path(path_type=Path), help="folder for the best as ds_config.json, run.yaml")
+@click.option("--write", type=click.Path(path_type=Path), help=WRITE_HELP)
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
@@ -60,6 +61,7 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
 def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     from zerofit.cli.inputs import parse_image
+    from zerofit.cli.plan_flags import early_problems
     from zerofit.cli.plan_hardware import Asked, clusters
     from zerofit.cli.plan_write import refuse_existing
     from zerofit.spec.errors import Problems
@@ -70,6 +72,8 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     problems.attempt(lambda: load_run(None, flags))  # refuses --micro-batch 0 and the like
     if (model is None) == (options["profile"] is None):
         problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
+    for problem in early_problems(model, options):
+        problems.add(problem.kind, problem.message, problem.hint, problem.where)
     if options["maximum"] and options["minimum"]:
         problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
     if options["image"]:
@@ -95,7 +99,9 @@ def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> d
         from zerofit.cli.plan_write import write_plan
 
         extra = (options["model_args"] or {}, options["image"], options["nvme_path"])
-        result["written"] = write_plan(options["write"], answered.best[0].choice, question.profile, *extra)
+        number = result["plainest"] or 0  # a forecast of time cannot tell it from the first
+        result["written"] = write_plan(options["write"], answered.best[number].choice, question.profile, *extra)
+        result["written_layout"] = number
     return result
 
 
@@ -114,6 +120,7 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
         asked = {"min": "gpus", "value": None, "looked_up_to": questions.MOST_GPUS, **ranks}
     answered = questions.best(question, cluster)
     result = answer_json(answered, question.profile, question.wish.precision)
+    result["top"] = options["top"]
     result["profile"] = str(place) if place and options["maximum"] != "seq-len" else None
     if asked:
         result["asked"] = asked
@@ -124,6 +131,7 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
 
 def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[Any, Path | None]:
     """The question about this cluster, and where its profile lies."""
+    from zerofit.cli.plan_flags import refuse_meaningless
     from zerofit.cli.plan_profile import Wanted, get_profile, read_profile
     from zerofit.cli.plan_question import Question, precision_of, traced_degrees
     from zerofit.plan.space import Wish
@@ -140,6 +148,7 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
         checkpointing=options["activation_checkpointing"],
     )
     if stored is not None:
+        refuse_meaningless(stored, options)
         return Question(profile=stored, wish=wish, top=options["top"]), options["profile"]
     wanted = Wanted(
         model=model,
@@ -151,6 +160,7 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
         degrees=traced_degrees(wish),
     )
     profile, place = get_profile(wanted, lambda message: click.echo(message, err=True))
+    refuse_meaningless(profile, options)
     wanted = replace(wanted, seq_len=profile.seq_len)
     return Question(profile=profile, wish=wish, wanted=wanted, top=options["top"]), place
 

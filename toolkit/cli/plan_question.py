@@ -95,7 +95,8 @@ def remedies(question: Question, cluster: Cluster) -> list[str]:
     if more is not None and more.ranks > cluster.ranks:
         found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
     elif more is None:
-        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} are enough")
+        size = shown_bytes(cluster.device.memory_bytes)
+        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} are enough")
     forecast = forecast_of(question.profile, cluster)
     host_bytes = host_needed(question.profile, cluster, question.wish, forecast)
     if host_bytes is not None and not cluster.on_cpu:
@@ -104,7 +105,8 @@ def remedies(question: Question, cluster: Cluster) -> list[str]:
     for device in sorted(larger, key=lambda d: d.memory_bytes) if not cluster.on_cpu else ():
         able = question.wish.precision in device.tflops
         if able and pressure(question.profile, replace(cluster, device=device), question.wish, forecast) <= 1:
-            found.append(f"{cluster.ranks} x {device.kind}, with the same host memory")
+            size = f" with {shown_bytes(device.memory_bytes)}" if device.kind == cluster.device.kind else ""
+            found.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
             break
     if not cluster.nvme_bytes and not cluster.on_cpu:
         disks = replace(cluster, nvme_bytes=10**15)

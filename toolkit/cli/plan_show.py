@@ -26,6 +26,10 @@ def show(result: dict[str, Any]) -> None:
         console.print(_asked(result["asked"]), style="bold", highlight=False)
     if result["layouts"]:
         console.print(_layouts(result))
+        shown = len(result["layouts"])
+        if shown < min(result["top"], result["fitting"]):
+            words = f"  {result['fitting']} fit in {shown} layouts: of each the fastest bucket and overlap is shown"
+            console.print(words, highlight=False)
         _knobs(console, result["layouts"][0])
         if result["plainest"]:
             number = result["plainest"] + 1
@@ -36,6 +40,9 @@ def show(result: dict[str, Any]) -> None:
     _rejections(console, result)
     for path in result.get("written", ()):
         console.print(f"written: {path}", highlight=False)
+    if result.get("written"):
+        words = f"  layout {result['written_layout'] + 1}; data is for you to fill in: see the comment in run.yaml"
+        console.print(words, highlight=False)
     if result.get("profile"):
         console.print(f"profile: {result['profile']}", style="dim", highlight=False)
 

@@ -38,7 +38,7 @@ def write_plan(
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(ds_config(choice, profile, nvme_path), indent=2) + "\n", encoding="utf-8")
         described = run_yaml(choice, profile, model_args, image, config.absolute())
-        run.write_text(yaml.safe_dump(described, sort_keys=False), encoding="utf-8")
+        run.write_text(yaml.safe_dump(described, sort_keys=False) + data_line(profile, image), encoding="utf-8")
     except OSError as error:
         message = f"cannot write to {folder}: {error.strerror or error}"
         raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
@@ -67,6 +67,14 @@ def ds_config(choice: Choice, profile: Profile, nvme_path: str) -> dict[str, Any
     if choice.sp > 1:
         config["sequence_parallel_size"] = "auto"
     return config
+
+
+def data_line(profile: Profile, image: str | None) -> str:
+    """What the plan cannot know, as a comment to fill in."""
+    if profile.task == "image":
+        size = f"{image.rpartition(':')[2]} images" if image else "images"
+        return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
+    return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
 
 
 def run_yaml(

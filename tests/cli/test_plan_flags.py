@@ -1,0 +1,42 @@
+"""Flags of `zerofit plan` that do not go together, and what it leaves to be filled in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from click.testing import CliRunner
+
+from tests.plan.stub import make_profile
+from zerofit.cli.main import main
+from zerofit.cli.plan_write import data_line
+
+
+def refused(*args: object) -> list[dict]:
+    done = CliRunner().invoke(main, ["plan", *map(str, args), "--json"])
+    assert done.exit_code == 2, done.output
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer.get("errors") or [answer["error"]]
+
+
+def test_flags_are_looked_at_together():
+    wrong = refused("gpt2", "--gpus", -1, "--seq-len", 5000, "--global-batch", 7, "--micro-batch", 0)
+    assert {p["where"] for p in wrong} == {"--gpus", "--seq-len", "--micro-batch"}
+    wrong = refused("gpt2", "--gpus", -1, "--global-batch", 7, "--micro-batch", 2)
+    assert [p["kind"] for p in wrong] == ["batch-size", "bad-value"]
+
+
+def test_a_run_is_no_model():
+    (wrong,) = refused("run.yaml", "--gpu", "t4")
+    assert "zerofit simulate run.yaml" in wrong["hint"] and wrong["where"] == "MODEL"
+
+
+def test_images_have_no_tokens():
+    assert refused("lenet", "--seq-len", 128, "--gpu", "t4")[0]["where"] == "--seq-len"
+
+
+def test_the_data_to_fill_in_is_named_with_its_size():
+    profile = make_profile(blocks=1)
+    assert "text:" in data_line(profile, None)
+    line = data_line(replace(profile, task="image"), "image:5x64x64")
+    assert line.startswith("# ") and "5x64x64 images; without it digits is taken" in line
