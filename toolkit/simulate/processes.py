@@ -8,9 +8,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from zerofit.models.catalog import ModelError
 from zerofit.simulate.target import Target
 from zerofit.spec.errors import Problem, UserError
 
@@ -33,7 +35,16 @@ def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list
             for process in list((pool._processes or {}).values()):
                 process.kill()
             raise
-        return [future.result() for future in futures]
+        return [_result(future) for future in futures]
+
+
+def _result(future: Future[Any]) -> dict[str, Any] | Problem:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        message = "a simulation's process was killed from outside, most often by the kernel for want of memory"
+        hint = "simulate fewer layers (--model-args), or one rank (--rank)"
+        return Problem(kind="killed", message=message, hint=hint)
 
 
 def _pool(tasks: int) -> ProcessPoolExecutor:
@@ -66,3 +77,5 @@ def _one(target: Target, word: str) -> dict[str, Any] | Problem:
         return simulate(target, say=say)
     except UserError as error:
         return error.problems[0]
+    except ModelError as error:
+        return Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
