@@ -11,6 +11,7 @@ from zerofit.spec.overhead import (
     CPU_PROCESS_BYTES,
     FRAGMENTATION,
     FRAGMENTATION_ZERO3,
+    FRAGMENTATION_ZERO3_HOST,
     HOST_PROCESS_BYTES,
     HOST_RESERVE,
     NCCL_ALL_TO_ALL_BYTES,
@@ -70,7 +71,9 @@ def fit(memory: Memory, choice: Choice, cluster: Cluster) -> Fit:
 
 def margin_bytes(peak_bytes: int, choice: Choice, cluster: Cluster) -> float:
     """What is kept free beside the allocated peak."""
-    share = FRAGMENTATION_ZERO3 if choice.zero_stage == 3 else FRAGMENTATION
+    share = FRAGMENTATION
+    if choice.zero_stage == 3:
+        share = FRAGMENTATION_ZERO3 if choice.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
     return share * peak_bytes + fixed_bytes(choice, cluster)
 
 
