@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit.simulate.allocator import EmptyCache, PhaseEnd, pinned_bytes, replay
+from zerofit.simulate.allocator import EmptyCache, PhaseEnd, replay
 from zerofit.simulate.caching import MIB, CachingAllocator, rounded_bytes, segment_bytes
 from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.spec.overhead import pinned_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What torch reserves on the device, and pins on the host, for a sequence of allocations and releases."""
+"""What torch reserves on the device for a sequence of allocations and releases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from zerofit.simulate.caching import CachingAllocator, rounded_bytes, segment_bytes
 from zerofit.simulate.expandable import ExpandableAllocator
-from zerofit.spec.overhead import pinned_bytes as pinned_bytes  # part of what this module knows of allocators
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.meter import Meter
 from zerofit.simulate.ops import stand_in
+from zerofit.simulate.standins import MASKING, cuda_attention
 
 
 def module_apply() -> None:
@@ -80,8 +81,8 @@ def masks() -> None:
     """
     from transformers import masking_utils
 
-    masking_utils.is_tracing = lambda *_, **__: False
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # asks for values
+    for name, function in MASKING.items():
+        setattr(masking_utils, name, function)
 
 
 def order_checks() -> None:
@@ -220,28 +221,9 @@ def attention() -> None:
     """
     original = nn.functional.scaled_dot_product_attention
 
-    def scaled_dot_product_attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        if query.device.type in ("cpu", "meta"):
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is None and query.dtype != torch.float32:
-            return torch.ops.aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, scale=scale
-            )[0]
-        if enable_gqa:
-            repeat = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-        )[0]
+    def scaled_dot_product_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attention = original if query.device.type in ("cpu", "meta") else cuda_attention
+        return attention(query, *args, **kwargs)
 
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from zerofit.simulate.allocator import EmptyCache, Event, pinned_bytes
+from zerofit.simulate.allocator import EmptyCache, Event
 from zerofit.simulate.kinds import settle
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Mark, Storage
+from zerofit.spec.overhead import pinned_bytes
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # model.layers.17.mlp
 

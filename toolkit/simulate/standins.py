@@ -1,6 +1,6 @@
 """What a GPU or CPU would do where the meta device does something else: attention, masks, dropout, all-to-all.
 
-Everything is put in place for the time of a trace only.
+`as_on` puts everything in place for the time of a trace only; a simulation takes what it needs for good (`patches`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _math_attention = functional.scaled_dot_product_attention
 @contextmanager
 def as_on(device: str, sp: int = 1) -> Iterator[None]:
     """Kernels of this kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all."""
-    attention = _cuda_attention if device == "cuda" else _cpu_attention
+    attention = cuda_attention if device == "cuda" else _cpu_attention
     if sp > 1:
         attention = _ulysses(attention, sp)
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
         if device == "cuda":
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
-        for name, stand_in in _MASKING.items():
+        for name, stand_in in MASKING.items():
             stack.enter_context(_patched_masks(name, stand_in))
         yield
 
@@ -45,10 +45,10 @@ def _patched_masks(name: str, stand_in: Callable) -> Any:
 
 # transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
 # to be traced; without padding it then passes no mask, and attention gets is_causal
-_MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
+MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
 
 
-def _cuda_attention(
+def cuda_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
