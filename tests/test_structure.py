@@ -18,12 +18,15 @@ MAY_IMPORT = {
     "check": {"spec"},
     "config": {"spec", "check"},
     "launch": {"spec", "config"},
-    "train": {"spec", "check", "config", "models", "data"},
+    "checkpoint": {"spec", "models", "data"},
+    "train": {"spec", "check", "config", "models", "data", "checkpoint"},
     "simulate": {"spec", "check", "config", "models", "data", "train"},
     "plan": {"spec"},
     "report": {"spec"},
     "worker": {"spec", "config", "models", "data", "train"},
-    "cli": {"spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan"},
+    "cli": {
+        *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
+    },
 }
 
 

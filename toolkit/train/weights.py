@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from zerofit.checkpoint.about import about_run, write_about
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -37,6 +38,8 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
         else:
             save_file(_without_shared(weights), folder / "model.safetensors")
+        dtype = next(str(w.dtype) for w in weights.values() if w.is_floating_point()).removeprefix("torch.")
+        write_about(folder, about_run(job.run, job.facts.task, inputs, job.steps, dtype))
     dist.barrier()
 
 
