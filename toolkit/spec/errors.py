@@ -41,6 +41,14 @@ class RunFailed(Exception):
         super().__init__(problem.message)
 
 
+class Stopped(Exception):
+    """A run that was asked to stop, and has left a checkpoint to go on from: exit code 75."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        super().__init__(problem.message)
+
+
 class Problems:
     """Collects what is wrong and raises once."""
 

@@ -28,6 +28,11 @@ class RunFolder:
     logs = property(lambda self: self.path / "logs")
     events = property(lambda self: self.path / "logs" / "events.jsonl")
     result = property(lambda self: self.path / "result.json")
+    stopped = property(lambda self: self.logs / "stopped.json")  # where a run that was asked to stop has come to
+    stop_request = property(lambda self: self.logs / "stop-requested")  # asks the ranks to save and stop
+    lock = property(lambda self: self.logs / "run.lock")  # held by the command that watches over the ranks
+    ranks_lock = property(lambda self: self.logs / "ranks.lock")  # shared by the ranks that are alive
+    checkpoints = property(lambda self: self.path / "checkpoints")
     model = property(lambda self: self.path / "model")
     tensorboard = property(lambda self: self.path / "tensorboard")
 
@@ -41,6 +46,16 @@ class RunFolder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """The checkpoint from which a job goes on."""
+
+    checkpoint: str  # its folder
+    step: int  # optimizer steps done
+    samples: int  # samples consumed
+    same_layout: bool  # whether DeepSpeed can take its files up as they are
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What the ranks of one run need to know; kept in the run folder as files that a person can open."""
 
@@ -50,19 +65,21 @@ class Job:
     steps: int
     facts: ModelFacts
     ds_config: dict[str, Any]
+    start: Start | None = None
 
     def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
 
         run.json can be given to `zerofit train` again: it carries the DeepSpeed JSON as the user wrote it, and no
-        output folder, so that the same run gets a new one.
+        output folder, so that the same run gets a new one. (The folder itself, given to `zerofit train`, goes on.)
         """
         resolved = self.run.model_copy(
-            update={"ds_config": ds_source, "output": None, "steps": self.steps, "epochs": None}
+            update={"ds_config": ds_source, "output": None, "steps": self.steps, "epochs": None, "resume": "auto"}
         )
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
-        write_json(folder.plan, {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps})
+        plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps}
+        write_json(folder.plan, plan | {"start": asdict(self.start) if self.start else None})
         write_json(folder.ds_config, self.ds_config)
 
     @classmethod
@@ -76,6 +93,7 @@ class Job:
             steps=plan["steps"],
             facts=ModelFacts(**json.loads(folder.profile.read_text())),
             ds_config=json.loads(folder.ds_config.read_text()),
+            start=Start(**plan["start"]) if plan.get("start") else None,
         )
 
 

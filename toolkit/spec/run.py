@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -15,7 +17,17 @@ from pydantic import (
     PositiveInt,
 )
 
+from zerofit.spec.interval import Interval
+
 Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def _interval(text: str) -> str:
+    Interval.parse(text)
+    return text
+
+
+Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
 
 
 class RunSpec(BaseModel):
@@ -88,6 +100,15 @@ class RunSpec(BaseModel):
     pipeline: PositiveInt = Field(1, description="pipeline parallel degree")
     pipeline_balance: Literal["parameters", "time"] = Field("parameters", description="what stages are balanced by")
     sequence_parallel: PositiveInt = Field(1, description="sequence parallel degree (Ulysses)")
+
+    # saving
+    save_every: Every = Field("30min", description="steps (500) or time (30min) between checkpoints; 0: none are saved")
+    save_async: bool = Field(False, description="write checkpoints while training goes on, from a copy in host memory")
+    keep_last: PositiveInt = Field(3, description="newest checkpoints that are kept")
+    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that this divides are kept too; 0: none")
+    resume: str = Field(
+        "auto", description="auto (go on where the run folder's newest whole checkpoint is), never, or a checkpoint"
+    )
 
     # watching
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only at the end")
