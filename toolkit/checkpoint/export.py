@@ -26,7 +26,7 @@ from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs, TextInputs
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problems
 from zerofit.spec.run import RunSpec
 from zerofit.spec.units import shown_bytes
 

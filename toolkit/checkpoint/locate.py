@@ -52,7 +52,8 @@ def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
         return manifests.read(checkpoint)
     except ManifestError as error:
         hint = "take another checkpoint; `zerofit ckpt ls` shows which are whole"
-        raise UserError(Problem(kind="damaged-checkpoint", message=f"{checkpoint}: {error}", hint=hint, where=where))
+        problem = Problem(kind="damaged-checkpoint", message=f"{checkpoint}: {error}", hint=hint, where=where)
+        raise UserError(problem) from None
 
 
 def _refuse_damaged(checkpoint: Path, where: str) -> None:
