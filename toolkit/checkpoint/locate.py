@@ -7,11 +7,13 @@ from pathlib import Path
 
 from zerofit.checkpoint import manifest as manifests
 from zerofit.checkpoint.manifest import Manifest, ManifestError
+from zerofit.checkpoint.names import step_of
 from zerofit.checkpoint.store import Entry, Store
-from zerofit.checkpoint.verify import quick_look
+from zerofit.checkpoint.verify import Damage, quick_look, verify
 from zerofit.spec.errors import Problem, UserError
 
 CHECKPOINTS = "checkpoints"
+HINT = "`zerofit ckpt ls` shows which are whole"
 
 
 def store_of(path: Path, where: str = "PATH") -> Store | None:
@@ -19,7 +21,7 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
 
     Raises UserError "no-checkpoint" for anything else.
     """
-    if (path / manifests.NAME).is_file():
+    if path.is_dir() and ((path / manifests.NAME).is_file() or step_of(path.absolute()) is not None):
         return None
     for folder in (path / CHECKPOINTS, path):
         if Store(folder).entries():
@@ -29,21 +31,30 @@ def store_of(path: Path, where: str = "PATH") -> Store | None:
     raise _none(f"{path} is no checkpoint, and no run's folder that holds one", where)
 
 
-def locate(path: Path, where: str = "PATH", on_passed_over: Callable[[Entry], None] = lambda _: None) -> Path:
-    """The checkpoint's folder itself, or a run's newest checkpoint whose files are all there in their sizes.
+def locate(
+    path: Path,
+    where: str = "PATH",
+    progress: Callable[[str], None] | None = None,
+    on_passed_over: Callable[[Entry], None] = lambda _: None,
+) -> Path:
+    """The checkpoint's folder itself, or a run's newest one that is whole; newer ones go to `on_passed_over`.
 
-    Damaged ones that are newer are handed to `on_passed_over`. Raises UserError "no-checkpoint", or
-    "damaged-checkpoint" where a checkpoint is named that is not whole.
+    With `progress` every byte is checked, without it only that the files are there in their sizes. Raises UserError
+    "no-checkpoint", or "damaged-checkpoint" where a checkpoint is named that is not whole.
     """
     store = store_of(path, where)
     if store is None:
-        _refuse_damaged(path, where)
+        damage = verify(path, progress) if progress else quick_look(path)[1]
+        if damage:
+            raise UserError(*(_damaged(path, d, where) for d in damage))
         return path
-    for entry in reversed(store.entries()):
-        if not entry.damage:
-            return entry.path
-        on_passed_over(entry)
-    raise _none(f"every checkpoint in {store.folder} is damaged", where)
+    if progress:
+        entry = store.newest_whole(on_passed_over, progress)
+    else:
+        entry = next((entry for entry in reversed(store.entries()) if not entry.damage), None)
+    if entry is None:
+        raise _none(f"every checkpoint in {store.folder} is damaged", where)
+    return entry.path
 
 
 def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
@@ -51,25 +62,14 @@ def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
     try:
         return manifests.read(checkpoint)
     except ManifestError as error:
-        hint = "take another checkpoint; `zerofit ckpt ls` shows which are whole"
-        problem = Problem(kind="damaged-checkpoint", message=f"{checkpoint}: {error}", hint=hint, where=where)
-        raise UserError(problem) from None
+        damage = Damage(file=manifests.NAME, kind="manifest", message=str(error))
+        raise UserError(_damaged(checkpoint, damage, where)) from None
 
 
-def _refuse_damaged(checkpoint: Path, where: str) -> None:
-    _, damage = quick_look(checkpoint)
-    hint = "take another checkpoint; `zerofit ckpt ls` shows which are whole"
-    problems = [
-        Problem(
-            kind="damaged-checkpoint",
-            message=f"{checkpoint / d.file} is damaged: {d.kind}" + (f" ({d.message})" if d.message else ""),
-            hint=hint,
-            where=where,
-        )
-        for d in damage
-    ]
-    if problems:
-        raise UserError(*problems)
+def _damaged(checkpoint: Path, damage: Damage, where: str) -> Problem:
+    message = f"{checkpoint / damage.file} is damaged: {damage.kind}"
+    message += f" ({damage.message})" if damage.message else ""
+    return Problem(kind="damaged-checkpoint", message=message, hint=f"take another one; {HINT}", where=where)
 
 
 def _none(message: str, where: str) -> UserError:
