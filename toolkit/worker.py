@@ -9,18 +9,25 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+from zerofit.launch.hold import alive
+from zerofit.launch.parent import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import RunFolder, write_json
+from zerofit.train.requests import Signals
 
 LINES = 3  # of a library's message: validators name the key in the second
 
 
 def main() -> int:
-    """Run one rank; exit code 0 done, 3 failed (the reason lies in the run folder)."""
+    """Run one rank; exit code 0 done or stopped on request, 3 failed (the reason lies in the run folder)."""
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
+    end_with_parent()
     _log_to(folder.rank_log(rank))
+    signals = Signals()
+    signals.listen()
     try:
-        _train(folder)
+        with alive(folder):
+            _train(folder, signals)
     except BaseException as error:
         _leave_word(folder, rank, error)
         sys.stderr.flush()
@@ -37,7 +44,7 @@ def _log_to(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _train(folder: RunFolder) -> None:
+def _train(folder: RunFolder, signals: Signals) -> None:
     from zerofit.spec.folder import Job
     from zerofit.train.process_group import start, stop
 
@@ -45,7 +52,7 @@ def _train(folder: RunFolder) -> None:
     start(timeout=timedelta(minutes=30))
     from zerofit.train.run import train
 
-    train(job, folder)
+    train(job, folder, signals)
     stop()
 
 

@@ -43,7 +43,7 @@ class Store:
     def newest_whole(
         self, on_damaged: Callable[[Entry], None] = lambda _: None, progress: Callable[[str], None] | None = None
     ) -> Entry | None:
-        """The newest checkpoint of which every byte is what was written; those passed over are handed to `on_damaged`."""
+        """The newest checkpoint of which every byte is as written; those passed over are handed to `on_damaged`."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:

@@ -46,7 +46,9 @@ def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> l
     left = {name: mark for name, mark in manifest.files.items() if name not in seen}
     done, total = 0, sum(mark.bytes for mark in left.values())
     with ThreadPoolExecutor(THREADS) as pool:
-        for found, mark in zip(pool.map(lambda item: _read(checkpoint, *item), left.items()), left.values(), strict=True):
+        for found, mark in zip(
+            pool.map(lambda item: _read(checkpoint, *item), left.items()), left.values(), strict=True
+        ):
             damage += found
             done += mark.bytes
             if progress:

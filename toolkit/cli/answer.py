@@ -1,4 +1,4 @@
-"""How every command answers: a last line of JSON if asked, errors in one form, exit codes 0, 2, 3 and 130."""
+"""How every command answers: a last line of JSON if asked, errors in one form, exit codes 0, 2, 3, 75 and 130."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import click
 
 from zerofit.models.catalog import ModelError
-from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
 
-BAD_INPUT, FAILED, STOPPED = 2, 3, 130
+BAD_INPUT, FAILED, RUN_AGAIN, STOPPED = 2, 3, 75, 130
+REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
@@ -29,8 +30,8 @@ def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[di
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Within it a request to stop (SIGTERM, a closed terminal) is answered as Ctrl-C is, with KeyboardInterrupt."""
-    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    """Within it a request to stop (SIGTERM, SIGUSR1, a closed terminal) is answered as Ctrl-C is."""
+    former = {number: signal.signal(number, signal.default_int_handler) for number in REQUESTS}
     try:
         yield
     finally:
@@ -48,6 +49,8 @@ def _done(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
         fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
     except RunFailed as error:
         fail([error.problem], FAILED, as_json)
+    except Stopped as stopped:
+        fail([stopped.problem], RUN_AGAIN, as_json)
     except KeyboardInterrupt as request:
         where = str(request)
         hint = f"`zerofit plot {where}` shows how far it came" if where else ""

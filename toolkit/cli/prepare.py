@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,9 @@ from typing import Any
 import click
 
 from zerofit.check.document import Document, of_data
+from zerofit.cli.progress import Line
+from zerofit.cli.resume import find_start
+from zerofit.cli.run_folder import find_folder
 from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.examine import where
 from zerofit.config.refuse import check_machine, check_model
@@ -27,6 +27,7 @@ from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder, write_json
 from zerofit.spec.load import Asked
 from zerofit.spec.run import RunSpec
+from zerofit.spec.versions import versions
 from zerofit.train.probe import models_say, probe, task_of
 
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
@@ -37,7 +38,7 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong."""
     problems = Problems()
     machine = this_machine()
-    folder = problems.attempt(lambda: _folder(asked.run))
+    folder = problems.attempt(lambda: find_folder(asked.run))
     source = problems.attempt(lambda: find_model(asked))
     document = problems.attempt(lambda: ds_document(asked.run))
     task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
@@ -57,7 +58,7 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=seq_len_of(decision.run, source, task))
     data = open_data(decision.run, task, decision.run.seq_len, progress)
     for note in data.notes:
-        click.echo(f"note: {note}", err=True)
+        _note(note)
     if task == "image" and data.inputs.classes < 2:
         message = f"{data.name} holds one class: there is nothing to tell apart"
         problems.add("data-classes", message, "give each class a folder of its own", "--data")
@@ -70,6 +71,8 @@ def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
     job = Job(
         run=decision.run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config
     )
+    with Line() as line:
+        job = replace(job, start=find_start(job, folder, _note, line.show))
     _make(folder, job, document.config, machine)
     return job, folder, machine
 
@@ -140,35 +143,21 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
 
 
-def _folder(run: RunSpec) -> RunFolder:
-    """The run folder's path; an existing one must be empty."""
-    if run.output is None:
-        name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
-        stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path, n = stem, 1
-        while path.exists():
-            path, n = stem.with_name(f"{stem.name}-{n}"), n + 1
-        return RunFolder(path.absolute())
-    path = run.output.absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        what = "holds another run" if (path / "run.json").exists() else "exists and is not an empty folder"
-        hint = "name another folder, or remove this one"
-        raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
-    return RunFolder(path)
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
 
 
 def _make(folder: RunFolder, job: Job, ds_source: dict[str, Any], machine: Machine) -> None:
     try:
-        folder.logs.mkdir(parents=True)
+        folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = Problem(kind="output-unwritable", message=f"cannot make the run folder: {error}", where="--output")
         raise UserError(problem) from None
     job.write(folder, ds_source)
-    names = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate")
     write_json(
         folder.env,
         {
-            "versions": {name: importlib.metadata.version(name) for name in names},
+            "versions": versions(),
             "python": sys.version.split()[0],
             "platform": platform.platform(),
             "accelerator": machine.accelerator,

@@ -11,6 +11,7 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
+from zerofit.spec.folder import RunFolder
 
 POLL_S = 0.1
 
@@ -29,13 +30,15 @@ DEFAULT_JOB = {
 
 
 @click.command()
-@click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
+@click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @run_options()
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def train(target: str | None, as_json: bool, **options: Any) -> None:
     """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.
 
-    Without arguments: a small Llama learns the Python standard library's source code.
+    A run folder, or a --output that holds this run already: training goes on from its newest checkpoint. SIGTERM and
+    SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
+    source code.
     """
     answer(lambda: _train(target, {k: v for k, v in options.items() if v is not None}), as_json, _show)
 
@@ -45,6 +48,9 @@ def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
 
     if target is None and not flags:
         flags = dict(DEFAULT_JOB)
+    if target and RunFolder(Path(target)).plan.is_file():
+        flags = {"output": Path(target), **flags}
+        target = str(RunFolder(Path(target)).run)
     file = Path(target) if target and is_run_file(target) else None
     if target and file is None:
         flags = {"model": target, **flags}
@@ -65,16 +71,31 @@ def is_run_file(target: str) -> bool:
 
 
 def start(asked: Any) -> dict[str, Any]:
-    """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError and RunFailed."""
+    """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError, RunFailed and Stopped."""
     click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
     from zerofit.cli.prepare import prepare
-    from zerofit.cli.view import View
+    from zerofit.cli.run_folder import finished_before, make_ready
     from zerofit.data import RichProgress
+    from zerofit.launch.hold import held
+
+    job, folder, machine = prepare(asked, RichProgress())
+    finished = finished_before(job, folder)
+    if finished:
+        click.echo(f"note: all {job.steps} steps of this run are done; a larger --steps goes on with it", err=True)
+        return {"run_dir": str(folder.path), **finished}
+    with held(folder, lambda text: click.echo(text, err=True)):
+        for note in make_ready(folder, job.start):
+            click.echo(f"note: {note}", err=True)
+        return {"run_dir": str(folder.path), **_run(job, folder, machine)}
+
+
+def _run(job: Any, folder: RunFolder, machine: Any) -> dict[str, Any]:
+    """Start the ranks of a job that is ready, and watch them to their end; their result."""
+    from zerofit.cli.view import View
     from zerofit.launch.local import environment, started
     from zerofit.launch.ops import build_ops, needed_ops
     from zerofit.launch.outcome import outcome
 
-    job, folder, machine = prepare(asked, RichProgress())
     ranks = job.layout.world_size
     with View(folder, job.run.log_every) as view:
         build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
@@ -83,7 +104,7 @@ def start(asked: Any) -> dict[str, Any]:
             code = _watch(started(folder, ranks, machine), view)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(str(folder.path)) from None
-    return {"run_dir": str(folder.path), **outcome(folder, code)}
+    return outcome(folder, code)
 
 
 def _watch(ranks: Any, view: Any) -> int:

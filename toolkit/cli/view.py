@@ -18,10 +18,10 @@ QUIET_S = 15.0  # without a terminal, a phase that lasts says so this often
 
 
 class Tail:
-    """Whole lines of a growing JSON lines file, each once."""
+    """Whole lines of a growing JSON lines file, each once; not those that it has by now."""
 
     def __init__(self, path: Path):
-        self._path, self._offset = path, 0
+        self._path, self._offset = path, path.stat().st_size if path.exists() else 0
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The objects that have been added since the last call."""
@@ -85,7 +85,13 @@ class View:
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "training":
             self._bar.update(self._task, total=event["steps"], description="training")
+            if "done" in event:
+                self._bar.update(self._task, completed=event["done"])
             self._phase = ""
+        elif event["event"] == "saved":
+            self._console.print(f"step {event['step']}: checkpoint saved in {event['save_s']:.1f} s")
+        elif event["event"] == "save-failed":
+            self._console.print(f"[yellow]warning[/]: step {event['step']}: {event['text']}", soft_wrap=True)
         elif event["event"] == "eval":
             figures = ", ".join(f"{k} {v:.4g}" for k, v in event.items() if k not in ("event", "time_s", "step"))
             self._console.print(f"step {event['step']}: validation {figures}")

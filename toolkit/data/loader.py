@@ -58,6 +58,7 @@ def made(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
 def _from_processes(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
     import multiprocessing
 
+    import torch
     from torch.utils.data import DataLoader
 
     # "forkserver" and not "fork": by now this process has CUDA, NCCL and tokenizer threads, which no fork survives.
@@ -72,6 +73,7 @@ def _from_processes(maker: Maker, items: Iterable, workers: int) -> Iterator[dic
         num_workers=workers,
         prefetch_factor=2,
         multiprocessing_context=context,
+        generator=torch.Generator(),  # else it would draw from the one that training draws from
     )
     convert: Callable[[dict], dict] = _as_it_is if roomy else _from_a_pipe
     yield from map(convert, batches)

@@ -19,6 +19,7 @@ from zerofit.spec.cache import cache_root
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import RunFolder
 
+REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 GRACE_S = 10.0  # between the request to stop and the kill
 
 
@@ -26,10 +27,11 @@ def launcher(ranks: int, port: int) -> list[str]:
     """The deepspeed launcher of one node (`deepspeed.launcher.launch`), without the multi-node runner before it.
 
     The runner looks for a hostfile of the machine's and exits 0 when this launcher is killed; one node needs neither.
+    The launcher and its ranks end with this process.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    argv = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_port={port}"]
-    return [*argv, "--no_local_rank"]
+    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "deepspeed.launcher.launch"]
+    return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
 
 
 def environment(machine: Machine, ranks: int) -> dict[str, str]:
@@ -63,7 +65,8 @@ def free_port() -> int:
 def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher's process while the block runs; afterwards nothing of it is left, however the block ends.
 
-    A request to stop (SIGTERM, a closed terminal) ends the block as Ctrl-C does, with KeyboardInterrupt.
+    The first request to stop (SIGTERM, SIGUSR1, a closed terminal) is handed on to the ranks, which save and end; a
+    second one ends the block as Ctrl-C does, with KeyboardInterrupt.
     """
     log = (folder.logs / "launcher.log").open("ab")
     process = subprocess.Popen(
@@ -75,7 +78,13 @@ def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subproc
         start_new_session=True,
     )
     log.close()
-    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def hand_on(*_: object) -> None:
+        folder.stop_request.touch()
+        for one in REQUESTS:
+            signal.signal(one, signal.default_int_handler)
+
+    former = {number: signal.signal(number, hand_on) for number in REQUESTS}
     try:
         yield process
     finally:

@@ -6,12 +6,15 @@ import json
 import signal
 from typing import Any
 
-from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.errors import Problem, RunFailed, Stopped
 from zerofit.spec.folder import RunFolder
 
 
 def outcome(folder: RunFolder, code: int) -> dict[str, Any]:
-    """The result that rank 0 left. Raises RunFailed with what a user should see of the ranks' errors."""
+    """The result that rank 0 left.
+
+    Raises RunFailed with what a user should see of the ranks' errors, and Stopped where the ranks were asked to stop.
+    """
     words = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
     if words:
         # a rank that lost its peers is a consequence; the cause is the first of the others
@@ -26,9 +29,20 @@ def outcome(folder: RunFolder, code: int) -> dict[str, Any]:
                 where=problem.where,
             )
         )
+    if folder.stopped.exists():
+        raise Stopped(_stopped(folder, json.loads(folder.stopped.read_text())))
     if folder.result.exists():
         return json.loads(folder.result.read_text())
     raise RunFailed(_silent_end(folder, code))
+
+
+def _stopped(folder: RunFolder, word: dict[str, int]) -> Problem:
+    return Problem(
+        kind="stopped",
+        message=f"stopped on request after step {word['step']} of {word['steps']}; a checkpoint of it is saved",
+        hint=f"`zerofit train {folder.path}` goes on from there",
+        where=str(folder.path),
+    )
 
 
 def _silent_end(folder: RunFolder, code: int) -> Problem:

@@ -67,6 +67,11 @@ class Job:
     ds_config: dict[str, Any]
     start: Start | None = None
 
+    def samples_after(self, step: int) -> int:
+        """Samples consumed by the whole training up to this step, whatever batch size it began with."""
+        done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
+        return samples + (step - done) * self.batch.total
+
     def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
 

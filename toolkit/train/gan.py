@@ -71,6 +71,10 @@ class GanDriver:
         self.generator.step()
         return loss.detach().float()
 
+    def generators(self) -> dict[str, torch.Generator]:
+        """Sources of randomness that a checkpoint must keep."""
+        return {"noise": self._noise}
+
     def extra(self) -> dict[str, Tensor]:
         """Rank 0's two losses of the last step."""
         return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1]}

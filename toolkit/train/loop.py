@@ -6,7 +6,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
 from zerofit.train.batch_stats import average_batch_statistics
 from zerofit.train.place import Place
 from zerofit.train.record import Recorder
+from zerofit.train.requests import Requests
 from zerofit.train.sinks import Events
 
 EVAL_WORD_S = 2.0
@@ -39,6 +41,15 @@ class AnyDriver(Protocol):
         """Summed loss, targets and right answers over all ranks, of `count` batches on each."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a loop ended."""
+
+    step: int  # optimizer steps done in all
+    stopped: bool  # on request, before the last step
+    figures: dict[str, float]  # of the last evaluation
+
+
 @dataclass
 class Loop:
     """Everything that one rank's training needs, put together by `zerofit.train.run`."""
@@ -49,9 +60,11 @@ class Loop:
     driver: AnyDriver
     recorder: Recorder
     events: Events
+    requests: Requests
+    save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
 
-    def run(self) -> dict[str, float]:
-        """Train all steps; the last evaluation's figures."""
+    def run(self) -> Ended:
+        """Train all steps, or until asked to stop."""
         gc.collect()
         gc.freeze()  # what exists by now stays until the end: collections in the loop need not walk it
         try:
@@ -59,19 +72,44 @@ class Loop:
         finally:
             gc.unfreeze()
 
-    def _train(self) -> dict[str, float]:
+    def _train(self) -> Ended:
         job, every = self.job, self.job.run.eval_every
         seen: list[np.ndarray] = []
         batches = self._noting(self._weighted(), seen)
         figures: dict[str, float] = {}
-        for step in range(job.steps):
+        for step in range(self.first, job.steps):
             lr = self.driver.engine.get_lr()[0]
             losses = self.driver.train_step(batches)
             self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm(), self._extra())
             seen.clear()
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
-        return figures
+            if self._save_and_stop(step + 1):
+                return Ended(step=step + 1, stopped=True, figures=figures)
+        return Ended(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+
+    @property
+    def first(self) -> int:
+        """Steps that were done before this start."""
+        return self.job.start.step if self.job.start else 0
+
+    def _save_and_stop(self, done: int) -> bool:
+        """Save where it is time after so many steps, or where asked to stop; whether to stop."""
+        requests, recorder = self.requests, self.recorder
+        last = done == self.job.steps
+        stop = recorder.asked_to_stop and not last
+        if not (stop or requests.due_at(done) or recorder.asked_to_save or (last and requests.saving)):
+            return False
+        recorder.flush()  # a loss that is not finite must not be saved
+        self.events("phase", text=f"saving step {done}")
+        requests.saved()
+        recorder.asked_to_save = False
+        problem = self.save(done, dict(recorder.last), self.job.run.save_async and not (stop or last))
+        recorder.skip_time()
+        self.events("training", steps=self.job.steps)
+        if problem and (stop or last):
+            raise RunFailed(problem)
+        return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout."""
@@ -120,17 +158,18 @@ class Loop:
         order = Order(len(self.data.train), job.run.seed)
         slices = (
             range(start, start + batch.micro)
-            for step in range(job.steps)
+            for step in range(self.first, job.steps)
             for start in (
-                step * batch.total + (k * batch.dp + self.place.dp_rank) * batch.micro
+                job.samples_after(step) + (k * batch.dp + self.place.dp_rank) * batch.micro
                 for k in range(batch.accumulation)
             )
         )
+        first = job.samples_after(self.first)
         step, weight = -1, 0.0
         for micro in micro_batches(self.data.train, order, slices, self._workers()):
-            if micro["positions"].start // batch.total != step:
-                step = micro["positions"].start // batch.total
-                indices = order.indices(step * batch.total, (step + 1) * batch.total)
+            if (micro["positions"].start - first) // batch.total != step:
+                step = (micro["positions"].start - first) // batch.total
+                indices = order.indices(first + step * batch.total, first + (step + 1) * batch.total)
                 ranks = batch.dp * job.layout.sp
                 weight = batch.accumulation * ranks / max(1, self.data.train.targets(indices))
             yield micro | {"weight": weight}

@@ -1,7 +1,7 @@
 """One record a step: losses averaged over ranks in blocks, so that watching costs next to nothing.
 
 A block is about half a second of steps. Its losses cross the ranks in one all-reduce, which also tells every rank alike
-whether a loss was not finite.
+whether a loss was not finite, and whether one of them was asked to save or to stop.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
 from zerofit.spec.hardware import peak_flops
+from zerofit.train.requests import Requests
 from zerofit.train.sinks import Sink
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
@@ -41,8 +42,9 @@ class _Step:
 class Recorder:
     """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
 
-    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Sink]):
-        self._job, self._device, self._sinks = job, device, sinks
+    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Sink], requests: Requests):
+        self._job, self._device, self._sinks, self._requests = job, device, sinks, requests
+        self.asked_to_stop = self.asked_to_save = False  # the same on all ranks, as of the last exchange
         self._block: list[_Step] = []
         self._block_steps = 1
         self._process = psutil.Process()
@@ -79,9 +81,12 @@ class Recorder:
         block, self._block = self._block, []
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
         issued = sum(s.seconds for s in block)
-        shared = torch.stack([losses, losses.new_tensor([s.seconds * self._stretch for s in block])])  # (2, steps)
+        times = losses.new_tensor([s.seconds * self._stretch for s in block])
+        shared = torch.cat([losses, times, losses.new_tensor(self._requests.mine())])  # (2 x steps + 2,)
         dist.all_reduce(shared)
-        means, seconds = (shared / dist.get_world_size()).tolist()  # waits for the device
+        *both, stop, save = (shared / dist.get_world_size()).tolist()  # waits for the device
+        means, seconds = both[: len(block)], both[len(block) :]
+        self.asked_to_stop, self.asked_to_save = stop > 0, save > 0
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
         waited = synced - self._last_end
@@ -107,7 +112,7 @@ class Recorder:
         norm = None if step.grad_norm is None else float(step.grad_norm)
         return {
             "step": step.step + 1,
-            "samples": (step.step + 1) * job.batch.total,
+            "samples": job.samples_after(step.step + 1),
             "loss": loss,
             "lr": step.lr,
             "grad_norm": norm if norm is None or math.isfinite(norm) else None,  # none where fp16 overflowed

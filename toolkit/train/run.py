@@ -17,7 +17,10 @@ from zerofit.train.loop import AnyDriver, Loop
 from zerofit.train.pipeline import PipelineDriver
 from zerofit.train.place import Place, place_of
 from zerofit.train.record import Recorder
+from zerofit.train.requests import Requests, Signals
+from zerofit.train.resume import resume
 from zerofit.train.sample import continue_text
+from zerofit.train.saver import Saver
 from zerofit.train.sinks import Events, make_sinks
 from zerofit.train.weights import check_replicas, save_model
 
@@ -26,8 +29,11 @@ PROMPT = "def "
 DRAWINGS = 64
 
 
-def train(job: Job, folder: RunFolder) -> dict[str, Any]:
-    """Train the job on this rank of an initialised process group; the run's result (the same on all ranks)."""
+def train(job: Job, folder: RunFolder, signals: Signals | None = None) -> dict[str, Any]:
+    """Train the job on this rank of an initialised process group; the run's result (the same on all ranks).
+
+    A run that was asked to stop (by a signal, or the file `folder.stop_request`) leaves `folder.stopped` instead.
+    """
     rank = dist.get_rank()
     place = place_of(rank, job.layout)
     events = Events(folder.events if rank == 0 else None)
@@ -35,14 +41,34 @@ def train(job: Job, folder: RunFolder) -> dict[str, Any]:
     data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
     events("phase", text="building the model and the DeepSpeed engine")
     driver = _driver(job)(job, place, data.inputs)
-    _seed_rank(job.run.seed, place)
-    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [])
-    events("training", steps=job.steps)
-    figures = Loop(job=job, place=place, data=data, driver=driver, recorder=recorder, events=events).run()
+    _seed_rank(job, place)
+    requests = Requests(job.run.save_every, signals, folder.stop_request if rank == 0 else None)
+    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
+    saver = Saver(driver, data.inputs, folder, events)
+    if job.start:
+        events("phase", text=f"going on from step {job.start.step}")
+        recorder.last = resume(driver, job.start, lambda text: events("phase", text=text)).figures
+    events("training", steps=job.steps, done=job.start.step if job.start else 0)
+    loop = Loop(
+        job=job,
+        place=place,
+        data=data,
+        driver=driver,
+        recorder=recorder,
+        events=events,
+        requests=requests,
+        save=saver.save,
+    )
+    ended = loop.run()
+    saver.wait()
+    if ended.stopped:
+        if rank == 0:
+            write_json(folder.stopped, {"step": ended.step, "steps": job.steps})
+        return {}
     events("phase", text="saving the model")
     check_replicas(driver)
     save_model(driver, job, data.inputs, folder.model)
-    result = _result(job, recorder, figures, data)
+    result = _result(job, recorder, ended.figures, data)
     if rank == 0:
         write_json(folder.result, result)
     if isinstance(driver, GanDriver) and rank == 0:
@@ -67,9 +93,13 @@ def _driver(job: Job) -> type[AnyDriver]:
     return PipelineDriver if job.layout.pp > 1 else Driver
 
 
-def _seed_rank(seed: int, place: Place) -> None:
-    """Dropout differs between data parallel ranks and stages; tensor parallel ranks must draw alike."""
-    own = (seed * 1_000_003 + place.dp_rank * 1009 + place.pp_rank * 31 + place.sp_rank) % 2**32
+def _seed_rank(job: Job, place: Place) -> None:
+    """Dropout differs between data parallel ranks and stages; tensor parallel ranks must draw alike.
+
+    A checkpoint taken up in another layout draws anew: its random states belong to ranks that are no more.
+    """
+    own = job.run.seed * 1_000_003 + place.dp_rank * 1009 + place.pp_rank * 31 + place.sp_rank
+    own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
     random.seed(own)
     np.random.seed(own)
     torch.manual_seed(own)
@@ -78,7 +108,7 @@ def _seed_rank(seed: int, place: Place) -> None:
 def _result(job: Job, recorder: Recorder, figures: dict[str, float], data: Data) -> dict[str, Any]:
     """The keys that `zerofit train --json` prints, but for the run folder."""
     last = recorder.last
-    samples = job.steps * job.batch.total
+    samples = job.samples_after(job.steps)
     text = job.facts.task in ("causal-lm", "masked-lm")
     return {
         "steps": job.steps,
@@ -90,6 +120,6 @@ def _result(job: Job, recorder: Recorder, figures: dict[str, float], data: Data)
         "tokens_per_s": last["tokens_per_s"],
         "world_size": job.layout.world_size,
         "layout": job.layout.as_dict(),
-        "resumed_from": None,
+        "resumed_from": job.start.checkpoint if job.start else None,
         "unigram_entropy_nats": data.unigram_entropy_nats,
     }

@@ -1,0 +1,65 @@
+"""Who is at work in a run folder: one command at a time, and no ranks of an earlier one."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.folder import RunFolder
+
+PATIENCE_S = 60.0  # ranks whose command was killed are killed by the kernel; a device may hold one up for a while
+POLL_S = 0.1
+
+
+def refuse_if_held(folder: RunFolder) -> None:
+    """Raise UserError if another command is at work in this run folder."""
+    if folder.lock.exists():
+        with _locked(folder.lock, fcntl.LOCK_EX, 0.0, folder, lambda _: None):
+            pass
+
+
+@contextmanager
+def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
+    """The run folder is this process's own within the block. Raises UserError if it is another's."""
+    with _locked(folder.lock, fcntl.LOCK_EX, 0.0, folder, progress):
+        with _locked(folder.ranks_lock, fcntl.LOCK_EX, PATIENCE_S, folder, progress):
+            pass  # only to see that no rank is left
+        yield
+
+
+@contextmanager
+def alive(folder: RunFolder) -> Iterator[None]:
+    """Within the block this rank counts as alive."""
+    with _locked(folder.ranks_lock, fcntl.LOCK_SH, PATIENCE_S, folder, lambda _: None):
+        yield
+
+
+@contextmanager
+def _locked(
+    path: Path, kind: int, patience_s: float, folder: RunFolder, progress: Callable[[str], None]
+) -> Iterator[None]:
+    deadline = time.monotonic() + patience_s
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(_busy(folder)) from None
+                progress("waiting for the ranks of the start before to end")
+                time.sleep(POLL_S)
+        yield
+
+
+def _busy(folder: RunFolder) -> Problem:
+    return Problem(
+        kind="run-busy",
+        message=f"another zerofit is at work in {folder.path}",
+        hint="wait for it or stop it (SIGTERM lets it save), or name another --output",
+        where="--output",
+    )
