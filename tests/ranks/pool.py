@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from zerofit.cli.prepare import prepare
+from zerofit.cli.run_folder import make_ready
 from zerofit.data import NullProgress
 from zerofit.launch.local import environment, free_port, launcher
 from zerofit.launch.machine import this_machine
@@ -47,8 +48,9 @@ class RankPool:
 
     def train(self, output: Path, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks. Raises what preparing raises."""
-        run = load_run(None, {"output": output, "ranks": self.ranks, **options})
+        run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
         job, folder, machine = prepare(run, NullProgress())
+        make_ready(folder, job.start)
         build_ops(needed_ops(job.ds_config, machine), environment(machine, self.ranks), print)
         words = self._submit(folder)
         assert words == ["ok"] * self.ranks, "\n".join(w for w in words if w != "ok")

@@ -30,15 +30,15 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
         folder.mkdir(exist_ok=True)
         source = find(job.run.model)
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        dtype = next(str(w.dtype) for w in weights.values() if w.is_floating_point()).removeprefix("torch.")
         if source.family == "transformers":
             with torch.device("meta"):
                 model = build(source, inputs, dict(job.run.model_args))
-            model.save_pretrained(folder, state_dict=weights)
+            model.save_pretrained(folder, state_dict=weights)  # takes the weights out of the dictionary
             if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
         else:
             save_file(_without_shared(weights), folder / "model.safetensors")
-        dtype = next(str(w.dtype) for w in weights.values() if w.is_floating_point()).removeprefix("torch.")
         write_about(folder, about_run(job.run, job.facts.task, inputs, job.steps, dtype))
     dist.barrier()
 

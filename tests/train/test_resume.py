@@ -1,0 +1,91 @@
+"""Going on from a checkpoint is the uninterrupted run, bit for bit: losses, weights, optimizer states, random states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.pool import Trained
+from zerofit.checkpoint import safe
+
+STEPS, AT = 8, 5
+TEXT = {"data": "synthetic:64", "seq_len": 16, "micro_batch": 2, "steps": STEPS}
+LLAMA = {
+    "model": "llama-tiny",
+    "model_args": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    **TEXT,
+}
+# dropout draws from each rank's random state
+GPT2 = {"model": "gpt2", "model_args": {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.2}, **TEXT}
+IMAGES = {"data": "digits", "steps": STEPS}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {**GPT2, "ds_config": "zero0"},
+    "stage 0, bf16": {**LLAMA, "ds_config": "zero0", "precision": "bf16"},
+    "stage 1, accumulation": {**GPT2, "ds_config": "zero1", "gradient_accumulation_steps": 3},
+    "stage 2, offload": {**LLAMA, "ds_config": "zero2_offload"},
+    "stage 3, bf16": {**GPT2, "ds_config": "zero3", "precision": "bf16"},
+    "stage 3, offload": {**LLAMA, "ds_config": "zero3_offload"},
+    "pipeline": {**GPT2, "pipeline": 2, "gradient_accumulation_steps": 2},
+    "pipeline, bf16": {**LLAMA, "pipeline": 2, "gradient_accumulation_steps": 2, "precision": "bf16"},
+    "tensor parallel": {**LLAMA, "tensor_parallel": 2},
+    "sequence parallel": {**LLAMA, "sequence_parallel": 2},
+    "sgd": {**IMAGES, "model": "mlp", "optimizer": "sgd"},
+    "muon": {**LLAMA, "optimizer": "muon"},
+    "batch norm": {**IMAGES, "model": "resnet18-small", "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
+    "gan": {**IMAGES, "model": "dcgan", "micro_batch": 2, "eval_samples": 4},
+    "in the second epoch": {**IMAGES, "model": "mlp", "micro_batch": 200, "ds_config": "zero3"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bit_for_bit(pools, tmp_path, case):
+    pool, options = pools(2), CASES[case]
+    whole = pool.train(tmp_path / "whole", save_every=AT, **options)
+    resumed = pool.train(
+        tmp_path / "resumed", save_every=STEPS, resume=str(tmp_path / "whole/checkpoints/step-00000005"), **options
+    )
+    assert resumed.job.start.same_layout
+    assert resumed.result["resumed_from"].endswith("step-00000005")
+    assert numbers(resumed) == numbers(whole)[AT:]
+    entries = state(whole, STEPS)
+    assert len(entries) > 10
+    other = state(resumed, STEPS)
+    assert [name for name in entries if not same(entries[name], other[name])] == []
+
+
+def numbers(run: Trained) -> list[tuple]:
+    return [tuple(step[key] for key in ("step", "samples", "loss", "lr", "grad_norm")) for step in run.steps]
+
+
+def state(run: Trained, step: int) -> dict[str, Any]:
+    """Every value in every file of a checkpoint, by its path."""
+    folder = run.folder.checkpoints / f"step-{step:08}"
+    found: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.pt")):
+        flatten(safe.load(file), file.relative_to(folder).as_posix(), found)
+    return found
+
+
+def flatten(value: Any, path: str, found: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            flatten(part, f"{path}/{key}", found)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            flatten(part, f"{path}/{number}", found)
+    elif isinstance(value, torch.Tensor | int | float | str | bool | type(None)) and "/ds_config/" not in path:
+        found[path] = value
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
