@@ -1,0 +1,148 @@
+"""Filling a freshly built engine from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofit.checkpoint.reader import MASTER, Whole
+from zerofit.spec.errors import Problem, UserError
+from zerofit.train.fragments import Piece, engines, loss_scaler, names_of, persistent_buffers, pieces
+from zerofit.train.holdings import Unsupported, inner_optimizer, states_of, to_training_precision
+from zerofit.train.loop import AnyDriver
+
+WORD_S = 2.0
+
+
+def restore(driver: AnyDriver, whole_by_engine: dict[str, Whole], progress: Callable[[str], None]) -> None:
+    """Put weights, optimizer states, counters and schedule of a checkpoint into the driver's engines.
+
+    Each rank reads what its own partitions need, one parameter at a time. All ranks call this. Raises UserError where
+    the checkpoint lacks a parameter or has it in another shape, or where the engine cannot be filled.
+    """
+    for tag, engine in engines(driver).items():
+        whole = whole_by_engine[tag]
+        try:
+            found = list(pieces(driver, engine, tag))
+        except Unsupported as reason:
+            raise _error(
+                "no-restore", f"the new layout cannot take over a checkpoint of another one: {reason}"
+            ) from None
+        _refuse_other_model(found, whole)
+        if hasattr(engine.optimizer, "checkpoint_event_prologue"):
+            engine.optimizer.checkpoint_event_prologue()
+        _make_states(engine, found, whole)
+        _fill(engine, found, whole, progress)
+        to_training_precision(engine)
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+            engine.optimizer.checkpoint_event_epilogue()
+        _set_counters(engine, whole.counters)
+        _fill_buffers(driver, engine, whole)
+
+
+def _refuse_other_model(found: list[Piece], whole: Whole) -> None:
+    known = {*whole.names, *whole.ties}
+    missing = sorted({p.name for p in found} - known)
+    other = sorted({p.name for p in found if p.name in known and whole.shape(p.name) != p.shape})
+    if missing:
+        raise _error(
+            "other-model", f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} the first"
+        )
+    if other:
+        shape = next(p.shape for p in found if p.name == other[0])
+        message = f"{other[0]} has shape {whole.shape(other[0])} in the checkpoint and {shape} in the model"
+        raise _error("other-model", message)
+
+
+def _make_states(engine: Any, found: list[Piece], whole: Whole) -> None:
+    """Zeros for the states that the checkpoint has: optimizers would make them at their first step."""
+    inner = inner_optimizer(engine)
+    for piece in found:
+        if piece.held.states_at is None:
+            continue
+        master = piece.held.master
+        states = inner.state[master]
+        for kind in whole.kinds(piece.name):
+            if kind != MASTER and kind not in states:
+                states[kind] = _zeros(inner, piece, kind)
+        if whole.counters["step"] is not None and set(states) - {"momentum_buffer"}:
+            states["step"] = _step(inner, whole.counters["step"], master)
+
+
+def _zeros(inner: Any, piece: Piece, kind: str) -> Tensor:
+    master = piece.held.master
+    if kind == "momentum_buffer" and piece.held.group_numel is not None:
+        return torch.zeros(piece.held.group_numel, dtype=master.dtype, device=master.device)
+    wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, whatever the master weights are
+    return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
+
+
+def _step(inner: Any, step: int, master: Tensor) -> Any:
+    """The step count in the form that this optimizer counts in."""
+    if not type(inner).__module__.startswith("torch.optim"):
+        return step
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    return torch.tensor(float(step), device=master.device if on_device else "cpu")
+
+
+@torch.no_grad()
+def _fill(engine: Any, found: list[Piece], whole: Whole, progress: Callable[[str], None]) -> None:
+    said = time.monotonic()
+    for number, piece in enumerate(found):
+        for kind, slot in piece.held.slots(states_of(engine, piece.held.master)).items():
+            if kind in whole.kinds(piece.name):
+                values = _stretch(whole, piece, kind, slot.start, slot.live.numel())
+                slot.live.copy_(values.view(slot.live.shape))
+        if time.monotonic() - said > WORD_S:
+            said = time.monotonic()
+            progress(f"reading the checkpoint ({number + 1} of {len(found)} pieces)")
+
+
+def _stretch(whole: Whole, piece: Piece, kind: str, start: int, numel: int) -> Tensor:
+    """float32 (numel,) of this rank's share of a parameter."""
+    if piece.cut is None:
+        return whole.read_flat(piece.name, kind, start, numel)
+    return piece.cut.take(whole.read(piece.name, kind)).reshape(-1)[start : start + numel]
+
+
+def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
+    engine.global_steps = counters["global_steps"]
+    engine.skipped_steps = counters["skipped_steps"]
+    engine.global_samples = counters["global_samples"]
+    scaler = loss_scaler(engine)
+    for key, value in (counters["loss_scaler"] or {}).items():
+        if scaler is not None and hasattr(scaler, key):
+            setattr(scaler, key, value)
+    if engine.lr_scheduler is not None:
+        _set_schedule(engine.lr_scheduler, counters["lr_scheduler"])
+
+
+def _set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
+    """The learning rate that this run's own curve has after the steps that were done."""
+    done = saved.get("last_batch_iteration", saved.get("last_epoch", 0) - 1) + 1  # DeepSpeed's own count from -1
+    if hasattr(scheduler, "last_batch_iteration"):
+        if done:
+            scheduler.step(done - 1)
+        return
+    scheduler.last_epoch, scheduler._step_count = done, done + 1
+    rates = [base * curve(done) for base, curve in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def _fill_buffers(driver: AnyDriver, engine: Any, whole: Whole) -> None:
+    names, saved = names_of(driver, engine).buffers, set(whole.buffers)
+    with torch.no_grad():
+        for _, buffer in persistent_buffers(engine.module):
+            if names[id(buffer)] in saved:
+                buffer.copy_(whole.buffer(names[id(buffer)]))
+
+
+def _error(kind: str, message: str) -> UserError:
+    hint = "go on in the layout of the checkpoint, or take another checkpoint"
+    return UserError(Problem(kind=kind, message=message, hint=hint, where="--resume"))
