@@ -30,10 +30,11 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
         folder.mkdir(exist_ok=True)
         source = find(job.run.model)
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         dtype = next(str(w.dtype) for w in weights.values() if w.is_floating_point()).removeprefix("torch.")
         if source.family == "transformers":
             with torch.device("meta"):
-                model = build(source, inputs, dict(job.run.model_args))
+                model = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
             model.save_pretrained(folder, state_dict=weights)  # takes the weights out of the dictionary
             if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
