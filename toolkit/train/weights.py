@@ -31,7 +31,6 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
         source = find(job.run.model)
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-        dtype = next(str(w.dtype) for w in weights.values() if w.is_floating_point()).removeprefix("torch.")
         if source.family == "transformers":
             with torch.device("meta"):
                 model = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
@@ -40,7 +39,8 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
         else:
             save_file(_without_shared(weights), folder / "model.safetensors")
-        write_about(folder, about_run(job.run, job.facts.task, inputs, job.steps, dtype))
+        said = about_run(job.run, job.facts.task, inputs, job.steps, str(dtype).removeprefix("torch."))
+        write_about(folder, said)
     dist.barrier()
 
 
