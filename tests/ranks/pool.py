@@ -73,8 +73,9 @@ class RankPool:
             alive = self._process.poll() is None
             failed = [p.read_text() for p in answers if p.exists() and p.read_text() != "ok"]
             if not alive or time.monotonic() > deadline or (failed and _waited(answers)):
+                said = "\n".join(failed) or (self._inbox / "log").read_text()[-4000:]
                 self.close()
-                raise AssertionError("\n".join(failed) or (self._inbox / "log").read_text()[-4000:])
+                raise AssertionError(said)
             time.sleep(0.01)
         return [path.read_text() for path in answers]
 
