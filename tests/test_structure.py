@@ -21,11 +21,13 @@ MAY_IMPORT = {
     "checkpoint": {"spec", "models", "data"},
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
     "simulate": {"spec", "check", "config", "models", "data", "train"},
+    "infer": {"spec", "models", "data", "checkpoint"},
     "plan": {"spec"},
     "report": {"spec"},
     "worker": {"spec", "config", "models", "data", "train"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
+        "infer",
     },
 }
 

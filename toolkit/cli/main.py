@@ -9,6 +9,8 @@ import click
 from zerofit.cli.calibrate import calibrate
 from zerofit.cli.check import check, schema
 from zerofit.cli.ckpt import ckpt
+from zerofit.cli.eval import evaluate
+from zerofit.cli.generate import generate
 from zerofit.cli.models import models
 from zerofit.cli.plan import plan
 from zerofit.cli.plot import plot
@@ -42,5 +44,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, plan, check, schema, calibrate, models, plot, simulate, ckpt):
+for command in (train, plan, check, schema, calibrate, models, plot, simulate, ckpt, evaluate, generate):
     main.add_command(command)

@@ -1,0 +1,75 @@
+"""How much memory may be taken, and where: `--max-memory`, or what the devices have free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.units import parse_bytes
+
+Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
+SHARE = 0.95  # of what is free, where nothing was said: others on the machine, and what grows
+FLAG = "--max-memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bytes that may be taken."""
+
+    memory: dict[Device, int]  # of GPUs, by number, and of the CPU; one that is not named is not used
+    disk: int | None = None  # of weights that stay on the disk; None: as many as there are
+
+
+def read_limits(text: str | None) -> Limits:
+    """Limits out of "0=20GiB,cpu=60GiB", or most of what is free where nothing is said.
+
+    A device that is not named is not used; the disk is, unless "disk=0" is among them. Raises UserError with all that
+    is wrong.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if text is None:
+        free: dict[Device, int] = {n: int(SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(gpus)}
+        return Limits(memory={**free, "cpu": int(SHARE * _free_host())})
+    found: dict[Device, int] = {}
+    problems = Problems()
+    for part in text.split(","):
+        pair = problems.attempt(lambda part=part: _pair(part, gpus))
+        if pair and pair[0] in found:
+            problems.add("bad-value", f"{FLAG} names {pair[0]} twice", "give each device one size", FLAG)
+        elif pair:
+            found[pair[0]] = pair[1]
+    problems.raise_if_any()
+    disk = found.pop("disk", None)
+    if not any(found.values()):
+        hint = "give a device memory, such as cpu=8GiB: layers on the disk are taken into it one by one"
+        raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} names no memory", hint=hint, where=FLAG))
+    return Limits(memory=found, disk=disk)
+
+
+def _pair(part: str, gpus: int) -> tuple[Device, int]:
+    name, equals, size = (word.strip() for word in part.partition("="))
+    if not equals:
+        hint = "write it like 0=20GiB,cpu=60GiB"
+        raise UserError(Problem(kind="bad-value", message=f"{part!r} is no device and size", hint=hint, where=FLAG))
+    device: Device = int(name) if name.isdigit() else name
+    if device not in {*range(gpus), "cpu", "disk"}:
+        here = ", ".join([*map(str, range(gpus)), "cpu", "disk"])
+        message = f"there is no device {name!r} here"
+        raise UserError(Problem(kind="unknown-device", message=message, hint=f"devices: {here}", where=FLAG))
+    return device, 0 if size == "0" else parse_bytes(size, FLAG)
+
+
+def _free_host() -> int:
+    """Bytes that this process can still take: of the machine, or of the container that it is in."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        used, most = int((group / "memory.current").read_text()), int((group / "memory.max").read_text())
+    except (OSError, ValueError):
+        return free  # no container, or one without a limit
+    return min(free, most - used)

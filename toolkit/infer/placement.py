@@ -1,0 +1,154 @@
+"""Which device holds which part of a model, by accelerate's device map, and whether that fits; nothing is loaded."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate import infer_auto_device_map
+from torch import nn
+
+from zerofit.infer.empty import block_classes, loads_whole
+from zerofit.infer.fit import ROOM
+from zerofit.infer.limits import Device, Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one device takes, in bytes."""
+
+    device: Device
+    modules: tuple[str, ...]
+    weights: int  # that stay there
+    layer: int = 0  # the largest that is taken in from elsewhere while it runs
+    working: int = 0  # activations, logits, the loss, the KV cache
+    allowed: int | None = None  # None: no limit
+
+    @property
+    def needed(self) -> int:
+        """All of it, with room for what is not counted where something runs."""
+        return self.weights + self.layer + self.working + (ROOM if self.working or self.layer else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is no more than is allowed."""
+        return self.allowed is None or self.needed <= self.allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A device map and what it takes."""
+
+    device_map: dict[str, Device]  # module (or parameter) -> device, for accelerate
+    main: Device  # the first GPU, else "cpu": where layers of memory and disk are taken to run
+    rows: tuple[Row, ...]
+    largest: str  # the module with most weights that is taken to the main device; "" where nothing is
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has what it needs."""
+        return all(row.fits for row in self.rows)
+
+    @property
+    def execution_device(self) -> torch.device:
+        """Where inputs go and outputs come from."""
+        return torch.device("cpu" if self.main == "cpu" else f"cuda:{self.main}")
+
+
+def main_device(limits: Limits) -> Device:
+    """Where a model runs if any of it fits there: the first GPU that may be used, else the CPU."""
+    return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
+
+
+def place(model: nn.Module, limits: Limits, working: int) -> Placement:
+    """Spread a model that has no weights yet over GPUs, then memory, then disk, with `working` bytes left to run in.
+
+    Only transformers' models go over several GPUs: what other models do between their parts is not known.
+    """
+    gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
+    if not hasattr(model, "_no_split_modules"):
+        gpus = gpus[:1]
+    if gpus:
+        host = {"cpu": limits.memory["cpu"]} if limits.memory.get("cpu") else {}
+        device_map = _infer(model, {gpu: limits.memory[gpu] - working - ROOM for gpu in gpus} | host)
+        if any(isinstance(device, int) for device in device_map.values()):
+            return _placed(model, device_map, limits, working)
+    device_map = _infer(model, {"cpu": limits.memory.get("cpu", 0) - working - ROOM})
+    return _placed(model, device_map, limits, working)
+
+
+def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device]:
+    """accelerate's map, and a place for the buffers that it leaves out of modules that it takes apart."""
+    with _quiet():
+        asked = {device: max(0, size) for device, size in memory.items()}
+        device_map = infer_auto_device_map(model, max_memory=asked, no_split_module_classes=block_classes(model))
+    main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
+    left = [name for name in model.state_dict() if device_of(name, device_map) is None]
+    return {**device_map, **dict.fromkeys(left, main)}
+
+
+def _placed(model: nn.Module, device_map: dict[str, Device], limits: Limits, working: int) -> Placement:
+    gpus = sorted({d for d in device_map.values() if isinstance(d, int)})
+    main: Device = gpus[0] if gpus else "cpu"
+    weights: dict[Device, int] = dict.fromkeys(device_map.values(), 0) | {main: 0}
+    for name, tensor in model.named_parameters():
+        weights[device_of(name, device_map)] += tensor.nbytes
+    for name, tensor in model.named_buffers():
+        device = device_of(name, device_map) or main
+        weights[device if isinstance(device, int) else main] += tensor.nbytes  # those are not offloaded
+    layer, largest = _largest_layer(model, device_map, main)
+    rows = []
+    for device in [*gpus, *(d for d in ("cpu", "disk") if d in weights)]:
+        runs = isinstance(device, int) or device == main
+        modules = tuple(name or "all" for name, on in device_map.items() if on == device)
+        rows.append(
+            Row(
+                device=device,
+                modules=modules,
+                weights=weights[device],
+                layer=layer if device == main else 0,
+                working=working if runs else 0,
+                allowed=limits.disk if device == "disk" else limits.memory.get(device, 0),
+            )
+        )
+    return Placement(device_map=device_map, main=main, rows=tuple(rows), largest=largest)
+
+
+def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
+    """Bytes and name of the module that takes most to the main device for its forward."""
+    stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
+    whole = loads_whole(model)
+    best = (0, "")
+    for path, module in model.named_modules():
+        tensors = module.named_parameters(recurse=type(module).__name__ in whole)
+        names = {f"{path}.{name}" if path else name: tensor for name, tensor in tensors}
+        taken = sum(t.nbytes for name, t in names.items() if device_of(name, device_map) not in stays)
+        best = max(best, (taken, path))
+    return best
+
+
+def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
+    """Where the map has a parameter or buffer: the longest of its entries that covers it."""
+    while name not in device_map:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """accelerate warns of devices that a plan names and that are not there, and of buffers, which are counted here."""
+    log = logging.getLogger("accelerate.utils.modeling")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

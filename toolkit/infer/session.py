@@ -1,0 +1,86 @@
+"""From a folder to a model in place: the steps that evaluating and writing text share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofit.data import Progress
+from zerofit.infer.empty import empty_model
+from zerofit.infer.fit import refuse_misfit
+from zerofit.infer.limits import Device, Limits
+from zerofit.infer.load import load_model
+from zerofit.infer.memory import give_back_at_once, peak_device_bytes, peak_host_bytes, start_counting
+from zerofit.infer.placement import Placement, main_device, place
+from zerofit.infer.saved import DTYPES, Saved, exported, is_checkpoint, open_saved
+from zerofit.infer.table import table
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One saved model on its way to its devices."""
+
+    saved: Saved
+    dtype: torch.dtype
+    limits: Limits
+    scratch: Path  # for what is written on the way
+    progress: Progress
+    say: Callable[[str], None]  # a line for people
+    empty: nn.Module = field(init=False)  # the model without weights
+    _before: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.empty = empty_model(self.saved, self.dtype)
+
+    @property
+    def main(self) -> Device:
+        """Where the model would run: what its memory beside the weights is counted for."""
+        return main_device(self.limits)
+
+    def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
+        """Decide where weights go with `working` bytes left beside them, say so, and bring them there.
+
+        Raises DoesNotFit before anything is loaded; `knobs` are the flags that would make the work smaller.
+        """
+        placement = place(self.empty, self.limits, working)
+        for line in table(placement):
+            self.say(line)
+        refuse_misfit(placement, knobs)
+        give_back_at_once()
+        self._before = start_counting()
+        model = load_model(self.saved, self.empty, placement, self.dtype, self.scratch, self.progress)
+        return model, placement
+
+    def facts(self, placement: Placement) -> dict[str, Any]:
+        """The device map, the types, and what memory was taken since before the weights were loaded.
+
+        `host_bytes_before` is what the interpreter, the libraries and the data took; a limit for the CPU is about what
+        comes on top of it.
+        """
+        return {
+            "device_map": placement.device_map,
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
+            "step": self.saved.about.step if self.saved.about else None,
+            "peak_host_bytes": peak_host_bytes(),
+            "host_bytes_before": self._before,
+            "peak_device_bytes": peak_device_bytes() if placement.main != "cpu" else None,
+        }
+
+
+def open_model(
+    folder: Path, dtype: str | None, scratch: Path, progress: Callable[[str], None]
+) -> tuple[Saved, torch.dtype]:
+    """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
+
+    Without `dtype` ("fp32", "bf16" or "fp16") it is the type that the weights are saved in.
+    """
+    if is_checkpoint(folder):
+        folder = exported(folder, scratch, dtype, progress)
+    saved = open_saved(folder)
+    kept = saved.weights.dtype
+    return saved, DTYPES[dtype] if dtype else kept if kept in DTYPES.values() else torch.float32
