@@ -34,6 +34,7 @@ from zerofit.train.loop import Loop
 from zerofit.train.place import place_of
 from zerofit.train.process_group import start, stop
 from zerofit.train.record import Recorder
+from zerofit.train.requests import Requests
 from zerofit.train.sinks import Events, make_sinks
 
 LOG_EVERY = 10  # steps between the lines that the hand-written loop, Accelerate's and the Trainer write
@@ -123,10 +124,20 @@ def zerofit(job: Job, folder: RunFolder, player: Player) -> list[float] | None:
     place = place_of(rank, job.layout)
     data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
     driver = PacedDriver(job, place, data.inputs)
-    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [])
+    requests = Requests("0")
+    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
     driver.player, driver.recorder = player, recorder
     events = Events(folder.events if rank == 0 else None)
-    Loop(job=job, place=place, data=data, driver=driver, recorder=recorder, events=events).run()
+    Loop(
+        job=job,
+        place=place,
+        data=data,
+        driver=driver,
+        recorder=recorder,
+        events=events,
+        requests=requests,
+        save=lambda *_: None,
+    ).run()
     if rank != 0:
         return None
     return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]

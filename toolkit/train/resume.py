@@ -16,9 +16,9 @@ from zerofit.checkpoint.reader import Whole
 from zerofit.spec.folder import Start
 from zerofit.train import rank_state
 from zerofit.train.files import Files
+from zerofit.train.fragments import engines
 from zerofit.train.loop import AnyDriver
 from zerofit.train.restore import restore
-from zerofit.train.saver import engines
 
 KEPT = ("params", "lr", "initial_lr", "step")  # what an optimizer's groups take from the checkpoint
 

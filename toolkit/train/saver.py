@@ -33,7 +33,6 @@ from zerofit.train.sinks import Events
 WORDS = "words"
 POLL_S = 0.02
 SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
-SECOND = "generator"  # the DeepSpeed tag of a GAN's second engine, and its name in the driver
 BYTES_A_PARAMETER = 12  # fp32 master weights and Adam's two moments; the weights themselves come on top
 
 
@@ -47,7 +46,7 @@ class Saver:
         self._files = Files()
         self._thread: threading.Thread | None = None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        for engine in engines(driver).values():
+        for engine in fragments.engines(driver).values():
             engine.checkpoint_engine = self._files
             engine._copy_recovery_script = lambda _: None  # its scripts unpickle anything; `zerofit ckpt` does not
 
@@ -91,7 +90,7 @@ class Saver:
 
     def _write(self, aside: Path) -> None:
         """DeepSpeed's files and this rank's own."""
-        for tag, engine in engines(self._driver).items():
+        for tag, engine in fragments.engines(self._driver).items():
             engine.save_checkpoint(str(aside), tag=tag, save_latest=False)
         self._files.save(rank_state.capture(self._driver), aside / "ranks" / f"rank-{self._rank:05}.pt")
         index = aside / "ranks" / f"rank-{self._rank:05}.json"
@@ -206,12 +205,6 @@ class Saver:
 
     def _saved(self, step: int, start: float, stalled: float) -> None:
         self._events("saved", step=step, save_s=time.monotonic() - start, stalled_s=stalled)
-
-
-def engines(driver: AnyDriver) -> dict[str, Any]:
-    """A driver's DeepSpeed engines by the tag under which each is saved."""
-    second = getattr(driver, SECOND, None)
-    return {STATE: driver.engine, **({SECOND: second} if second is not None else {})}
 
 
 def _synced_marks(folder: Path, names: list[str]) -> dict[str, FileMark]:
