@@ -189,7 +189,7 @@ def _counters(engine: Any) -> dict[str, Any]:
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "global_samples": engine.global_samples,
-        "lr_scheduler": {k: v for k, v in schedule.items() if isinstance(v, int | float)},
+        "lr_scheduler": {k: v for k, v in schedule.items() if type(v) in (int, float)},
         "loss_scaler": scaler and {k: getattr(scaler, k) for k in SCALER if hasattr(scaler, k)},
     }
 

@@ -83,9 +83,10 @@ def _zeros(inner: Any, piece: Piece, kind: str) -> Tensor:
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
     """The step count in the form that this optimizer counts in."""
-    if not type(inner).__module__.startswith("torch.optim"):
+    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon leaves all but matrices to an Adam
+    if not type(counting).__module__.startswith("torch.optim"):
         return step
-    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    on_device = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)
     return torch.tensor(float(step), device=master.device if on_device else "cpu")
 
 
