@@ -101,17 +101,21 @@ def _run(job: Any, folder: RunFolder, machine: Any) -> dict[str, Any]:
         build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
         view.phase("starting the ranks")
         try:
-            code = _watch(started(folder, ranks, machine), view)
+            code = _watch(started(folder, ranks, machine), view, folder)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(str(folder.path)) from None
     return outcome(folder, code)
 
 
-def _watch(ranks: Any, view: Any) -> int:
+def _watch(ranks: Any, view: Any, folder: RunFolder) -> int:
     """Show what the ranks do until they end; the launcher's exit code."""
+    asked = False
     with ranks as process:
         while process.poll() is None:
             view.update()
+            if not asked and folder.stop_request.exists():
+                asked = True
+                view.phase("asked the ranks to save and stop; asking again stops at once")
             time.sleep(POLL_S)
         view.update()
         return process.returncode

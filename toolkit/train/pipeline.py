@@ -36,6 +36,7 @@ class PipelineDriver:
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         module = _Staged(self.layers, bounds, job, loss_fn=self._loss)
         self.engine = start_engine(job, module, job.steps)
+        _even_norms(self.engine)
         grid = self.engine.grid
         assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (place.dp_rank, place.pp_rank)
 
@@ -68,6 +69,31 @@ class PipelineDriver:
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.run.precision])
         return x, (batch["labels"], torch.tensor(batch.get("weight", 1.0)))
+
+
+def _even_norms(engine: Any) -> None:
+    """Let stages with different numbers of parameter groups agree on the gradient's norm.
+
+    ZeRO 1 adds up one norm a group over the stages (stage_1_and_2.py, `scaled_global_norm`); a stage that holds an
+    embedding alone has no group of vectors, and the others would wait for it forever.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    mine = len(optimizer.param_groups)
+    most = torch.tensor(mine, device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    missing, own_norm = int(most) - mine, optimizer.scaled_global_norm
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        norm = own_norm(norm_type)
+        for _ in range(missing):
+            others = torch.zeros((), device=engine.device)
+            optimizer._model_parallel_all_reduce(tensor=others, op=dist.ReduceOp.SUM)
+            norm = (norm.square() + others).sqrt()
+        return norm
+
+    optimizer.scaled_global_norm = scaled_global_norm
 
 
 class _Staged(PipelineModule):
