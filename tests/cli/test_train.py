@@ -79,6 +79,36 @@ def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_a_request_to_stop_saves_and_the_same_command_goes_on(tmp_path):
+    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000", cwd=tmp_path)
+    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    os.kill(process.pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    error = json.loads(out.strip().splitlines()[-1])["error"]
+    assert error["kind"] == "stopped"
+    assert "zerofit train" in error["hint"]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+
+    damaged = next((checkpoint / "state").iterdir())
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1])
+    process = zerofit("run", "--json", cwd=tmp_path)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2  # there is nothing whole to go on from, and beginning anew would hide it
+    assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] == "checkpoint-damaged"
+    damaged.write_bytes(content)
+
+    process = zerofit(*MLP, "--steps", str(step + 3), "--output", "run", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    result = json.loads(out.strip().splitlines()[-1])
+    assert result["resumed_from"] == str(checkpoint)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 4))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_command_leaves_no_rank_behind(tmp_path, number):
     process = zerofit(*MLP, "--steps", "1000000", "--output", "run", cwd=tmp_path)
@@ -87,7 +117,7 @@ def test_stopping_the_command_leaves_no_rank_behind(tmp_path, number):
     os.kill(process.pid, number)
     try:
         process.communicate(timeout=60)
-        assert process.returncode not in (0, 2)
+        assert process.returncode == (75 if number == signal.SIGTERM else 130)
         assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     finally:
         for left in (*workers, process):  # a failure here is not to slow down all tests after it

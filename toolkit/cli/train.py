@@ -29,6 +29,9 @@ DEFAULT_JOB = {
 }
 
 
+LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "micro_batch"}
+
+
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @run_options()
@@ -49,12 +52,19 @@ def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
     if target is None and not flags:
         flags = dict(DEFAULT_JOB)
     if target and RunFolder(Path(target)).plan.is_file():
-        flags = {"output": Path(target), **flags}
+        flags = {"output": Path(target), **_free_batch(flags), **flags}
         target = str(RunFolder(Path(target)).run)
     file = Path(target) if target and is_run_file(target) else None
     if target and file is None:
         flags = {"model": target, **flags}
     return start(load_run(file, flags))
+
+
+def _free_batch(flags: dict[str, Any]) -> dict[str, None]:
+    """What of a run folder's batch sizes is chosen anew where the flags change the layout: not the global batch."""
+    if not LAYOUT & set(flags):
+        return {}
+    return {"micro_batch": None, "gradient_accumulation_steps": None}
 
 
 def is_run_file(target: str) -> bool:
