@@ -53,7 +53,7 @@ class Manifest:
         content = asdict(self)
         text = json.dumps({**content, "checksum": _checksum(content)}, indent=1)
         with (checkpoint / NAME).open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)  # to its last byte, so that none can be missing unnoticed
             file.flush()
             os.fsync(file.fileno())
 

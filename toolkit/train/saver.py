@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 import time
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,12 @@ class Saver:
         stalled: float,
     ) -> None:
         """In a thread of its own: what `save` does after the copies are taken."""
-        self._files.write_held(held)
-        self._leave_word(aside)
+        try:
+            self._files.write_held(held)
+            self._leave_word(aside)
+        except Exception as error:  # else rank 0 would wait for this rank's word forever
+            traceback.print_exc()
+            self._leave_failure(aside, f"{type(error).__name__}: {error}")
         if self._rank != 0:
             return
         problem = self._complete(aside, step, figures)

@@ -1,0 +1,103 @@
+"""Checkpoints on the disk, without any rank: what is listed, taken, passed over, pruned; what damage is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zerofit.checkpoint.manifest import Manifest, files_of, marks_of
+from zerofit.checkpoint.names import folder_name
+from zerofit.checkpoint.store import Store
+from zerofit.checkpoint.verify import verify
+
+
+def write(store: Store, step: int) -> Path:
+    aside = store.aside(step)
+    (aside / "state").mkdir(parents=True)
+    for name in ("state/model.pt", "state/optimizer.pt", "latest"):
+        (aside / name).write_bytes(f"{name} of {step} ".encode() * 50)
+    facts = {"samples": step * 4, "world_size": 2, "created": "", "versions": {}, "job": {}, "figures": {}}
+    Manifest(step=step, files=marks_of(aside, files_of(aside)), **facts).write(aside)
+    return store.make_visible(step)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    made = Store(tmp_path / "checkpoints")
+    for step in (10, 20, 30):
+        write(made, step)
+    return made
+
+
+def steps(store: Store) -> list[int]:
+    return [entry.step for entry in store.entries()]
+
+
+def test_the_newest_is_taken(store):
+    assert steps(store) == [10, 20, 30]
+    assert store.newest_whole().step == 30
+    assert store.newest_whole().manifest.samples == 120
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "changed": lambda path, other: flip(path),
+    "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-1]),
+    "size": lambda path, other: path.write_bytes(path.read_bytes() + b"x"),
+    "missing": lambda path, other: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("file", ["state/model.pt", "latest", "manifest.json"])
+def test_damage_is_named_and_passed_over(store, kind, file):
+    newest, before = (store.folder / folder_name(step) for step in (30, 20))
+    DAMAGE[kind](newest / file, before / file)
+    (found,) = verify(newest)
+    assert (found.file, found.kind) == (file, "manifest" if file == "manifest.json" else kind)
+    passed_over = []
+    assert store.newest_whole(passed_over.append).step == 20
+    assert [entry.step for entry in passed_over] == [30]
+    assert newest.exists()
+
+
+def test_folders_that_changed_places(store):
+    for one, other in (("00000030", "x"), ("00000020", "00000030"), ("x", "00000020")):
+        (store.folder / f"step-{one}").rename(store.folder / f"step-{other}")
+    assert {d.kind for d in verify(store.folder / folder_name(30))} == {"misplaced"}
+    assert store.newest_whole().step == 10
+
+
+def test_what_a_kill_leaves_is_not_listed(store):
+    for name in (".saving-step-00000040", ".leaving-step-00000010"):
+        (store.folder / name).mkdir()
+        (store.folder / name / "part.pt").touch()
+    assert steps(store) == [10, 20, 30]
+    store.clear_leftovers()
+    assert sorted(path.name for path in store.folder.iterdir()) == [folder_name(step) for step in (10, 20, 30)]
+
+
+def test_pruning_keeps_the_last_and_every_nth(store):
+    for step in (40, 50):
+        write(store, step)
+    assert [path.name for path in store.prune(keep_last=2, keep_every=20)] == [folder_name(10), folder_name(30)]
+    assert steps(store) == [20, 40, 50]
+
+
+def test_pruning_leaves_damaged_ones_alone(store):
+    (store.folder / folder_name(10) / "latest").unlink()
+    store.prune(keep_last=1, keep_every=0)
+    assert steps(store) == [10, 30]
+
+
+def test_nothing_is_overwritten(store):
+    (store.folder / folder_name(30) / "latest").unlink()
+    write(store, 30)
+    assert not verify(store.folder / folder_name(30))
+    assert (store.folder / f"{folder_name(30)}.put-by-1/state/model.pt").exists()

@@ -1,0 +1,49 @@
+"""Saving while training: in the background, and onto a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from zerofit.checkpoint.store import Store
+from zerofit.checkpoint.verify import verify
+
+MLP = {"model": "mlp", "data": "digits"}
+
+
+def test_in_the_background_the_same_is_written(pools, tmp_path):
+    """The copies are of the step that was saved, though training went on while they were written."""
+    how = {**MLP, "steps": 12, "save_every": 4, "micro_batch": 4}
+    runs = {name: pools(2).train(tmp_path / name, save_async=name == "async", **how) for name in ("async", "at once")}
+    stores = {name: Store(run.folder.checkpoints) for name, run in runs.items()}
+    for one, other in zip(stores["async"].entries(), stores["at once"].entries(), strict=True):
+        assert not verify(one.path)
+        files = {name: mark for name, mark in one.manifest.files.items() if name.endswith("optim_states.pt")}
+        assert len(files) == 2
+        assert files == {name: other.manifest.files[name] for name in files}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 68 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=68m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(argv, capture_output=True).returncode:
+        pytest.skip("needs root, to mount a small file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_is_met_before_the_old_checkpoint_is_touched(pools, small_disk):
+    """Each checkpoint takes 2.9 MiB, and 64 MiB stay free for everything else: there is room for one."""
+    words = pools(2).fail(small_disk / "run", **MLP, model_args={"hidden": 2400}, steps=6, save_every="2", keep_last=1)
+    assert [word["kind"] for word in words] == ["save-failed"] * 2  # that of the last step; the ones before it warn
+    (kept,) = (small_disk / "run" / "checkpoints").iterdir()
+    assert kept.name == "step-00000002"
+    assert not verify(kept)
+    events = [json.loads(line) for line in (small_disk / "run/logs/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "save-failed"] == [4, 6]
