@@ -32,11 +32,12 @@ class About:
     image_size: int | None  # pixels
     step: int  # optimizer steps that it was trained for
     dtype: str  # of the saved parameters: "float32", "bfloat16" or "float16"
+    seed: int = 0  # of the run, which made-up data are drawn from
 
 
 def about_run(run: RunSpec, task: str, inputs: Inputs, step: int, dtype: str) -> About:
     """What there is to say of a model that this run has trained for so many steps."""
-    same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size")
+    same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
     return About(**{name: getattr(run, name) for name in same}, task=task, inputs=inputs, step=step, dtype=dtype)
 
 
