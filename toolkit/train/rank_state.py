@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
+from zerofit.train.fragments import persistent_buffers
 from zerofit.train.loop import AnyDriver
 
 
@@ -24,7 +23,7 @@ def capture(driver: AnyDriver) -> dict[str, Any]:
         "numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
         "numpy_rest": list(numpy_state[2:]),
         "generators": {name: generator.get_state() for name, generator in _generators(driver).items()},
-        "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(driver.module)},
+        "buffers": {name: buffer.detach().clone() for name, buffer in persistent_buffers(driver.module)},
     }
 
 
@@ -38,17 +37,9 @@ def give_back(driver: AnyDriver, state: dict[str, Any]) -> None:
     for name, generator in _generators(driver).items():
         generator.set_state(state["generators"][name])
     with torch.no_grad():
-        for name, buffer in _buffers(driver.module):
+        for name, buffer in persistent_buffers(driver.module):
             buffer.copy_(state["buffers"][name])
 
 
 def _generators(driver: AnyDriver) -> dict[str, torch.Generator]:
     return driver.generators() if hasattr(driver, "generators") else {}
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to the model's state: each rank's own, since each sees other samples."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
