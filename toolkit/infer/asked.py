@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zerofit.data import Data, Progress, default_data, open_data
+from zerofit.data.names import media_of
 from zerofit.infer.saved import Saved
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -48,13 +49,14 @@ def open_asked_data(saved: Saved, flags: Mapping[str, Any], progress: Progress) 
     if saved.about is None and "data" not in flags:
         message = f"{saved.folder} does not say what it was trained on"
         problems.add("data-missing", message, f"--data {default_data(saved.task)}, for one", "--data")
-    tokenizer = problems.attempt(lambda: tokenizer_name(saved, flags)) if saved.task.endswith("-lm") else None
+    reads = media_of(saved.task) == "text" and not flags.get("data", "").startswith("synthetic")
+    tokenizer = problems.attempt(lambda: tokenizer_name(saved, flags)) if reads else None
     seq_len = flags.get("seq_len") or _seq_len(saved)
     if saved.longest is not None and seq_len > saved.longest:
         message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
-    trained = {name: getattr(saved.about, name) for name in ("data", "text_field")} if saved.about else {}
+    trained = {name: getattr(saved.about, name) for name in ("data", "text_field", "seed")} if saved.about else {}
     image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
     words = {"tokenizer": tokenizer} if tokenizer else {}
     run = RunSpec(**{**trained, **image, **flags, **words})

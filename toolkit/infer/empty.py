@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.utils import find_tied_parameters
 from torch import nn
 
 from zerofit.infer.saved import Saved
@@ -53,9 +52,9 @@ def block_classes(model: nn.Module) -> list[str]:
     """
     known = getattr(model, "_no_split_modules", None)
     if known is not None:
-        return sorted({*known, *_tied_inside(model)})
+        return sorted(known)
     counts = Counter(type(module) for module in model.modules())
-    return sorted({*(type(module).__name__ for module in _repeated(model, counts)), *_tied_inside(model)})
+    return sorted({type(module).__name__ for module in _repeated(model, counts)})
 
 
 def loads_whole(model: nn.Module) -> list[str]:
@@ -74,15 +73,3 @@ def _repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _repeated(child, counts)
-
-
-def _tied_inside(model: nn.Module) -> Iterator[str]:
-    """Classes that tie a parameter of their own to one of a part's (BERT's head its bias).
-
-    accelerate 1.15's infer_auto_device_map raises IndexError where it takes such a module apart.
-    """
-    for group in find_tied_parameters(model):
-        owners = [name.rpartition(".")[0] for name in group]
-        for owner in owners:
-            if any(other.startswith(f"{owner}.") for other in owners):
-                yield type(model.get_submodule(owner)).__name__

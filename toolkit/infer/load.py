@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,7 +133,9 @@ def _quiet() -> Iterator[None]:
     for name in levels:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         theirs.set_verbosity(verbosity)
         theirs.enable_progress_bar()

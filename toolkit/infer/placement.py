@@ -16,6 +16,9 @@ from zerofit.infer.empty import block_classes, loads_whole
 from zerofit.infer.fit import ROOM
 from zerofit.infer.limits import Device, Limits
 
+# of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
+SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -67,25 +70,41 @@ def main_device(limits: Limits) -> Device:
 def place(model: nn.Module, limits: Limits, working: int) -> Placement:
     """Spread a model that has no weights yet over GPUs, then memory, then disk, with `working` bytes left to run in.
 
-    Only transformers' models go over several GPUs: what other models do between their parts is not known.
+    Only transformers' models go over several GPUs: what other models do between their parts is not known. Where
+    nothing fits, the placement that needs least is given.
     """
     gpus = sorted(d for d, size in limits.memory.items() if isinstance(d, int) and size)
     if not hasattr(model, "_no_split_modules"):
         gpus = gpus[:1]
-    if gpus:
-        host = {"cpu": limits.memory["cpu"]} if limits.memory.get("cpu") else {}
-        device_map = _infer(model, {gpu: limits.memory[gpu] - working - ROOM for gpu in gpus} | host)
-        if any(isinstance(device, int) for device in device_map.values()):
-            return _placed(model, device_map, limits, working)
-    device_map = _infer(model, {"cpu": limits.memory.get("cpu", 0) - working - ROOM})
-    return _placed(model, device_map, limits, working)
+    host = limits.memory.get("cpu", 0)
+    for used in [gpus, []] if gpus else [[]]:
+        for share in SHARES:
+            memory: dict[Device, int] = {gpu: int(share * (limits.memory[gpu] - working - ROOM)) for gpu in used}
+            memory["cpu"] = int(share * (host if used else host - working - ROOM))
+            device_map = _infer(model, memory)
+            if device_map is None or (used and not any(isinstance(device, int) for device in device_map.values())):
+                continue
+            placement = _placed(model, device_map, limits, working)
+            if placement.fits:
+                return placement
+    return placement
 
 
-def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device]:
-    """accelerate's map, and a place for the buffers that it leaves out of modules that it takes apart."""
-    with _quiet():
-        asked = {device: max(0, size) for device, size in memory.items()}
-        device_map = infer_auto_device_map(model, max_memory=asked, no_split_module_classes=block_classes(model))
+def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
+    """accelerate's map, and a place for the buffers that it leaves out of modules that it takes apart.
+
+    None where it stumbles: accelerate 1.15 raises IndexError for some sizes if parameters are tied.
+    """
+    if not any(size > 0 for size in memory.values()):
+        return {"": "disk"}
+    asked = {device: max(0, size) for device, size in memory.items()}
+    try:
+        with _quiet():
+            device_map = infer_auto_device_map(
+                model, max_memory=asked, no_split_module_classes=block_classes(model), fallback_allocation=True
+            )
+    except IndexError:
+        return None
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
     left = [name for name in model.state_dict() if device_of(name, device_map) is None]
     return {**device_map, **dict.fromkeys(left, main)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerofit.checkpoint import shards
 from zerofit.checkpoint.safe import load
 from zerofit.spec.errors import Problem, Problems, UserError
 
@@ -19,7 +20,7 @@ INDEX = ".index.json"  # of several files
 # in the order in which transformers takes them
 NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", "pytorch_model.bin" + INDEX)
 LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library takes
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {name: dtype for dtype, name in shards.DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Stored:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None for types that are no floating point numbers
+    dtype: torch.dtype | None  # None for one that is not written by us (8-bit floats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,10 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of most of the numbers."""
+        """The type of most of the floating point numbers."""
         counts: Counter[torch.dtype] = Counter()
         for stored in self.tensors.values():
-            if stored.dtype is not None:
+            if stored.dtype is not None and stored.dtype.is_floating_point:
                 counts[stored.dtype] += math.prod(stored.shape)
         return counts.most_common(1)[0][0] if counts else torch.float32
 
@@ -115,10 +116,7 @@ def _pickle(file: Path) -> dict[str, Stored]:
     held = load(file)
     if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
         raise _damaged(file, "it holds something else than tensors by name")
-    return {
-        name: Stored(file=file, shape=tuple(t.shape), dtype=t.dtype if t.is_floating_point() else None)
-        for name, t in held.items()
-    }
+    return {name: Stored(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in held.items()}
 
 
 def _damaged(file: Path, what: str) -> UserError:
