@@ -173,7 +173,10 @@ class Whole:
         files = sorted((self._folder / "ranks").glob("rank-*.json"))
         if not files:
             raise self._incomplete("there is no index (ranks/rank-*.json)")
-        said = [json.loads(file.read_text()) for file in files]
+        try:
+            said = [json.loads(file.read_text()) for file in files]
+        except ValueError as error:
+            raise self._incomplete(f"an index in ranks/ cannot be read: {error}") from None
         if len(said) != said[0]["world_size"]:
             raise self._incomplete(
                 f"{said[0]['world_size']} ranks wrote it, and there are {len(said)} of their indexes"
