@@ -83,7 +83,7 @@ def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
 def held(engine: Any, tag: str) -> list[Held]:
     """All that this rank holds; `tag` is the folder of the engine's files. Raises Unsupported where that is unknown."""
     kind = type(engine.optimizer).__name__
-    if kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer"):
+    if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
         raise Unsupported(f"{kind} keeps part of its state in a way of its own")
     if engine.has_moe_layers:
         raise Unsupported("under DeepSpeed's own expert parallelism each rank has files of its own for its experts")

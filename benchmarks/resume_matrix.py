@@ -1,0 +1,251 @@
+"""Does a run that goes on in another layout train like the one that never stopped?
+
+    python benchmarks/resume_matrix.py [--only WORD] [--output benchmarks/results/resume_matrix.json]
+
+Each case trains in one layout, saves after STEPS steps and trains on; a second run takes the checkpoint up in another
+layout, through the same door as `zerofit train --resume`. The losses of the next AFTER steps of both must agree. What
+cannot be is refused before any rank starts, and the table has the reason. Exit code 1 if a case disagrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.pool import RankPool, Trained
+from zerofit.config.ds_json import bundled
+from zerofit.spec.errors import UserError
+from zerofit.spec.versions import versions
+
+STEPS, AFTER = 4, 5
+EXACT = 1e-5  # relative, fp32: sums in another order
+BF16 = 1e-3  # bf16 keeps 8 bits: what is rounded where depends on the layout
+MUON = 1e-4  # orthogonalising a matrix in bf16 magnifies the last bit
+RANKS = [(2, 1), (1, 2), (2, 4)]
+STAGES = [("1", "3"), ("3", "1"), ("2", "2 offload"), ("0", "2"), ("2", "0"), ("3", "2")]
+MODES = {  # what the older and the newer run add to data parallelism
+    "same": ({}, {}),
+    "TP2 to 1": ({"tensor_parallel": 2}, {}),
+    "1 to TP2": ({}, {"tensor_parallel": 2}),
+    "PP2 to 1": ({"pipeline": 2, "micro_batch": 2}, {}),
+    "1 to PP2": ({}, {"pipeline": 2, "micro_batch": 2}),
+}
+BASE = {
+    "data": "synthetic:256",
+    "seq_len": 16,
+    "global_batch": 8,
+    "steps": STEPS + AFTER,
+    "lr": 3e-3,
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "eval_samples": 8,
+}
+LLAMA = {
+    "model": "llama-tiny",
+    "model_args": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+}
+TIED = {**LLAMA, "model_args": {**LLAMA["model_args"], "tie_word_embeddings": True}}
+SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"model": "gpt2", "model_args": {"n_embd": 32, "n_layer": 2, "n_head": 2, **SMALL}}
+BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT = {"model": "bert-base", "model_args": BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
+# batch norm: the same micro batches in every layout, and steps so small that rounding does not decide the losses
+RESNET = {"model": "resnet18-small", "data": "digits", "image_size": 16, "seq_len": None, "global_batch": 32}
+RESNET |= {"micro_batch": 16, "optimizer": "sgd", "lr": 1e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One change of layout: the options of both runs, and how far their losses may be apart."""
+
+    name: str
+    old: dict[str, Any]
+    new: dict[str, Any]
+    tolerance: float = EXACT
+
+
+def cases() -> Iterator[Case]:
+    """The whole matrix, then precision, optimizers, models and settings that store something in a way of their own."""
+    for ranks in RANKS:
+        for old, new in STAGES:
+            for mode, (before, after) in MODES.items():
+                name = f"{ranks[0]} to {ranks[1]} ranks, stage {old} to {new}, {mode}"
+                yield _fp32(name, _stage(ranks[0], old) | before, _stage(ranks[1], new) | after)
+    yield from _precisions()
+    yield from _others()
+
+
+def _precisions() -> Iterator[Case]:
+    for old, new in (("1", "3"), ("3", "1"), ("0", "2"), ("2", "0"), ("2", "2 offload")):
+        for one, other in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")):
+            name = f"{one} to {other}, 2 to 1 ranks, stage {old} to {new}"
+            before, after = _stage(2, old) | {"precision": one}, _stage(1, new) | {"precision": other}
+            yield Case(name, LLAMA | before, LLAMA | after, BF16)
+    pipe = {"precision": "bf16", "pipeline": 2, "micro_batch": 2}
+    whole = LLAMA | {"precision": "bf16"}
+    yield Case("bf16, PP2 to 1, stage 0 to 2", LLAMA | _stage(2, "0") | pipe, whole | _stage(2, "2"), BF16)
+    yield Case("bf16, 1 to PP2, stage 2 to 0", whole | _stage(2, "2"), LLAMA | _stage(2, "0") | pipe, BF16)
+    master = {"ds_config": "bf16_master_weights"}
+    yield Case("bf16 master weights, 2 to 1 ranks", LLAMA | {"ranks": 2} | master, LLAMA | {"ranks": 1} | master, BF16)
+
+
+def _others() -> Iterator[Case]:
+    two, one, three = _stage(2, "2"), _stage(1, "1"), _stage(2, "3")
+    sequence, tensor, pipe = {"sequence_parallel": 2}, {"tensor_parallel": 2}, {"pipeline": 2, "micro_batch": 2}
+    yield _fp32("SP2 to 1, stage 1 to 3", _stage(2, "1") | sequence, three)
+    yield _fp32("1 to SP2, stage 2 to 3", two, three | sequence)
+    yield _fp32("TP2 to PP2", _stage(2, "1") | tensor, _stage(2, "1") | pipe)
+    yield _fp32("TP2 at stage 3 to 1", three | tensor, one)
+    yield _fp32("1 to TP2 at stage 3", one, three | tensor)
+    yield _fp32("DP2 x TP2 at stage 3 to DP2", _stage(4, "3") | tensor, two)
+    yield _fp32("DP2 to DP2 x PP2", two, _stage(4, "1") | pipe)
+    yield _fp32("full offload, stage 3 to 1", _stage(2, "3 offload"), one)
+    yield _fp32("full offload, stage 1 to 3", one, _stage(2, "3 offload"))
+    for model, options in (("llama with tied embeddings", TIED), ("bert", BERT)):
+        yield Case(f"{model}, TP2 to 1", options | _stage(2, "1") | tensor, options | one)
+        yield Case(f"{model}, 1 to TP2", options | one, options | _stage(2, "1") | tensor)
+    for model, options in (("gpt2", GPT2), ("bert", BERT)):
+        yield Case(f"{model}, PP2 to 1", options | _stage(2, "1") | pipe, options | one)
+        yield Case(f"{model}, 1 to PP2", options | one, options | _stage(2, "1") | pipe)
+    yield Case("resnet, PP2 to 1", RESNET | _stage(2, "1") | {"pipeline": 2}, RESNET | one)
+    yield Case("resnet, stage 3 to 1, 2 to 1 ranks", RESNET | three, RESNET | one)
+    sgd = {"optimizer": "sgd", "lr": 0.02}
+    yield _fp32("sgd, stage 2 to 0", two | sgd, _stage(1, "0") | sgd)
+    yield _fp32("sgd, stage 0 to 3", _stage(1, "0") | sgd, three | sgd)
+    muon = LLAMA | {"optimizer": "muon"}
+    for old, new in (("0", "2"), ("1", "3"), ("3", "1"), ("2", "0"), ("2", "2 offload"), ("2 offload", "1")):
+        yield Case(f"muon, stage {old} to {new}", muon | _stage(2, old), muon | _stage(2, new), MUON)
+    for key, value in (("round_robin_gradients", True), ("parameter_alignment", True)):
+        special = {"ds_config": _with("zero2", key, value)}
+        yield _fp32(f"{key}, 2 to 1 ranks", two | special, one)
+        yield _fp32(f"{key}, 1 to 2 ranks", one, two | special)
+    for key, value in (("sub_group_size", 2000), ("zero_hpz_partition_size", 2)):
+        special = {"ds_config": _with("zero3", key, value)}
+        yield _fp32(f"{key}, 2 to 1 ranks", three | special, one)
+        yield _fp32(f"{key}, 1 to 2 ranks", one, three | special)
+    scheduler = {"ds_config": _with_scheduler(), "warmup_steps": None}
+    yield _fp32("DeepSpeed's own scheduler, 2 to 1 ranks", two | scheduler, {"ranks": 1} | scheduler)
+
+
+def _fp32(name: str, old: dict[str, Any], new: dict[str, Any]) -> Case:
+    """On the small Llama. A pipeline at stage 0 cannot clip, so neither run does then."""
+    clipped = not any("pipeline" in one and one["ds_config"] == "zero0" for one in (old, new))
+    common = LLAMA if clipped else LLAMA | {"gradient_clipping": 0.0}
+    return Case(name, common | old, common | new)
+
+
+def _stage(ranks: int, stage: str) -> dict[str, Any]:
+    return {"ranks": ranks, "ds_config": f"zero{stage.replace(' ', '_')}"}
+
+
+def _with(name: str, key: str, value: Any) -> dict[str, Any]:
+    config = json.loads(Path(bundled()[name]).read_text())
+    return config | {"zero_optimization": config["zero_optimization"] | {key: value}}
+
+
+def _with_scheduler() -> dict[str, Any]:
+    config = json.loads(Path(bundled()["zero2"]).read_text())
+    curve = {"warmup_min_lr": 0.0, "warmup_max_lr": 3e-3, "warmup_num_steps": 4, "warmup_type": "linear"}
+    return config | {"scheduler": {"type": "WarmupLR", "params": curve}}
+
+
+class Matrix:
+    """Runs cases on ranks that wait for them; what several cases begin with is trained once."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._number = folder, 0
+        self._pools: dict[int, RankPool] = {}
+        self._trained: dict[str, Trained | str] = {}
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The case's row: how far the losses are apart, or why one of its runs is refused."""
+        row: dict[str, Any] = {"case": case.name, "tolerance": case.tolerance}
+        old = self._older(case.old)
+        if isinstance(old, str):
+            return row | {"refused": f"the older run: {old}"}
+        checkpoint = old.folder.checkpoints / f"step-{STEPS:08}"
+        try:
+            new = self._train(case.new | {"resume": str(checkpoint)})
+        except UserError as error:
+            return row | {"refused": str(error)}
+        pairs = list(zip(old.losses[STEPS:], new.losses, strict=True))
+        worst = max(abs(b - a) / abs(a) for a, b in pairs)
+        return row | {"difference": worst, "agrees": worst <= case.tolerance, "losses": pairs}
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def _older(self, options: dict[str, Any]) -> Trained | str:
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._trained:
+            try:
+                self._trained[key] = self._train(options | {"save_every": str(STEPS)})
+            except UserError as error:
+                self._trained[key] = str(error)
+        return self._trained[key]
+
+    def _train(self, options: dict[str, Any]) -> Trained:
+        self._number += 1
+        given = {k: v for k, v in (BASE | options).items() if v is not None}
+        ranks = given.pop("ranks")
+        pool = self._pools.setdefault(ranks, RankPool(ranks, self._folder / f"ranks-{ranks}"))
+        return pool.train(self._folder / f"run-{self._number}", **given)
+
+
+def main() -> None:
+    """Run the cases, print each, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="only cases with this in their name")
+    parser.add_argument("--output", type=Path, help="write the table as JSON")
+    arguments = parser.parse_args()
+    start, rows = time.perf_counter(), []
+    with tempfile.TemporaryDirectory() as name:
+        matrix = Matrix(Path(name))
+        for case in cases():
+            if arguments.only in case.name:
+                rows.append(matrix.run(case))
+                print(_line(rows[-1]), flush=True)
+        matrix.close()
+    apart = [row["case"] for row in rows if row.get("agrees") is False]
+    agreed = [row["difference"] for row in rows if row.get("agrees")]
+    print(f"{len(agreed)} agree, {len(apart)} do not, {len(rows) - len(agreed) - len(apart)} are refused")
+    if arguments.output:
+        result = {
+            "date": date.today().isoformat(),
+            "hardware": f"{os.cpu_count()} CPU cores",
+            "versions": versions(),
+            "seconds": round(time.perf_counter() - start),
+            "steps_before": STEPS,
+            "steps_compared": AFTER,
+            "largest_difference": max(agreed, default=None),
+            "rows": rows,
+        }
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(1 if apart else 0)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"{row['case']}: refused ({row['refused']})"
+    return f"{row['case']}: {row['difference']:.1e} {'' if row['agrees'] else 'IS MORE THAN'} {row['tolerance']:.0e}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Which changes between a checkpoint and the run that takes it up cannot be: known from the two jobs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.checkpoint.job import same_storage
+from zerofit.spec.errors import Problem
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What of a DeepSpeed JSON keeps state where no other layout, or no resumed run at all, would find it."""
+
+    key: str  # in the DeepSpeed JSON
+    applies: Callable[[Config], bool]
+    why: str
+    instead: str
+    always: bool = False  # also where the layout stays as it is
+
+
+def _zero(config: Config) -> Config:
+    return config.get("zero_optimization", {})
+
+
+def _offload(config: Config) -> Config:
+    return _zero(config).get("offload_optimizer") or {}
+
+
+def _kind(config: Config) -> str:
+    return str(config.get("optimizer", {}).get("type", "")).lower()
+
+
+OBSTACLES = (
+    Obstacle(
+        "zero_optimization.offload_optimizer.device",
+        lambda c: _offload(c).get("device") == "nvme",
+        "optimizer states on NVMe lie in the swap files of their ranks, not in the checkpoint's",
+        "offload_optimizer.device cpu",
+    ),
+    Obstacle(
+        "zero_optimization.offload_optimizer.ratio",
+        lambda c: _offload(c).get("ratio", 1.0) < 1,
+        "the states of the part that stays on the device are in an optimizer that DeepSpeed does not save",
+        "offload_optimizer.ratio 1.0",
+        always=True,
+    ),
+    Obstacle(
+        "zero_optimization.offload_optimizer.super_offload",
+        lambda c: bool(_offload(c).get("super_offload")),
+        "SuperOffload's optimizer states are in a process of their own, which DeepSpeed does not save",
+        "zero3_offload",
+        always=True,
+    ),
+    Obstacle(
+        "zero_optimization.zenflow",
+        lambda c: _zero(c).get("zenflow") is not None,
+        "ZenFlow keeps the states of its selected columns, and gradients that wait, where DeepSpeed does not save them",
+        "the same offload without zenflow",
+        always=True,
+    ),
+    Obstacle(
+        "zero_optimization.elastic_checkpoint",
+        lambda c: bool(_zero(c).get("elastic_checkpoint")),
+        "DeepSpeed writes no step count for elastic checkpoints, and stops when it reads one",
+        "elastic_checkpoint false: any number of ranks can take a checkpoint up without it",
+        always=True,
+    ),
+    Obstacle(
+        "optimizer.type",
+        lambda c: _kind(c) in ("onebitadam", "zerooneadam", "onebitlamb"),
+        "1-bit optimizers keep errors of their compression that belong to a rank",
+        "AdamW",
+    ),
+    Obstacle(
+        "data_efficiency",
+        lambda c: bool(c.get("data_efficiency", {}).get("enabled")) or bool(c.get("curriculum_learning")),
+        "the state of curriculum learning and random-LTD is not carried over",
+        "the layout that wrote the checkpoint",
+    ),
+)
+
+
+def obstacles(old: dict[str, Any], new: dict[str, Any]) -> list[Problem]:
+    """What keeps the job `new` from going on with a checkpoint of the job `old` (both as `checkpoint.job.job_json`).
+
+    Ranks, ZeRO stage, CPU offload, tensor, pipeline and sequence parallel degrees, precision and batch sizes may all
+    change; docs/another-layout.md has the table.
+    """
+    same = same_storage(old, new)
+    found = []
+    for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):
+        for one in OBSTACLES:
+            if one.applies(job["ds_config"]) and (one.always or not same):
+                found.append(_problem(one, who))
+        if same:
+            break  # the second JSON says what the first one does
+    if _states(old) != _states(new):
+        message = f"the checkpoint has the states of {_states(old)}, and this run trains with {_states(new)}"
+        hint = f"take --optimizer {_states(old)}, or begin anew from the exported weights (`zerofit ckpt export`)"
+        found.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
+    return found
+
+
+def unsavable(config: Config) -> list[Problem]:
+    """Why a checkpoint of a run with this DeepSpeed JSON could not be taken up, not even in the same layout."""
+    return [_problem(one, "this run's DeepSpeed JSON") for one in OBSTACLES if one.always and one.applies(config)]
+
+
+def _problem(one: Obstacle, who: str) -> Problem:
+    return Problem(kind="layout", message=f"{one.key} in {who}: {one.why}", hint=f"take {one.instead}", where=one.key)
+
+
+def _states(job: dict[str, Any]) -> str:
+    """Which optimizer's states there are; Adam's and AdamW's are the same."""
+    kind = _kind(job["ds_config"])
+    return "adamw" if kind in ("adam", "adamw") else kind
