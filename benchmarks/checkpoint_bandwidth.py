@@ -30,7 +30,7 @@ from zerofit.spec.folder import Job, RunFolder, Start
 from zerofit.spec.load import load_run
 from zerofit.spec.versions import versions
 
-MODEL = {"n_embd": 512, "n_layer": 8, "n_head": 8}
+MODEL = {"n_embd": 512, "n_layer": 16, "n_head": 8, "vocab_size": 512}
 ROOT = Path(__file__).parents[1]
 
 
@@ -49,7 +49,9 @@ def main() -> int:
         folder = prepared(asked.ranks, Path(place) / "run")
         argv = [*launcher(asked.ranks, free_port()), "--module", "benchmarks.checkpoint_bandwidth"]
         argv += ["--rounds", str(asked.rounds), "--rank-of", str(folder.path)]
-        subprocess.run(argv, check=True, cwd=ROOT, env=environment(this_machine(), asked.ranks) | {"PYTHONPATH": str(ROOT)})
+        subprocess.run(
+            argv, check=True, cwd=ROOT, env=environment(this_machine(), asked.ranks) | {"PYTHONPATH": str(ROOT)}
+        )
         figures = json.loads((folder.path / "figures.json").read_text())
     about = {"date": datetime.date.today().isoformat(), "versions": versions(), "cpu_cores": os.cpu_count()}
     text = json.dumps({**about, "ranks": asked.ranks, "model": MODEL, **figures}, indent=1)
@@ -65,7 +67,9 @@ def prepared(ranks: int, output: Path) -> RunFolder:
     from zerofit.data import NullProgress
 
     options = {"model": "gpt2", "model_args": MODEL, "data": "synthetic:512", "seq_len": 32, "micro_batch": 1}
-    asked = load_run(None, {**options, "steps": 2, "ranks": ranks, "ds_config": "zero2", "output": output, "save_every": "0"})
+    asked = load_run(
+        None, {**options, "steps": 2, "ranks": ranks, "ds_config": "zero2", "output": output, "save_every": "0"}
+    )
     return prepare(asked, NullProgress())[1]
 
 

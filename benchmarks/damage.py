@@ -24,7 +24,7 @@ from zerofit.checkpoint.store import Store
 from zerofit.checkpoint.verify import verify
 from zerofit.spec.versions import versions
 
-MODEL = ["--model-args", json.dumps({"n_embd": 32, "n_layer": 2, "n_head": 2})]
+MODEL = ["--model-args", json.dumps({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64})]
 COMMON = ["gpt2", *MODEL, "--data", "synthetic:64", "--seq-len", "16", "--micro-batch", "2", "--ranks", "2"]
 RUNS = {
     "zero2": ["--ds-config", "zero2"],
@@ -91,7 +91,9 @@ def main() -> int:
         print(f"NOT NOTICED: {row}")
     if asked.out:
         about = {"date": datetime.date.today().isoformat(), "versions": versions(), "seed": asked.seed}
-        asked.out.write_text(json.dumps({**about, "cases": len(rows), "unnoticed": len(unnoticed), "rows": rows}, indent=1))
+        asked.out.write_text(
+            json.dumps({**about, "cases": len(rows), "unnoticed": len(unnoticed), "rows": rows}, indent=1)
+        )
     return bool(unnoticed)
 
 
@@ -109,7 +111,12 @@ def cases(run: Path) -> list[tuple[str, str]]:
         name = path.relative_to(newest).as_posix()
         kinds.setdefault(re.sub(r"\d+", "N", name), name)
     same = {name for name in kinds.values() if (newest / name).read_bytes() == (before / name).read_bytes()}
-    return [(name, damage) for name in kinds.values() for damage in DAMAGE if not (damage.startswith("swap") and name in same)]
+    return [
+        (name, damage)
+        for name in kinds.values()
+        for damage in DAMAGE
+        if not (damage.startswith("swap") and name in same)
+    ]
 
 
 def case(run: Path, name: str, file: str, damage: str, chance: random.Random) -> dict[str, Any]:

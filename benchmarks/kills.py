@@ -33,7 +33,7 @@ from zerofit.checkpoint.verify import verify
 from zerofit.spec.folder import RunFolder
 from zerofit.spec.versions import versions
 
-MODEL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.1}
+MODEL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 512, "resid_pdrop": 0.1}
 RUN = ["gpt2", "--model-args", json.dumps(MODEL), "--data", "synthetic:512", "--seq-len", "64", "--ranks", "2"]
 RUN += ["--micro-batch", "2", "--gradient-accumulation-steps", "2", "--eval-every", "50", "--eval-samples", "8"]
 KINDS = {
@@ -89,7 +89,17 @@ class Run:
     def start(self) -> subprocess.Popen[bytes]:
         """The command, which makes the run or goes on with it."""
         flags = ["--steps", str(self.asked.steps), "--save-every", str(self.asked.save_every), "--keep-last", "2"]
-        argv = [sys.executable, "-m", "zerofit.cli", "train", *RUN, *KINDS[self.kind], *flags, "--output", str(self.path)]
+        argv = [
+            sys.executable,
+            "-m",
+            "zerofit.cli",
+            "train",
+            *RUN,
+            *KINDS[self.kind],
+            *flags,
+            "--output",
+            str(self.path),
+        ]
         log = (self.path.parent / f"{self.path.name}.log").open("ab")
         return subprocess.Popen([*argv, "--json"], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -97,7 +107,9 @@ class Run:
         """Train what is left without a kill."""
         code = self.start().wait()
         if code:
-            raise SystemExit(f"{self.path} ended with {code}: {(self.path.parent / f'{self.path.name}.log').read_text()[-3000:]}")
+            raise SystemExit(
+                f"{self.path} ended with {code}: {(self.path.parent / f'{self.path.name}.log').read_text()[-3000:]}"
+            )
 
     def with_kills(self, chance: random.Random, at_most: int) -> list[dict[str, Any]]:
         """Start, kill, start again until the last step is done or there were enough kills."""
@@ -186,7 +198,10 @@ class Run:
         """What of the final state is the same, bit for bit, as in the run that was left alone."""
         mine, theirs = (RunFolder(run.path) for run in (self, other))
         weights = [load_file(folder.model / "model.safetensors") for folder in (mine, theirs)]
-        records = [[[json.loads(line)[key] for key in EXACT] for line in f.metrics.read_text().splitlines()] for f in (mine, theirs)]
+        records = [
+            [[json.loads(line)[key] for key in EXACT] for line in f.metrics.read_text().splitlines()]
+            for f in (mine, theirs)
+        ]
         return {
             "run": self.kind,
             "kills": len(self.kills),

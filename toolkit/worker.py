@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from zerofit.launch.hold import alive
 from zerofit.launch.parent import end_with_parent
@@ -18,7 +20,7 @@ from zerofit.train.requests import Signals
 LINES = 3  # of a library's message: validators name the key in the second
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run one rank; exit code 0 done or stopped on request, 3 failed (the reason lies in the run folder)."""
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
@@ -32,7 +34,10 @@ def main() -> int:
         _leave_word(folder, rank, error)
         sys.stderr.flush()
         os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
-    return 0
+    atexit._run_exitfuncs()  # what writers of records have left to do
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # tearing torch's and DeepSpeed's modules down takes the interpreter seconds
 
 
 def _log_to(path: Path) -> None:
@@ -90,4 +95,4 @@ def translate(error: BaseException, log: Path) -> Problem:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
