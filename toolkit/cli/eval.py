@@ -81,7 +81,8 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     if "data" in flags:
         problems.attempt(lambda: split_name(flags["data"]))
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    folder = problems.attempt(lambda: find_folder(ckpt, passed_over))
+    with Line() as line:
+        folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
         with Line() as line:
@@ -91,6 +92,8 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
         session = Session(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
         figures = figures_of(saved, session.empty, dtype)
         working = working_bytes(session.empty, figures, data.inputs, micro, session.main, str(ckpt))
+        if not working:
+            say("note: what this model takes beside its weights cannot be known before it runs")
         model, placement = session.load(working, "a smaller --micro-batch, a shorter --seq-len,")
         device = placement.execution_device
         result = evaluate(model, figures, data, micro, flags.get("eval_samples"), device, progress)

@@ -58,7 +58,8 @@ def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, A
     if not options["prompt"]:
         problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    folder = problems.attempt(lambda: find_folder(ckpt, passed_over))
+    with Line() as line:
+        folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
         with Line() as line:

@@ -38,7 +38,7 @@ def evaluate(
     count = len(eval_indices(len(data.valid), limit))
     batches = eval_batches(data.valid, 0, 1, micro, limit, default_workers(data, 1))
     start = time.perf_counter()
-    with progress.task(f"evaluating {data.name}", count, "samples") as task, failures("--micro-batch"):
+    with progress.task(f"evaluating {data.name}", count, "samples") as task, failures(model, "--micro-batch"):
         total = torch.zeros(4, dtype=torch.float64)
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before

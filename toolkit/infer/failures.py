@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zerofit.spec.errors import Problem, RunFailed
 
 
 @contextmanager
-def failures(smaller: str) -> Iterator[None]:
-    """Turns a lack of memory and weights that are not there into RunFailed; `smaller` is the flag to turn down."""
+def failures(model: nn.Module, smaller: str) -> Iterator[None]:
+    """Turns a lack of memory, and the use of weights that are not there, into RunFailed.
+
+    `smaller` is the flag to turn down.
+    """
+    offloaded = any(parameter.is_meta for parameter in model.parameters())
     try:
-        yield
+        with _Guard() if offloaded else nullcontext():
+            yield
     except torch.OutOfMemoryError as error:
         raise _memory(str(error).splitlines()[0], smaller) from error
     except MemoryError as error:
         raise _memory("the host has no memory left", smaller) from error
     except RuntimeError as error:
-        text = str(error)
-        if "can't allocate memory" in text:
-            raise _memory("the host has no memory left", smaller) from error
-        if "meta" in text:
-            message = "a module uses weights of another one, which lie on the disk until that one runs"
-            hint = "give it memory to stay in: --max-memory cpu=..., or --dtype bf16"
-            raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT")) from error
-        raise
+        if "can't allocate memory" not in str(error):
+            raise
+        raise _memory("the host has no memory left", smaller) from error
+
+
+class _Guard(TorchDispatchMode):
+    """Stops where a module uses weights of another one, which lie elsewhere until that one runs.
+
+    torch 2.14's products and convolutions on the CPU take such a weight on the meta device without a word and give
+    back whatever lies in the memory of the result.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if "meta" in devices and len(devices) > 1:
+            message = "a module uses weights of another one, which lie on the disk (or in memory) until that one runs"
+            hint = "let all of it stay on one device: more in --max-memory, or --dtype bf16"
+            raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT"))
+        return func(*args, **(kwargs or {}))
 
 
 def _memory(message: str, smaller: str) -> RunFailed:

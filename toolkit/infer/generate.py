@@ -32,7 +32,7 @@ def generate(
     prompt = torch.tensor([wish.prompt], device=device)
     torch.manual_seed(wish.seed)
     start = time.perf_counter()
-    with failures("--max-new-tokens"):
+    with failures(model, "--max-new-tokens"):
         model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

@@ -91,9 +91,10 @@ def place(model: nn.Module, limits: Limits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """accelerate's map, and a place for the buffers that it leaves out of modules that it takes apart.
+    """accelerate's map; buffers that it leaves out of modules that it takes apart go to the device that runs them.
 
-    None where it stumbles: accelerate 1.15 raises IndexError for some sizes if parameters are tied.
+    So do single parameters, since dispatch_model brings in whole modules. None where it stumbles: accelerate 1.15
+    raises IndexError for some sizes if parameters are tied.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
@@ -107,7 +108,9 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
         return None
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
     left = [name for name in model.state_dict() if device_of(name, device_map) is None]
-    return {**device_map, **dict.fromkeys(left, main)}
+    modules = {name for name, _ in model.named_modules()}
+    single = [name for name in device_map if name not in modules]
+    return {**device_map, **dict.fromkeys([*left, *single], main)}
 
 
 def _placed(model: nn.Module, device_map: dict[str, Device], limits: Limits, working: int) -> Placement:

@@ -44,10 +44,13 @@ class Saved:
         return self.source.family == "custom"
 
 
-def find_folder(path: Path, on_passed_over: Callable[[Entry], None] = lambda _: None) -> Path:
+def find_folder(
+    path: Path, progress: Callable[[str], None], on_passed_over: Callable[[Entry], None] = lambda _: None
+) -> Path:
     """The folder that is meant: a run's `model/`, a model's folder itself, else a checkpoint's, a run's newest one.
 
-    Damaged checkpoints that are newer are handed to `on_passed_over`. Raises UserError "no-model".
+    Checkpoints are verified, byte by byte; damaged ones that are newer are handed to `on_passed_over`. Raises UserError
+    "no-model", or "damaged-checkpoint" where one is named that is not whole.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -57,7 +60,7 @@ def find_folder(path: Path, on_passed_over: Callable[[Entry], None] = lambda _: 
         if has_weights(folder) or (folder / "config.json").is_file():
             return folder
     if is_checkpoint(path) or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path)):
-        return locate(path, "CKPT", on_passed_over)
+        return locate(path, "CKPT", progress, on_passed_over)
     message = f"{path} holds no model, and no checkpoint"
     hint = "name a run's folder, one of its checkpoints/step-... folders, or a folder with config.json and weights"
     raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
