@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +119,15 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
         sync_file(plain)
 
     times: dict[str, list[float]] = {}
-    step = 2
-    for _ in range(rounds):
+    for step in range(2, 2 + 2 * rounds, 2):
         note(times, "plain_save_s", plain_save)
-        note(times, "save_s", lambda: saver.save(step, {}, False))
-        step += 1
-        note(times, "stall_s", lambda: saver.save(step, {}, True))
+        note(times, "save_s", partial(saver.save, step, {}, False))
+        note(times, "stall_s", partial(saver.save, step + 1, {}, True))
         saver.wait()
-        step += 1
-        note(times, "plain_load_s", lambda: torch.load(plain, weights_only=False))
+        note(times, "plain_load_s", partial(torch.load, plain, weights_only=False))
         newest = store.entries()[-1]
         begin = Start(checkpoint=str(newest.path), step=newest.step, samples=0, same_layout=True)
-        note(times, "load_s", lambda: resume(driver, begin, print))
+        note(times, "load_s", partial(resume, driver, begin, print))
     plain.unlink()
     medians = {name: statistics.median(all_times[1:] or all_times) for name, all_times in times.items()}
     gib = first.manifest.total_bytes / 2**30

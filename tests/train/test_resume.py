@@ -1,4 +1,4 @@
-"""Going on from a checkpoint is the uninterrupted run, bit for bit: losses, weights, optimizer states, random states."""
+"""Going on from a checkpoint is the uninterrupted run bit for bit: losses, weights, optimizer and random states."""
 
 from __future__ import annotations
 
