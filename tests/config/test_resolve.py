@@ -87,6 +87,13 @@ def test_the_batch_identity_counts_tensor_parallel_ranks_once():
     assert "train_batch_size" not in plain  # DeepSpeed would count 8 data parallel ranks
 
 
+def test_tensor_parallel_ranks_see_all_logits():
+    whole = {"tensor_parallel": {"autotp_size": 2}}
+    assert resolved(whole, tensor_parallel=2)[1]["tensor_parallel"]["vocab_parallel_lm_head"] is False
+    (problem,) = refused({"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}, tensor_parallel=2)
+    assert problem.kind == "vocab-parallel"
+
+
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [

@@ -132,6 +132,8 @@ def resolve(
     for path, degree in (("tensor_parallel.autotp_size", layout.tp), ("sequence_parallel_size", layout.sp)):
         if degree > 1 or get(resolved, path) is not None:
             put(resolved, path, degree)
+    if layout.tp > 1:
+        _keep_logits_whole(resolved, problems)
     for path in autos(resolved):
         problems.add("auto", f'{path} is "auto", which nothing fills', "write a value, or remove the key", path)
     return resolved
@@ -145,6 +147,19 @@ def _fill_batch(config: dict[str, Any], decision: Decision) -> None:
         drop(config, "train_batch_size")
     else:
         put(config, "train_batch_size", decision.batch.total)
+
+
+def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:
+    """Each rank computes the loss from all logits.
+
+    Left to itself DeepSpeed splits the vocabulary of a model with tied embeddings over the ranks and expects that its
+    own loss is taken (runtime/engine.py:1125): one rank's part alone gives a wrong loss without a word.
+    """
+    path = "tensor_parallel.vocab_parallel_lm_head"
+    if get(config, path) is True:
+        message = f"{path} leaves each rank a part of the logits, and the loss needs all of them"
+        problems.add("vocab-parallel", message, "remove the key", path)
+    put(config, path, False)
 
 
 def _fill_precision(config: dict[str, Any], precision: str | None) -> None:
