@@ -33,7 +33,7 @@ class Saved:
     folder: Path
     source: ModelSource
     task: str  # "causal-lm", "masked-lm", "image" or "gan"
-    inputs: Inputs  # what it was trained on; for text `seq_len` is the training's, or the longest it takes
+    inputs: Inputs  # what it takes; its vocabulary can hold more ids than the training's tokenizer gave
     longest: int | None  # tokens it takes at most; None without a limit
     about: About | None  # None for a model that zerofit has not written
     weights: Weights
@@ -97,7 +97,7 @@ def _transformers(folder: Path, about: About | None, weights: Weights) -> Saved:
     source = find(str(folder))
     config = make_config(source, None, {})
     longest = None if source.task == "image" else max_positions(config)
-    inputs = about.inputs if about else _inputs(source, config, longest)
+    inputs = about.inputs if about and source.task == "image" else _inputs(source, config, longest)
     return Saved(
         folder=folder, source=source, task=source.task, inputs=inputs, longest=longest, about=about, weights=weights
     )
