@@ -34,6 +34,9 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
         if source.family == "transformers":
             with torch.device("meta"):
                 model = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
+            # stages of a pipeline step on copies of a tied weight, which can come apart in the last bit
+            ties = model.all_tied_weights_keys
+            weights |= {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
             model.save_pretrained(folder, state_dict=weights)  # takes the weights out of the dictionary
             if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
