@@ -15,7 +15,7 @@ from zerofit.checkpoint.about import about_run, write_about
 from zerofit.data import Data, NullProgress, eval_indices, open_data
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
-from zerofit.infer.fit import ROOM
+from zerofit.infer.fit import room
 from zerofit.infer.limits import Limits
 from zerofit.infer.placement import Placement, place
 from zerofit.infer.saved import Saved, open_saved
@@ -95,7 +95,7 @@ def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torc
     )
     least = place(made.empty, made.limits, WORKING).rows[0].needed
     weights = sum(p.nbytes for p in made.empty.parameters())
-    made.limits = Limits(memory={"cpu": max(least, WORKING + ROOM + int(share * weights))})
+    made.limits = Limits(memory={"cpu": max(least, WORKING + room("cpu") + int(share * weights))})
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 import torch
 
 from tests.infer.small import CPU, loaded, save
@@ -98,6 +99,32 @@ def test_characters_of_several_bytes_come_whole(text):
     stream.end()
     assert "".join(said) == stream.text == text
     assert "\ufffd" not in "".join(said)
+
+
+@pytest.mark.parametrize("spaces", ["byte level", "metaspace"])
+def test_a_tokenizer_of_transformers_is_streamed(spaces, tmp_path):
+    """What has been said piece by piece is what the whole decodes to, spaces after a line's end too."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    byte_level = spaces == "byte level"
+    splitter = tokenizers.pre_tokenizers.ByteLevel() if byte_level else tokenizers.pre_tokenizers.Metaspace()
+    made.pre_tokenizer = splitter
+    made.decoder = tokenizers.decoders.ByteLevel() if byte_level else tokenizers.decoders.Metaspace()
+    text = "The cat sat\n on the mat,\n\n café 東京 and so on\n end"
+    special = ["<unk>", "</s>"]
+    alphabet = splitter.alphabet() if byte_level else []
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator([text] * 3, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    ids = tokenizer.encode(text)
+    said: list[str] = []
+    stream = _Stream(tokenizer.decode, frozenset([tokenizer.eod_id]), said.append)
+    stream.put(torch.tensor([ids]))
+    for token in [*ids, tokenizer.eod_id]:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(said) == stream.text == tokenizer.decode(ids)
+    assert len(said) > 5
 
 
 def test_a_character_that_never_ends_is_said_at_the_end():

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.infer.fit import ROOM, DoesNotFit, refuse_misfit
+from zerofit.infer.fit import DoesNotFit, refuse_misfit, room
 from zerofit.infer.limits import Limits, read_limits
 from zerofit.infer.placement import place
 from zerofit.infer.table import ranges, table
@@ -18,6 +18,7 @@ from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError
 
 WORKING = 5 << 20
+ROOM, GPU_ROOM = room("cpu"), room(0)
 
 
 def empty(key):
@@ -43,7 +44,11 @@ def test_every_tensor_has_a_place_at_any_size(key):
     model = empty(key)
     weights = held(model)
     for share in (0.0, 0.3, 0.55, 0.8, 1.0):
-        memory = {0: int(share * weights) + ROOM + WORKING, 1: ROOM + WORKING + weights // 3, "cpu": weights // 4}
+        memory = {
+            0: int(share * weights) + GPU_ROOM + WORKING,
+            1: GPU_ROOM + WORKING + weights // 3,
+            "cpu": weights // 4,
+        }
         placement = place(model, Limits(memory=memory), WORKING)
         assert sum(row.weights for row in placement.rows) == weights
         with warnings.catch_warnings():
@@ -52,16 +57,16 @@ def test_every_tensor_has_a_place_at_any_size(key):
 
 
 def test_a_model_that_fits_stays_on_one_device(llama):
-    placement = place(llama, Limits(memory={0: held(llama) + ROOM + WORKING + 1, "cpu": 1 << 40}), WORKING)
+    placement = place(llama, Limits(memory={0: held(llama) + GPU_ROOM + WORKING + 1, "cpu": 1 << 40}), WORKING)
     assert placement.device_map == {"": 0}
     (row,) = placement.rows
-    assert row.needed == held(llama) + WORKING + ROOM
+    assert row.needed == held(llama) + WORKING + GPU_ROOM
     assert (placement.main, placement.fits) == (0, True)
 
 
 def test_gpus_first_then_memory_then_disk(llama):
     layer = 8 << 20
-    gpu = ROOM + WORKING + 3 * layer
+    gpu = GPU_ROOM + WORKING + 3 * layer
     placement = place(llama, Limits(memory={0: gpu, 1: gpu, "cpu": 4 * layer}), WORKING)
     assert [row.device for row in placement.rows] == [0, 1, "cpu", "disk"]
     assert placement.fits
@@ -77,7 +82,7 @@ def test_what_is_named_is_used_and_nothing_else(llama):
 
 def test_other_models_stay_on_one_gpu():
     model = empty("resnet18")
-    memory = {0: held(model) // 2 + ROOM + WORKING, 1: 1 << 40, "cpu": 1 << 40}
+    memory = {0: held(model) // 2 + GPU_ROOM + WORKING, 1: 1 << 40, "cpu": 1 << 40}
     assert {row.device for row in place(model, Limits(memory=memory), WORKING).rows} == {0, "cpu"}
 
 

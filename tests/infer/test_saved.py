@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.infer.small import save, save_small
+from zerofit.infer.asked import scratch_folder
 from zerofit.infer.saved import find_folder as find
 from zerofit.infer.saved import is_checkpoint, open_saved
 from zerofit.infer.weights import read_weights
@@ -109,3 +111,12 @@ def test_a_pickle_runs_nothing(tmp_path):
     assert not (tmp_path / "trace").exists()
     torch.save([torch.ones(3)], tmp_path / "model" / "pytorch_model.bin")
     assert kinds(lambda: open_saved(tmp_path / "model")) == ["weights-damaged"]
+
+
+def test_a_scratch_folder_goes_and_the_users_stays(tmp_path):
+    with scratch_folder(tmp_path / "mine") as scratch:
+        (scratch / "weights").touch()
+        assert scratch.parent == tmp_path / "mine"
+    assert not list((tmp_path / "mine").iterdir())
+    with pytest.raises(UserError, match="nothing can be written"), scratch_folder(Path("/proc/nowhere")):
+        pass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.data import Data, Progress, default_workers, eval_batches, eval_indices
-from zerofit.infer.failures import failures
+from zerofit.infer.failures import failures, guarded
 from zerofit.infer.figures import Figures
 from zerofit.infer.limits import Device
 from zerofit.infer.working import working
@@ -38,12 +38,16 @@ def evaluate(
     count = len(eval_indices(len(data.valid), limit))
     batches = eval_batches(data.valid, 0, 1, micro, limit, default_workers(data, 1))
     start = time.perf_counter()
-    with progress.task(f"evaluating {data.name}", count, "samples") as task, failures(model, "--micro-batch"):
+    with (
+        progress.task(f"evaluating {data.name}", count, "samples") as task,
+        failures("a smaller --micro-batch"),
+        guarded(model),
+    ):
         total = torch.zeros(4, dtype=torch.float64)
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             total += _counts(model, figures, batch["inputs"][:real], batch["labels"][:real], device)
-            task.advance(real)
+            shown.advance(real)
     return _shown(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,23 +15,23 @@ from zerofit.spec.errors import Problem, RunFailed
 
 
 @contextmanager
-def failures(model: nn.Module, smaller: str) -> Iterator[None]:
-    """Turns a lack of memory, and the use of weights that are not there, into RunFailed.
-
-    `smaller` is the flag to turn down.
-    """
-    offloaded = any(parameter.is_meta for parameter in model.parameters())
+def failures(knob: str) -> Iterator[None]:
+    """Turns a lack of memory into RunFailed; `knob` is what makes the work smaller."""
     try:
-        with _Guard() if offloaded else nullcontext():
-            yield
+        yield
     except torch.OutOfMemoryError as error:
-        raise _memory(str(error).splitlines()[0], smaller) from error
+        raise _memory(str(error).splitlines()[0], knob) from error
     except MemoryError as error:
-        raise _memory("the host has no memory left", smaller) from error
+        raise _memory("the host has no memory left", knob) from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):
             raise
-        raise _memory("the host has no memory left", smaller) from error
+        raise _memory("the host has no memory left", knob) from error
+
+
+def guarded(model: nn.Module) -> AbstractContextManager[Any]:
+    """Within it, RunFailed where a module uses weights that are not there, if any of this model's are elsewhere."""
+    return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
 
 
 class _Guard(TorchDispatchMode):
@@ -50,6 +50,6 @@ class _Guard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _memory(message: str, smaller: str) -> RunFailed:
-    hint = f"a smaller {smaller}, less in --max-memory for that device, or --dtype bf16"
+def _memory(message: str, knob: str) -> RunFailed:
+    hint = f"{knob}, less in --max-memory for that device, or --dtype bf16"
     return RunFailed(Problem(kind="out-of-memory", message=message, hint=hint, where="--max-memory"))

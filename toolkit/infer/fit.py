@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zerofit.infer.limits import Device
 from zerofit.spec.errors import Problem
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.infer.placement import Placement
 
-ROOM = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
+SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
+WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "t4"))  # of products on GPUs
+
+
+def room(device: Device) -> int:
+    """Bytes that are kept free where something runs, for what is not counted."""
+    return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
 
 
 class DoesNotFit(Exception):
@@ -33,7 +41,7 @@ def refuse_misfit(placement: Placement, knobs: str) -> None:
         else:
             parts = [f"weights {shown_bytes(row.weights)}"] if row.weights else []
             parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
-            parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(ROOM)}"]
+            parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
             hint = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB or more, {knobs} or --dtype bf16"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))

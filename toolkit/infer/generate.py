@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from zerofit.infer.failures import failures
+from zerofit.infer.failures import failures, guarded
 from zerofit.infer.limits import Device
 from zerofit.infer.wish import Wish
 from zerofit.infer.working import working
@@ -32,7 +32,7 @@ def generate(
     prompt = torch.tensor([wish.prompt], device=device)
     torch.manual_seed(wish.seed)
     start = time.perf_counter()
-    with failures(model, "--max-new-tokens"):
+    with failures("a smaller --max-new-tokens"), guarded(model):
         model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),

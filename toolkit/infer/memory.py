@@ -6,6 +6,7 @@ import ctypes
 import re
 import resource
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -28,10 +29,10 @@ def give_back_at_once() -> None:
             mallopt(_TRIM_THRESHOLD, _LARGE)
 
 
-def start_counting() -> int:
-    """Forget former peaks; the resident memory of this process now, in bytes."""
-    for n in range(torch.cuda.device_count()):
-        torch.cuda.reset_peak_memory_stats(n)
+def start_counting(gpus: Iterable[int]) -> int:
+    """Forget former peaks, of these GPUs too; the resident memory of this process now, in bytes."""
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
     try:
         _RESET.write_text("5")  # sets the high-water mark to what is resident
     except OSError:
@@ -47,10 +48,9 @@ def peak_host_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def peak_device_bytes() -> int | None:
-    """The most that was allocated on one GPU since `start_counting`; None where there is none."""
-    peaks = [torch.cuda.max_memory_allocated(n) for n in range(torch.cuda.device_count())]
-    return max(peaks, default=None)
+def peak_device_bytes(gpus: Iterable[int]) -> int | None:
+    """The most that was allocated on one of these GPUs since `start_counting`; None where there are none."""
+    return max((torch.cuda.max_memory_allocated(gpu) for gpu in gpus), default=None)
 
 
 def _status(name: str) -> int:

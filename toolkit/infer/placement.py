@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import infer_auto_device_map
 from torch import nn
 
 from zerofit.infer.empty import block_classes, loads_whole
-from zerofit.infer.fit import ROOM
+from zerofit.infer.fit import room
 from zerofit.infer.limits import Device, Limits
 
 # of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
@@ -34,12 +35,17 @@ class Row:
     @property
     def needed(self) -> int:
         """All of it, with room for what is not counted where something runs."""
-        return self.weights + self.layer + self.working + (ROOM if self.working or self.layer else 0)
+        return self.weights + self.layer + self.working + (room(self.device) if self.working or self.layer else 0)
 
     @property
     def fits(self) -> bool:
         """Whether it is no more than is allowed."""
         return self.allowed is None or self.needed <= self.allowed
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its figures for scripts."""
+        sizes = ("weights", "layer", "working", "needed", "allowed")
+        return {"device": self.device, **{f"{name}_bytes": getattr(self, name) for name in sizes}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,11 @@ class Placement:
     def fits(self) -> bool:
         """Whether every device has what it needs."""
         return all(row.fits for row in self.rows)
+
+    @property
+    def gpus(self) -> list[int]:
+        """The GPUs that hold any of it."""
+        return [row.device for row in self.rows if isinstance(row.device, int)]
 
     @property
     def execution_device(self) -> torch.device:
@@ -79,8 +90,8 @@ def place(model: nn.Module, limits: Limits, working: int) -> Placement:
     host = limits.memory.get("cpu", 0)
     for used in [gpus, []] if gpus else [[]]:
         for share in SHARES:
-            memory: dict[Device, int] = {gpu: int(share * (limits.memory[gpu] - working - ROOM)) for gpu in used}
-            memory["cpu"] = int(share * (host if used else host - working - ROOM))
+            memory: dict[Device, int] = {gpu: int(share * (limits.memory[gpu] - working - room(gpu))) for gpu in used}
+            memory["cpu"] = int(share * (host if used else host - working - room("cpu")))
             device_map = _infer(model, memory)
             if device_map is None or (used and not any(isinstance(device, int) for device in device_map.values())):
                 continue

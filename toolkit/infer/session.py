@@ -12,6 +12,7 @@ from torch import nn
 
 from zerofit.data import Progress
 from zerofit.infer.empty import empty_model
+from zerofit.infer.failures import failures
 from zerofit.infer.fit import refuse_misfit
 from zerofit.infer.limits import Device, Limits
 from zerofit.infer.load import load_model
@@ -53,9 +54,10 @@ class Session:
             self.say(line)
         refuse_misfit(placement, knobs)
         give_back_at_once()
-        self._before = start_counting()
+        self._before = start_counting(placement.gpus)
         saved = self._as_needed() if "disk" in placement.device_map.values() else self.saved
-        model = load_model(saved, self.empty, placement, self.dtype, self.scratch, self.progress)
+        with failures("nothing else on that device"):
+            model = load_model(saved, self.empty, placement, self.dtype, self.scratch, self.progress)
         return model, placement
 
     def _as_needed(self) -> Saved:
@@ -72,18 +74,19 @@ class Session:
         return rewritten(self.saved, wanted, self.scratch, self.progress)
 
     def facts(self, placement: Placement) -> dict[str, Any]:
-        """The device map, the types, and what memory was taken since before the weights were loaded.
+        """The device map, what was forecast for each device, and the memory taken since before weights were loaded.
 
         `host_bytes_before` is what the interpreter, the libraries and the data took; a limit for the CPU is about what
         comes on top of it.
         """
         return {
             "device_map": placement.device_map,
+            "placement": [row.as_dict() for row in placement.rows],
             "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
             "step": self.saved.about.step if self.saved.about else None,
             "peak_host_bytes": peak_host_bytes(),
             "host_bytes_before": self._before,
-            "peak_device_bytes": peak_device_bytes() if placement.main != "cpu" else None,
+            "peak_device_bytes": peak_device_bytes(placement.gpus),
         }
 
 
