@@ -17,6 +17,9 @@ from zerofit.models.inputs import Inputs
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.run import RunSpec
 
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+MODEL_STATES = "state/mp_rank_00_model_states.pt"
+OPTIM_STATES = "state/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 Values = Callable[[str, str, torch.Size], Tensor]  # name, kind, shape
 
 
@@ -33,41 +36,25 @@ class Made:
 
 
 def make(run_folder: Path, made: Made, values: Values) -> Path:
-    """Write the checkpoint of a step into a run's folder; its path."""
+    """Write the checkpoint of a step into a run's folder; its path.
+
+    `values` is called several times for each tensor. Memory: one tensor; what is written is mapped from scratch files.
+    """
     folder = run_folder / "checkpoints" / f"step-{made.step:08}"
     (folder / "state").mkdir(parents=True)
     (folder / "ranks").mkdir()
     (folder / "latest").write_text("state")
-    ties = _ties(made.model)
     groups = [group for group in _groups(made.model) if group]
-    buffers = {k: v for k, v in made.model.state_dict().items() if k not in _parameters(made.model)}
     counters = {"global_steps": made.step, "global_samples": 4 * made.step, "skipped_steps": 0, "step": made.step}
-    weights = {name: t.bfloat16() for g in groups for name, s in g.items() for t in [values(name, "fp32", s)]}
-    torch.save(
-        {
-            "module": weights | {alias: weights[name] for alias, name in ties.items()} | buffers,
-            "buffer_names": list(buffers),
-            "param_shapes": groups,
-            "shared_params": ties,
-            "ds_version": "0.19.8",
-            "dp_world_size": made.ranks,
-            "mp_world_size": 1,
-            "lr_scheduler": None,
-            **counters,
-        },
-        folder / "state" / "mp_rank_00_model_states.pt",
-    )
-    del weights
-    entries = _save_partitions(folder, made, groups, values)
+    buffers = {k: v for k, v in made.model.state_dict().items() if k not in _parameters(made.model)}
+    _save_model_states(folder, made, groups, counters, buffers, values)
     for rank in range(made.ranks):
-        places = [
-            {"name": name, "file": "state/mp_rank_00_model_states.pt", "keys": ["module", name]} for name in buffers
-        ]
+        _save_partition(folder, made, groups, rank, values)
         engine = {
             "names": [name for name, _ in made.model.named_parameters()],
-            "parameters": entries[rank],
-            "buffers": places if rank == 0 else [],
-            "ties": ties,
+            "parameters": [e for number in range(len(groups)) for e in _entries(groups[number], number, rank, made)],
+            "buffers": [{"name": n, "file": MODEL_STATES, "keys": ["module", n]} for n in buffers if rank == 0],
+            "ties": _ties(made.model),
             "counters": counters,
             "unsupported": None,
         }
@@ -77,53 +64,89 @@ def make(run_folder: Path, made: Made, values: Values) -> Path:
     return folder
 
 
-def _save_partitions(folder: Path, made: Made, groups: list[dict[str, torch.Size]], values: Values) -> list[list[Any]]:
-    """Each rank's share of each flat group; the entries of its index."""
-    entries: list[list[Any]] = [[] for _ in range(made.ranks)]
-    shares: list[dict[str, list[Tensor]]] = [{} for _ in range(made.ranks)]
-    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
-        for number, group in enumerate(groups):
-            flat = torch.cat([values(name, kind, shape).reshape(-1) for name, shape in group.items()])
-            size = -(-len(flat) // (2 * made.ranks)) * 2  # as DeepSpeed rounds it
-            for rank in range(made.ranks):
-                shares[rank].setdefault(kind, []).append(flat[rank * size : (rank + 1) * size].clone())
-                if kind == "fp32":
-                    file = f"state/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                    entries[rank] += _entries(group, number, rank * size, size, file)
-    for rank, share in enumerate(shares):
-        states = {i: {"step": torch.tensor(float(made.step)), **_moments(share, i)} for i in range(len(groups))}
-        param_groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [i]} for i in range(len(groups))]
-        saved = {
-            "base_optimizer_state": {"state": states, "param_groups": param_groups},
-            "single_partition_of_fp32_groups": share["fp32"],
-            "zero_stage": 2,
-            "partition_count": [made.ranks] * len(groups),
-            "overflow": False,
-            "ds_version": "0.19.8",
-        }
-        file = folder / "state" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": saved}, file)
-        share.clear()
-    return entries
+def _save_model_states(
+    folder: Path,
+    made: Made,
+    groups: list[dict[str, torch.Size]],
+    counters: dict[str, int],
+    buffers: dict[str, Tensor],
+    values: Values,
+) -> None:
+    weights = {}
+    for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+        weights[name] = _mapped(folder, shape.numel(), torch.bfloat16).view(shape)
+        weights[name].copy_(values(name, "fp32", shape))
+    ties = _ties(made.model)
+    saved = {
+        "module": weights | {alias: weights[name] for alias, name in ties.items()} | buffers,
+        "buffer_names": list(buffers),
+        "param_shapes": groups,
+        "shared_params": ties,
+        "ds_version": "0.19.8",
+        "dp_world_size": made.ranks,
+        "mp_world_size": 1,
+        "lr_scheduler": None,
+    }
+    torch.save(saved | counters, folder / MODEL_STATES)
 
 
-def _moments(share: dict[str, list[Tensor]], group: int) -> dict[str, Tensor]:
-    return {kind: share[kind][group] for kind in ("exp_avg", "exp_avg_sq")}
+def _save_partition(folder: Path, made: Made, groups: list[dict[str, torch.Size]], rank: int, values: Values) -> None:
+    """A rank's share of each flat group, as its optimizer's file has it."""
+    shares: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    for kind, group in ((kind, group) for kind in KINDS for group in groups):
+        share = _mapped(folder, _share(group, made.ranks), torch.float32).zero_()
+        for name, start, end, place in _stretches(group, rank, made.ranks):
+            share[place : place + end - start] = values(name, kind, group[name]).reshape(-1)[start:end]
+        total = sum(shape.numel() for shape in group.values())
+        real = min(len(share), total - rank * len(share))  # DeepSpeed saves it without its padding
+        shares[kind].append(share[:real])
+    step = torch.tensor(float(made.step))
+    states = {i: {"step": step, **{kind: shares[kind][i] for kind in KINDS[1:]}} for i in range(len(groups))}
+    param_groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [i]} for i in range(len(groups))]
+    saved = {
+        "base_optimizer_state": {"state": states, "param_groups": param_groups},
+        "single_partition_of_fp32_groups": shares["fp32"],
+        "zero_stage": 2,
+        "partition_count": [made.ranks] * len(groups),
+        "overflow": False,
+        "ds_version": "0.19.8",
+    }
+    torch.save({"optimizer_state_dict": saved}, folder / OPTIM_STATES.format(rank))
 
 
-def _entries(group: dict[str, torch.Size], number: int, first: int, size: int, file: str) -> Iterator[dict[str, Any]]:
-    """Where a rank's share [first, first + size) of a flat group holds pieces of its parameters."""
-    offset = 0
+def _share(group: dict[str, torch.Size], ranks: int) -> int:
+    """Elements of a group that one rank holds: rounded up to an even number, as DeepSpeed rounds it."""
+    return -(-sum(shape.numel() for shape in group.values()) // (2 * ranks)) * 2
+
+
+def _stretches(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[tuple[str, int, int, int]]:
+    """What a rank's share holds: (name, first and last element + 1 of the parameter, place in the share)."""
+    size, offset = _share(group, ranks), 0
     for name, shape in group.items():
-        start, end = max(offset, first), min(offset + shape.numel(), first + size)
+        start, end = max(offset, rank * size), min(offset + shape.numel(), (rank + 1) * size)
         if start < end:
-            inside = ["optimizer_state_dict", "base_optimizer_state", "state", number]
-            keys = {"fp32": ["optimizer_state_dict", "single_partition_of_fp32_groups", number]}
-            keys |= {kind: [*inside, kind] for kind in ("exp_avg", "exp_avg_sq")}
-            where = {kind: {"file": file, "keys": path, "offset": start - first} for kind, path in keys.items()}
-            piece = {"name": name, "shape": list(shape), "cut": None, "start": start - offset, "numel": end - start}
-            yield piece | {"where": where}
+            yield name, start - offset, end - offset, start - rank * size
         offset += shape.numel()
+
+
+def _entries(group: dict[str, torch.Size], number: int, rank: int, made: Made) -> Iterator[dict[str, Any]]:
+    """The index of a rank's share of a group."""
+    inside = ["optimizer_state_dict", "base_optimizer_state", "state", number]
+    keys = {"fp32": ["optimizer_state_dict", "single_partition_of_fp32_groups", number]}
+    keys |= {kind: [*inside, kind] for kind in KINDS[1:]}
+    for name, start, end, place in _stretches(group, rank, made.ranks):
+        file = OPTIM_STATES.format(rank)
+        where = {kind: {"file": file, "keys": path, "offset": place} for kind, path in keys.items()}
+        piece = {"name": name, "shape": list(group[name]), "cut": None, "start": start, "numel": end - start}
+        yield piece | {"where": where}
+
+
+def _mapped(folder: Path, count: int, dtype: torch.dtype) -> Tensor:
+    """Memory of a file that is gone as soon as nobody uses it."""
+    file = folder / "scratch"
+    tensor = torch.from_file(str(file), shared=True, size=count, dtype=dtype)
+    file.unlink()
+    return tensor
 
 
 def _groups(model: nn.Module) -> list[dict[str, torch.Size]]:
