@@ -47,7 +47,7 @@ def evaluate(
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             total += _counts(model, figures, batch["inputs"][:real], batch["labels"][:real], device)
-            shown.advance(real)
+            task.advance(real)
     return _shown(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
 
