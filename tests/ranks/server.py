@@ -20,6 +20,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from zerofit.launch.parent import end_with_parent
 from zerofit.spec.errors import RunFailed
 from zerofit.spec.folder import Job, RunFolder
 from zerofit.train.process_group import start
@@ -29,6 +30,7 @@ MODULES = (groups, parallel_state_sp)
 
 
 def main() -> None:
+    end_with_parent()
     inbox = Path(sys.argv[-1])
     start(timeout=timedelta(minutes=2))
     rank = dist.get_rank()
