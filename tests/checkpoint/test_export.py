@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -213,3 +214,7 @@ def test_own_model_is_one_file(tmp_path, monkeypatch):
     folder = make(tmp_path / "run", what, lambda name, *_: state[name])
     assert export(folder, tmp_path / "out").parameters == 36
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    monkeypatch.delitem(sys.modules, "mine")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(UserError, match="mine:tied cannot be built again"):
+        export(folder, tmp_path / "again")

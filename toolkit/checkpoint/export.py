@@ -24,9 +24,9 @@ from zerofit.checkpoint.published import Part, Published, published_dtypes
 from zerofit.checkpoint.shards import Entry, check_file, cut, write_file
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
-from zerofit.models.catalog import find
+from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import Inputs, TextInputs
-from zerofit.spec.errors import Problems
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.run import RunSpec
 from zerofit.spec.units import shown_bytes
 
@@ -53,10 +53,7 @@ class _Plan:
         self.inputs: Inputs = inputs_of(manifest.job["inputs"])
         self.dtype = dtype or self.run.precision or "fp32"
         self.contents = Contents(checkpoint, manifest)
-        source = find(self.run.model)
-        self.transformers = source.family == "transformers"
-        with torch.device("meta"):
-            self.model = build(source, self.inputs, dict(self.run.model_args))
+        self.model, self.transformers = _empty_model(self.run, self.inputs)
         _check_names(self.model, self.contents, checkpoint)
         self.published = Published(self.model, self.transformers)
         dtypes = published_dtypes(self.model, DTYPES[self.dtype])
@@ -110,6 +107,18 @@ def export(
         names = sorted(path.name for path in aside.iterdir())
     parameters = sum(p.numel() for p in plan.model.parameters())
     return Exported(out=out, files=names, parameters=parameters, dtype=plan.dtype)
+
+
+def _empty_model(run: RunSpec, inputs: Inputs) -> tuple[nn.Module, bool]:
+    """The run's model on the meta device, and whether it is one of transformers'. Raises UserError."""
+    try:
+        source = find(run.model)
+        with torch.device("meta"):
+            return build(source, inputs, dict(run.model_args)), source.family == "transformers"
+    except ModelError as error:
+        message = f"the run's model {run.model} cannot be built again: {error.message}"
+        hint = "paths and modules are looked for from the current folder: go where the run was started"
+        raise UserError(Problem(kind=error.kind, message=message, hint=hint, where="PATH")) from None
 
 
 def _check_names(model: nn.Module, contents: Contents, checkpoint: Path) -> None:
