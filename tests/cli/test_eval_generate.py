@@ -30,7 +30,8 @@ def answer(*args: object, code: int = 0) -> dict:
 def run(pools, tmp_path_factory):
     """A language model's run of two steps."""
     args = {**TINY, "intermediate_size": 48}
-    more = {"data": "synthetic", "seq_len": 32, "micro_batch": 4, "steps": 2, "eval_samples": 18, "lr": 1e-2, "seed": 5}
+    more = {"data": "synthetic", "seq_len": 32, "micro_batch": 4, "steps": 2, "eval_samples": 18, "seed": 5}
+    more |= {"lr": 1e-2, "save_every": 2}
     return pools(2).train(tmp_path_factory.mktemp("run") / "run", model="llama-tiny", model_args=args, **more)
 
 
@@ -56,7 +57,8 @@ def test_the_engines_own_evaluation_of_text(run):
     assert got["top5_accuracy"] is got["peak_device_bytes"] is None
     assert got["peak_host_bytes"] > 100 << 20
     (checkpoint,) = (run.folder.path / "checkpoints").iterdir()
-    spread = answer("eval", checkpoint, "--eval-samples", 18, "--micro-batch", 5, "--max-memory", "cpu=64.85MiB")
+    less = got["placement"][0]["needed_bytes"] - 4096
+    spread = answer("eval", checkpoint, "--eval-samples", 18, "--max-memory", f"cpu={less}")
     assert "disk" in spread["device_map"].values()
     assert spread["loss"] == pytest.approx(engine["loss"], rel=1e-6)
 
