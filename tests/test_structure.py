@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "infer": {"spec", "models", "data", "checkpoint"},
     "plan": {"spec"},
     "report": {"spec"},
-    "worker": {"spec", "config", "models", "data", "train"},
+    "worker": {"spec", "config", "launch", "models", "data", "train"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
         "infer",
