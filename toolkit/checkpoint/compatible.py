@@ -37,12 +37,6 @@ def _kind(config: Config) -> str:
 
 OBSTACLES = (
     Obstacle(
-        "zero_optimization.offload_optimizer.device",
-        lambda c: _offload(c).get("device") == "nvme",
-        "optimizer states on NVMe lie in the swap files of their ranks, not in the checkpoint's",
-        "offload_optimizer.device cpu",
-    ),
-    Obstacle(
         "zero_optimization.offload_optimizer.ratio",
         lambda c: _offload(c).get("ratio", 1.0) < 1,
         "the states of the part that stays on the device are in an optimizer that DeepSpeed does not save",
@@ -61,13 +55,6 @@ OBSTACLES = (
         lambda c: _zero(c).get("zenflow") is not None,
         "ZenFlow keeps the states of its selected columns, and gradients that wait, where DeepSpeed does not save them",
         "the same offload without zenflow",
-        always=True,
-    ),
-    Obstacle(
-        "zero_optimization.elastic_checkpoint",
-        lambda c: bool(_zero(c).get("elastic_checkpoint")),
-        "DeepSpeed writes no step count for elastic checkpoints, and stops when it reads one",
-        "elastic_checkpoint false: any number of ranks can take a checkpoint up without it",
         always=True,
     ),
     Obstacle(
@@ -104,6 +91,16 @@ def obstacles(old: dict[str, Any], new: dict[str, Any]) -> list[Problem]:
         hint = f"take --optimizer {_states(old)}, or begin anew from the exported weights (`zerofit ckpt export`)"
         found.append(Problem(kind="optimizer", message=message, hint=hint, where="--optimizer"))
     return found
+
+
+def piece_by_piece(config: Config) -> bool:
+    """Whether even an engine of the same layout is to be filled piece by piece.
+
+    DeepSpeed stops at an elastic checkpoint of its own and at parameters that are on NVMe alone, and comes back from
+    optimizer states on NVMe without Adam's moments.
+    """
+    nvme = any((_zero(config).get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
+    return nvme or bool(_zero(config).get("elastic_checkpoint"))
 
 
 def unsavable(config: Config) -> list[Problem]:

@@ -144,7 +144,8 @@ class Whole:
     def _stored(self, piece: _Piece, kind: str, start: int, numel: int) -> Tensor:
         """float32 (numel,) from `start` of a piece."""
         where = piece.where[kind]
-        tensor = self._tensor(where["file"], where["keys"]).detach().reshape(-1)
+        tensor = self._raw(where) if "raw" in where else self._tensor(where["file"], where["keys"])
+        tensor = tensor.detach().reshape(-1)
         first = where["offset"] + start
         if first + numel > tensor.numel():
             raise self._incomplete(
@@ -152,12 +153,16 @@ class Whole:
             )
         return tensor[first : first + numel].float()
 
+    def _raw(self, where: dict[str, Any]) -> Tensor:
+        """A file that is nothing but numbers, mapped: DeepSpeed's swap files on NVMe."""
+        path, dtype = self._path(where["file"]), getattr(torch, where["raw"])
+        if not path.is_file():
+            raise self._incomplete(f"{where['file']} is missing")
+        return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
+
     def _tensor(self, file: str, keys: list[Hashable]) -> Tensor:
         if file not in self._open:
-            path = (self._folder / file).resolve()
-            if not path.is_relative_to(self._folder.resolve()):
-                raise self._incomplete(f"the index names {file}, which lies outside the checkpoint")
-            self._open[file] = safe.load(path)
+            self._open[file] = safe.load(self._path(file))
         found = self._open[file]
         for key in keys:
             try:
@@ -167,6 +172,12 @@ class Whole:
         if not isinstance(found, Tensor):
             raise self._incomplete(f"{file} has no tensor at {keys}")
         return found
+
+    def _path(self, file: str) -> Path:
+        path = (self._folder / file).resolve()
+        if not path.is_relative_to(self._folder.resolve()):
+            raise self._incomplete(f"the index names {file}, which lies outside the checkpoint")
+        return path
 
     def _indexes(self, engine: str) -> Iterator[dict[str, Any]]:
         """What each rank said of its files, by rank."""

@@ -97,7 +97,8 @@ def _entry(engine: Any, piece: Piece) -> dict[str, Any]:
 
 def _where(slot: Slot, one: Held) -> dict[str, Any]:
     file, keys = slot.at
-    return {"file": file, "keys": list(keys), "offset": slot.offset + one.start - slot.start}
+    where = {"file": file, "keys": list(keys), "offset": slot.offset + one.start - slot.start}
+    return where if keys else where | {"raw": str(slot.tensor.dtype).removeprefix("torch.")}
 
 
 def _whole_shape(p: nn.Parameter) -> tuple[tuple[int, ...], Cut | None]:

@@ -6,12 +6,15 @@ Read in the source of DeepSpeed 0.19.8; nothing else here knows these attributes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from torch import Tensor, nn
 
 from zerofit.checkpoint.reader import MASTER
@@ -25,12 +28,19 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Slot:
-    """One kind of state of one stretch of a parameter: where it lives, and where DeepSpeed's file has it."""
+    """One kind of state of one stretch of a parameter: where it lives, and where a checkpoint's file has it."""
 
-    live: Tensor  # as many elements as the stretch, flat or in the parameter's shape; writing to it changes the engine
-    at: Address  # of a tensor that contains it
+    tensor: Tensor  # contains it; empty while it is on NVMe
+    at: Address  # of that tensor in a file; without keys: the file is nothing but its numbers
     offset: int  # of the stretch in that tensor
     start: int  # of the stretch in the flattened parameter
+    numel: int
+
+    @property
+    def live(self) -> Tensor:
+        """The stretch, flat or in the parameter's shape; writing to it changes the engine."""
+        whole = self.tensor.detach()
+        return whole if whole.numel() == self.numel else whole.view(-1).narrow(0, self.offset, self.numel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +58,27 @@ class Held:
     # Muon's momentum at stages 1 and 2 is not cut at the partition's ends: where the whole parameter lies in it
     whole_offset: int | None = None
     group_numel: int | None = None  # and its length
+    on_nvme: dict[int, str] = field(default_factory=dict)  # files by id of the tensor, for what is on NVMe
 
     def slots(self, states: dict[str, Any]) -> dict[str, Slot]:
         """By kind; `states` is what the optimizer has for `master`. Raises Unsupported for states of other shapes."""
-        found = {MASTER: self._slot(self.master.detach(), self.master_at)}
+        found = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
                 continue
             at = (self.states_at[0], (*self.states_at[1], kind))
             if kind == "momentum_buffer" and self.whole_offset is not None:
-                live = tensor.narrow(0, self.whole_offset, self.parameter.numel())
-                found[kind] = Slot(live, at, self.whole_offset, 0)
+                found[kind] = Slot(tensor, at, self.whole_offset, 0, self.parameter.numel())
             elif tensor.numel() == self.master.numel():
-                found[kind] = self._slot(tensor.detach(), at)
+                found[kind] = self._slot(tensor, at)
             else:
                 raise Unsupported(f"the optimizer's {kind} is not one number a weight")
         return found
 
     def _slot(self, tensor: Tensor, at: Address) -> Slot:
-        live = tensor if tensor.numel() == self.numel else tensor.view(-1).narrow(0, self.offset, self.numel)
-        return Slot(live, at, self.offset, self.start)
+        if id(tensor) in self.on_nvme:
+            at = (self.on_nvme[id(tensor)], ())
+        return Slot(tensor, at, self.offset, self.start, self.numel)
 
 
 def inner_optimizer(engine: Any) -> Any:
@@ -98,7 +109,8 @@ def to_training_precision(engine: Any) -> None:
         optimizer.update_lp_params()  # of this rank's partition, then all ranks' are gathered
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
         for sub_group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+            if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     elif hasattr(optimizer, "fp16_groups"):
         for one in LAYOUTS[type(optimizer).__name__](engine, ""):
             one.parameter.data.copy_(one.slots({})[MASTER].live.view(one.parameter.shape))
@@ -162,8 +174,6 @@ def _bf16(engine: Any, tag: str) -> Iterator[Held]:
 def _zero3(engine: Any, tag: str) -> Iterator[Held]:
     """Stage 3: each parameter cut into equal parts, the last one padded; a rank's parts lie flat in sub groups."""
     optimizer, file = engine.optimizer, _zero_states(engine, tag)
-    if optimizer.swap_optimizer:
-        raise Unsupported("optimizer states on NVMe lie in the swap files")
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
     of_group = optimizer.sub_group_to_group_id
@@ -171,7 +181,7 @@ def _zero3(engine: Any, tag: str) -> Iterator[Held]:
     for index, i in enumerate(saved_order):
         at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
         states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
-        offset = 0
+        offset, on_nvme = 0, _swap_files(optimizer, i, tag)
         for p in optimizer.fp16_groups[i]:
             start, numel = _part(p)
             if numel > 0:
@@ -183,8 +193,35 @@ def _zero3(engine: Any, tag: str) -> Iterator[Held]:
                     numel=numel,
                     master_at=at,
                     states_at=states_at,
+                    on_nvme=on_nvme,
                 )
             offset += p.ds_tensor.ds_numel
+
+
+def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
+    """Where saving copies what a sub group has on NVMe, by id of the tensor."""
+    if not optimizer._swappable_optimizer_subgroup(sub_group):
+        return {}
+    info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
+    folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
+    return {id(one.compute_tensor): f"{folder}/{Path(one.swap_path).name}" for one in info.tensors}
+
+
+@contextmanager
+def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
+    """Within it a master and its states are there to be written to, also if their place is on NVMe."""
+    optimizer = engine.optimizer
+    if not getattr(optimizer, "swap_optimizer", False):
+        yield
+        return
+    sub_group = next(i for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat) if flat is master)
+    if not optimizer._swappable_optimizer_subgroup(sub_group):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(sub_group)
+    yield
+    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # while the masters are there
+    optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
 LAYOUTS = {

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint.reader import MASTER, Whole
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.fragments import Piece, engines, loss_scaler, names_of, persistent_buffers, pieces
-from zerofit.train.holdings import Unsupported, inner_optimizer, states_of, to_training_precision
+from zerofit.train.holdings import Unsupported, in_memory, inner_optimizer, to_training_precision
 from zerofit.train.loop import AnyDriver
 
 WORD_S = 2.0
@@ -35,7 +37,6 @@ def restore(driver: AnyDriver, whole_by_engine: dict[str, Whole], progress: Call
         _refuse_other_model(found, whole)
         if hasattr(engine.optimizer, "checkpoint_event_prologue"):
             engine.optimizer.checkpoint_event_prologue()
-        _make_states(engine, found, whole)
         _fill(engine, found, whole, progress)
         to_training_precision(engine)
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
@@ -58,19 +59,16 @@ def _refuse_other_model(found: list[Piece], whole: Whole) -> None:
         raise _error("other-model", message)
 
 
-def _make_states(engine: Any, found: list[Piece], whole: Whole) -> None:
+def _make_states(inner: Any, piece: Piece, whole: Whole) -> None:
     """Zeros for the states that the checkpoint has: optimizers would make them at their first step."""
-    inner = inner_optimizer(engine)
-    for piece in found:
-        if piece.held.states_at is None:
-            continue
-        master = piece.held.master
-        states = inner.state[master]
-        for kind in whole.kinds(piece.name):
-            if kind != MASTER and kind not in states:
-                states[kind] = _zeros(inner, piece, kind)
-        if whole.counters["step"] is not None and set(states) - {"momentum_buffer"}:
-            states["step"] = _step(inner, whole.counters["step"], master)
+    if piece.held.states_at is None:
+        return
+    states = inner.state[piece.held.master]
+    for kind in whole.kinds(piece.name):
+        if kind != MASTER and kind not in states:
+            states[kind] = _zeros(inner, piece, kind)
+    if whole.counters["step"] is not None and set(states) - {"momentum_buffer"}:
+        states["step"] = _step(inner, whole.counters["step"], piece.held.master)
 
 
 def _zeros(inner: Any, piece: Piece, kind: str) -> Tensor:
@@ -92,15 +90,26 @@ def _step(inner: Any, step: int, master: Tensor) -> Any:
 
 @torch.no_grad()
 def _fill(engine: Any, found: list[Piece], whole: Whole, progress: Callable[[str], None]) -> None:
-    said = time.monotonic()
-    for number, piece in enumerate(found):
-        for kind, slot in piece.held.slots(states_of(engine, piece.held.master)).items():
-            if kind in whole.kinds(piece.name):
-                values = _stretch(whole, piece, kind, slot.start, slot.live.numel())
-                slot.live.copy_(values.view(slot.live.shape))
-        if time.monotonic() - said > WORD_S:
-            said = time.monotonic()
-            progress(f"reading the checkpoint ({number + 1} of {len(found)} pieces)")
+    inner, done, said = inner_optimizer(engine), 0, time.monotonic()
+    for _, group in groupby(found, key=lambda piece: id(piece.held.master)):
+        mine = list(group)
+        with in_memory(engine, mine[0].held.master):
+            for piece in mine:
+                _make_states(inner, piece, whole)
+            for piece in mine:
+                _fill_piece(piece, inner.state.get(piece.held.master, {}), whole)
+                done += 1
+                if time.monotonic() - said > WORD_S:
+                    said = time.monotonic()
+                    progress(f"reading the checkpoint ({done} of {len(found)} pieces)")
+
+
+def _fill_piece(piece: Piece, states: dict[str, Any], whole: Whole) -> None:
+    kinds = whole.kinds(piece.name)
+    for kind, slot in piece.held.slots(states).items():
+        if kind in kinds:
+            live = slot.live
+            live.copy_(_stretch(whole, piece, kind, slot.start, slot.numel).view(live.shape))
 
 
 def _stretch(whole: Whole, piece: Piece, kind: str, start: int, numel: int) -> Tensor:
@@ -128,6 +137,10 @@ def _set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
     if hasattr(scheduler, "last_batch_iteration"):
         if done:
             scheduler.step(done - 1)
+        return
+    if not isinstance(scheduler, LambdaLR):
+        for _ in range(done):
+            scheduler.step()
         return
     scheduler.last_epoch, scheduler._step_count = done, done + 1
     rates = [base * curve(done) for base, curve in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint import safe
+from zerofit.checkpoint.compatible import piece_by_piece
 from zerofit.checkpoint.manifest import Manifest, read
 from zerofit.checkpoint.reader import Whole
 from zerofit.spec.folder import Start
@@ -27,16 +28,18 @@ def resume(driver: AnyDriver, start: Start, progress: Callable[[str], None]) -> 
     """Put the state that a checkpoint holds into freshly built engines; the checkpoint's manifest.
 
     In the layout that wrote it every random state goes on too, so that the training is the uninterrupted one bit for
-    bit. In another one DeepSpeed cannot read the files; the pieces are then taken out of them one by one.
+    bit. In another one DeepSpeed cannot read the files (and with some settings not in the same one either); the pieces
+    are then taken out of them one by one.
     """
     checkpoint = Path(start.checkpoint)
     asked = {tag: _Asked(engine) for tag, engine in engines(driver).items()}
-    if start.same_layout:
+    if start.same_layout and not piece_by_piece(driver.job.ds_config):
         _load(driver, checkpoint)
-        state = safe.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False)
-        rank_state.give_back(driver, state)
     else:
         restore(driver, {tag: Whole(checkpoint, tag) for tag in asked}, progress)
+    if start.same_layout:
+        state = safe.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False)
+        rank_state.give_back(driver, state)
     for one in asked.values():
         one.give_back()
     dist.barrier()
