@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.ranks.pool import RankPool, Trained
 from zerofit.config.ds_json import bundled
@@ -79,7 +82,7 @@ class Case:
     tolerance: float = EXACT
 
 
-def cases() -> Iterator[Case]:
+def cases(nvme: Path) -> Iterator[Case]:
     """The whole matrix, then precision, optimizers, models and settings that store something in a way of their own."""
     for ranks in RANKS:
         for old, new in STAGES:
@@ -88,6 +91,7 @@ def cases() -> Iterator[Case]:
                 yield _fp32(name, _stage(ranks[0], old) | before, _stage(ranks[1], new) | after)
     yield from _precisions()
     yield from _others()
+    yield from _on_nvme(nvme)
 
 
 def _precisions() -> Iterator[Case]:
@@ -130,8 +134,8 @@ def _others() -> Iterator[Case]:
     muon = LLAMA | {"optimizer": "muon"}
     for old, new in (("0", "2"), ("1", "3"), ("3", "1"), ("2", "0"), ("2", "2 offload"), ("2 offload", "1")):
         yield Case(f"muon, stage {old} to {new}", muon | _stage(2, old), muon | _stage(2, new), MUON)
-    for key, value in (("round_robin_gradients", True), ("parameter_alignment", True)):
-        special = {"ds_config": _with("zero2", key, value)}
+    for key in ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"):
+        special = {"ds_config": _with("zero2", key, True)}
         yield _fp32(f"{key}, 2 to 1 ranks", two | special, one)
         yield _fp32(f"{key}, 1 to 2 ranks", one, two | special)
     for key, value in (("sub_group_size", 2000), ("zero_hpz_partition_size", 2)):
@@ -140,6 +144,21 @@ def _others() -> Iterator[Case]:
         yield _fp32(f"{key}, 1 to 2 ranks", one, three | special)
     scheduler = {"ds_config": _with_scheduler(), "warmup_steps": None}
     yield _fp32("DeepSpeed's own scheduler, 2 to 1 ranks", two | scheduler, {"ranks": 1} | scheduler)
+
+
+def _on_nvme(folder: Path) -> Iterator[Case]:
+    """With matrices of 1 MiB a rank and more: DeepSpeed keeps smaller ones in memory."""
+    if not AsyncIOBuilder().is_compatible():
+        return
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    wide = LLAMA | {"model_args": LLAMA["model_args"] | wide}
+    config = json.loads(Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(folder)))
+    swapped, small = {"ranks": 2, "ds_config": config}, {"ranks": 2, "ds_config": json.loads(json.dumps(config))}
+    small["ds_config"]["zero_optimization"]["sub_group_size"] = 700000
+    yield Case("all on NVMe, unchanged", wide | swapped, wide | swapped)
+    yield Case("all on NVMe, to stage 1 on one rank", wide | swapped, wide | _stage(1, "1"))
+    yield Case("stage 1 on one rank to all on NVMe", wide | _stage(1, "1"), wide | swapped)
+    yield Case("stage 3 to all on NVMe, in small groups", wide | _stage(2, "3"), wide | small)
 
 
 def _fp32(name: str, old: dict[str, Any], new: dict[str, Any]) -> Case:
@@ -212,14 +231,15 @@ class Matrix:
 def main() -> None:
     """Run the cases, print each, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="only cases with this in their name")
+    parser.add_argument("--only", default="", help="only cases whose name this regular expression finds")
     parser.add_argument("--output", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     start, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as name:
         matrix = Matrix(Path(name))
-        for case in cases():
-            if arguments.only in case.name:
+        (nvme := Path(name) / "nvme").mkdir()
+        for case in cases(nvme):
+            if re.search(arguments.only, case.name):
                 rows.append(matrix.run(case))
                 print(_line(rows[-1]), flush=True)
         matrix.close()
