@@ -81,16 +81,21 @@ def _even_norms(engine: Any) -> None:
     if not hasattr(optimizer, "scaled_global_norm"):
         return
     mine = len(optimizer.param_groups)
-    most = torch.tensor(mine, device=engine.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    missing, own_norm = int(most) - mine, optimizer.scaled_global_norm
+    ends = torch.tensor([mine, -mine], device=engine.device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    most, least = int(ends[0]), -int(ends[1])
+    if most == least:
+        return
+    own_norm = optimizer.scaled_global_norm
 
     def scaled_global_norm(norm_type: int = 2) -> Tensor:
         norm = own_norm(norm_type)
-        for _ in range(missing):
+        for _ in range(most - mine):
             others = torch.zeros((), device=engine.device)
             optimizer._model_parallel_all_reduce(tensor=others, op=dist.ReduceOp.SUM)
             norm = (norm.square() + others).sqrt()
+        # the same to the last bit on all stages: it scales the gradients of weights that two of them share
+        optimizer._model_parallel_all_reduce(tensor=norm, op=dist.ReduceOp.MAX)
         return norm
 
     optimizer.scaled_global_norm = scaled_global_norm
