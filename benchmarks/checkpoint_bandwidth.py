@@ -3,8 +3,9 @@
 Each rank builds a GPT-2 under ZeRO 2 and trains two steps. Then, in turns: (a) every rank writes all tensors of its
 share of the checkpoint with one plain `torch.save`, and syncs the file; (b) zerofit saves: the same tensors through
 DeepSpeed, synced, hashed, with a manifest, made visible; (c) zerofit saves in the background, of which only the time
-for which training stands still counts. Reading: `torch.load` of the plain files against `zerofit.train.resume` (which
-puts everything into the engine too). Medians over the rounds; all on one machine in one call.
+for which training stands still counts. Reading: `torch.load` of a plain file with what the rank reads against
+`zerofit.train.resume` (which also puts everything into the engine). Medians over the rounds, on one
+machine in one call.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     first = next(entry for entry in store.entries())
     mine = [f for f in first.path.rglob("*.pt") if written_by(dist.get_rank(), f.name)]
     same = {f.name: safe.load(f, mmap=False, for_engine=True) for f in mine}  # the same bytes as this rank's files
-    plain = folder.path / f"plain-{dist.get_rank()}.pt"
+    read = [f for f in first.path.rglob("*.pt") if read_by(dist.get_rank(), f.name)]
+    plain, plain_read = (folder.path / f"plain-{what}-{dist.get_rank()}.pt" for what in ("written", "read"))
+    torch.save({f.name: safe.load(f, mmap=False, for_engine=True) for f in read}, plain_read)
 
     def plain_save() -> None:
         torch.save(same, plain)
@@ -124,11 +127,10 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
         note(times, "save_s", partial(saver.save, step, {}, False))
         note(times, "stall_s", partial(saver.save, step + 1, {}, True))
         saver.wait()
-        note(times, "plain_load_s", partial(torch.load, plain, weights_only=False))
+        note(times, "plain_load_s", partial(torch.load, plain_read, weights_only=False))
         newest = store.entries()[-1]
         begin = Start(checkpoint=str(newest.path), step=newest.step, samples=0, same_layout=True)
         note(times, "load_s", partial(resume, driver, begin, print))
-    plain.unlink()
     medians = {name: statistics.median(all_times[1:] or all_times) for name, all_times in times.items()}
     gib = first.manifest.total_bytes / 2**30
     shutil.rmtree(folder.checkpoints) if dist.get_rank() == 0 else None
@@ -146,6 +148,11 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
 def written_by(rank: int, name: str) -> bool:
     """Whether this rank has written a file of a ZeRO checkpoint."""
     return f"zero_pp_rank_{rank}_" in name or name == f"rank-{rank:05}.pt" or (rank == 0 and name.startswith("mp_rank"))
+
+
+def read_by(rank: int, name: str) -> bool:
+    """Whether this rank reads a file of a ZeRO checkpoint when it goes on: the model's, and its own."""
+    return written_by(rank, name) or name.startswith("mp_rank")
 
 
 def note(times: dict[str, list[float]], name: str, work: Callable[[], Any]) -> None:

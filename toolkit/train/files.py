@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +85,23 @@ class Files(CheckpointEngine):
         if self._failure:
             return
         try:
-            torch.save(state_dict, path)
+            with _without_crc():
+                torch.save(state_dict, path)
         except (OSError, RuntimeError) as error:  # torch's writer has no errno to tell
             self._failure = error
             return
         self._marks[path] = self._pool.submit(_synced, path)
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """torch would compute a CRC32 of each tensor, which takes as long as writing it; the manifest's hash says more."""
+    former = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(former)
 
 
 def _synced(path: Path) -> FileMark:
