@@ -83,6 +83,21 @@ def test_buffers_are_the_mean_over_ranks(checkpoint):
     assert whole.buffer("count").tolist() == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_of_bare_numbers(checkpoint, dtype):
+    """As DeepSpeed swaps them out to NVMe: padded to whole blocks."""
+    swapped = torch.cat([torch.zeros(2), BIAS, torch.zeros(500)]).to(dtype)
+    (checkpoint / "state/0_12.tensor.swp").write_bytes(swapped.view(torch.uint8).numpy().tobytes())
+    file = checkpoint / "ranks/rank-00001.json"
+    index = json.loads(file.read_text())
+    place = {"file": "state/0_12.tensor.swp", "keys": [], "offset": 2, "raw": str(dtype).removeprefix("torch.")}
+    index["engines"]["state"]["parameters"][2]["where"]["exp_avg"] = place
+    file.write_text(json.dumps(index))
+    assert torch.equal(Whole(checkpoint).read("bias", "exp_avg"), BIAS.to(dtype).float())
+    (checkpoint / "state/0_12.tensor.swp").unlink()
+    assert kind(lambda: Whole(checkpoint).read("bias", "exp_avg")) == "incomplete-checkpoint"
+
+
 def drop_piece(index):
     del index["engines"]["state"]["parameters"][0]
 
