@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from zerofit.checkpoint.manifest import NAME, THREADS, FileMark, Manifest, ManifestError, mark_of, read
 from zerofit.checkpoint.names import step_of
+
+QUIET_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +40,21 @@ def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
 def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> list[Damage]:
     """Everything that is wrong with a checkpoint; empty if each byte is what was written.
 
-    Reads all of it. `progress` is called with a text after each file.
+    Reads all of it. `progress` is called with a text after each file, once it has taken two seconds.
     """
     manifest, damage = quick_look(checkpoint)
     if manifest is None:
         return damage
     seen = {d.file for d in damage}
     left = {name: mark for name, mark in manifest.files.items() if name not in seen}
-    done, total = 0, sum(mark.bytes for mark in left.values())
+    done, total, begun = 0, sum(mark.bytes for mark in left.values()), time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
         for found, mark in zip(
             pool.map(lambda item: _read(checkpoint, *item), left.items()), left.values(), strict=True
         ):
             damage += found
             done += mark.bytes
-            if progress:
+            if progress and time.monotonic() - begun > QUIET_S:
                 progress(f"verifying {checkpoint.name} ({done / max(total, 1):.0%} of {total / 2**30:.2f} GiB)")
     return sorted(damage, key=lambda d: d.file)
 
