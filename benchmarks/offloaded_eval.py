@@ -51,7 +51,7 @@ EVALUATE = {
     "vit": ("--micro-batch", "2", "--eval-samples", "4"),
 }
 LIMITS = {
-    "llama": [None, "cpu=600MiB", "cpu=300MiB", ("cpu=200MiB", "--dtype", "bf16")],
+    "llama": [None, "cpu=600MiB", "cpu=300MiB", ("cpu=240MiB", "--dtype", "bf16")],
     "vit": [None, "cpu=500MiB", "cpu=200MiB"],
 }
 ALONE = """

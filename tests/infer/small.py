@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torc
         saved=open_saved(folder),
         dtype=dtype,
         limits=Limits(memory={"cpu": 0}),
-        scratch=scratch,
+        scratch=Path(mkdtemp(dir=scratch)),
         progress=NullProgress(),
         say=lambda line: None,
     )

@@ -45,3 +45,12 @@ def refuse_misfit(placement: Placement, knobs: str) -> None:
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
             hint = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB or more, {knobs} or --dtype bf16"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
+
+
+def refuse_merging(needed: int, allowed: int | None) -> None:
+    """Raise DoesNotFit where putting together what the files hold in parts takes more than the CPU may take."""
+    if allowed is not None and needed > allowed:
+        message = f"merging one layer's experts takes {shown_bytes(needed)} of host memory, allowed are"
+        message += f" {shown_bytes(allowed)}"
+        hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
+        raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))

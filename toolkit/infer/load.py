@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from torch import nn
 from zerofit.data import Progress
 from zerofit.infer.empty import loads_whole
 from zerofit.infer.placement import Placement, device_of
+from zerofit.infer.quiet import quiet
 from zerofit.infer.saved import Saved
 from zerofit.infer.weights import Stored
 from zerofit.models.hf import AUTO_CLASSES
@@ -33,7 +30,7 @@ def load_model(
     tensors that lie there otherwise than the model needs them (pickles, single experts) are written to `scratch`.
     `empty` may be used up. Raises UserError where the files do not hold what the model needs.
     """
-    with _quiet():
+    with quiet():
         if saved.source.family == "transformers":
             with progress.task("loading weights", None, ""):
                 return _transformers(saved, empty, placement, dtype, scratch)
@@ -119,25 +116,3 @@ def _refuse(missing: list[str], saved: Saved) -> None:
         message = f"{saved.folder} lacks weights that the model has: {shown}"
         hint = "are config.json (or zerofit.json) and the weights of one model?"
         raise UserError(Problem(kind="model-weights", message=message, hint=hint, where="CKPT"))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars and reports of the libraries': ours says what goes on, and what lacks is an error."""
-    from transformers.utils import logging as theirs
-
-    levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}
-    verbosity = theirs.get_verbosity()
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        theirs.set_verbosity(verbosity)
-        theirs.enable_progress_bar()
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)

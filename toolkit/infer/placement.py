@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +12,7 @@ from torch import nn
 from zerofit.infer.empty import block_classes, loads_whole
 from zerofit.infer.fit import room
 from zerofit.infer.limits import Device, Limits
+from zerofit.infer.quiet import quiet
 
 # of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
 SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
@@ -111,7 +108,7 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
         return {"": "disk"}
     asked = {device: max(0, size) for device, size in memory.items()}
     try:
-        with _quiet():
+        with quiet():  # it warns of devices that a plan names, and of buffers, which are counted here
             device_map = infer_auto_device_map(
                 model, max_memory=asked, no_split_module_classes=block_classes(model), fallback_allocation=True
             )
@@ -171,17 +168,3 @@ def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
             return None
         name = name.rpartition(".")[0]
     return device_map[name]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """accelerate warns of devices that a plan names and that are not there, and of buffers, which are counted here."""
-    log = logging.getLogger("accelerate.utils.modeling")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

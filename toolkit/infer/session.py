@@ -13,12 +13,12 @@ from torch import nn
 from zerofit.data import Progress
 from zerofit.infer.empty import empty_model
 from zerofit.infer.failures import failures
-from zerofit.infer.fit import refuse_misfit
+from zerofit.infer.fit import refuse_merging, refuse_misfit
 from zerofit.infer.limits import Device, Limits
 from zerofit.infer.load import load_model
 from zerofit.infer.memory import give_back_at_once, peak_device_bytes, peak_host_bytes, start_counting
 from zerofit.infer.placement import Placement, main_device, place
-from zerofit.infer.rewrite import rewritten
+from zerofit.infer.rewrite import Rewriting
 from zerofit.infer.saved import DTYPES, Saved, exported, is_checkpoint, open_saved
 from zerofit.infer.table import table
 
@@ -55,23 +55,21 @@ class Session:
         refuse_misfit(placement, knobs)
         give_back_at_once()
         self._before = start_counting(placement.gpus)
-        saved = self._as_needed() if "disk" in placement.device_map.values() else self.saved
         with failures("nothing else on that device"):
-            model = load_model(saved, self.empty, placement, self.dtype, self.scratch, self.progress)
+            model = load_model(
+                self._readable(placement), self.empty, placement, self.dtype, self.scratch, self.progress
+            )
         return model, placement
 
-    def _as_needed(self) -> Saved:
-        """The model in files that each forward can read from: in its types, and not pickled."""
-        stored = self.saved.weights.tensors
-        types = {name: tensor.dtype for name, tensor in self.empty.state_dict().items()}
-        wanted = {
-            name: types.get(name, self.dtype) if where.dtype and where.dtype.is_floating_point else where.dtype
-            for name, where in stored.items()
-        }
-        alike = all(where.dtype == wanted[name] for name, where in stored.items())
-        if (alike and not self.saved.weights.pickled) or None in wanted.values():
+    def _readable(self, placement: Placement) -> Saved:
+        """The model in files that each forward can read from, if any of it stays on the disk."""
+        if "disk" not in placement.device_map.values():
             return self.saved
-        return rewritten(self.saved, wanted, self.scratch, self.progress)
+        rewriting = Rewriting(self.saved, self.empty, self.dtype)
+        if not rewriting.needed:
+            return self.saved
+        refuse_merging(rewriting.host_bytes, self.limits.memory.get("cpu"))
+        return rewriting.write(self.scratch, self.progress)
 
     def facts(self, placement: Placement) -> dict[str, Any]:
         """The device map, what was forecast for each device, and the memory taken since before weights were loaded.
