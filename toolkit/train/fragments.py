@@ -13,7 +13,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from zerofit.checkpoint.reader import Cut
-from zerofit.train.holdings import Held, Slot, Unsupported, held, inner_optimizer, states_of
+from zerofit.train.held import Held, Slot, Unsupported
+from zerofit.train.holdings import held, inner_optimizer
 from zerofit.train.loop import AnyDriver
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
@@ -52,9 +53,11 @@ def describe(driver: AnyDriver) -> dict[str, Any]:
 
 
 def pieces(driver: AnyDriver, engine: Any, tag: str) -> Iterator[Piece]:
-    """All pieces of one engine on this rank. Raises holdings.Unsupported where they cannot be found."""
+    """All pieces of one engine on this rank. Raises Unsupported where they cannot be found."""
     names = names_of(driver, engine).parameters
     for one in held(engine, tag):
+        if one.numel == 0:
+            continue  # only padding
         shape, cut = _whole_shape(one.parameter)
         first = _is_first(driver, one, cut)
         yield Piece(names[id(one.parameter)], shape, cut, one, first)
@@ -84,7 +87,7 @@ def _describe(driver: AnyDriver, engine: Any, tag: str) -> dict[str, Any]:
 
 def _entry(engine: Any, piece: Piece) -> dict[str, Any]:
     one = piece.held
-    slots = one.slots(states_of(engine, one.master))
+    slots = one.slots(inner_optimizer(engine).state.get(one.master, {}))
     return {
         "name": piece.name,
         "shape": list(piece.shape),

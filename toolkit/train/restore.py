@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.checkpoint.reader import MASTER, Whole
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.fragments import Piece, engines, loss_scaler, names_of, persistent_buffers, pieces
-from zerofit.train.holdings import Unsupported, in_memory, inner_optimizer, to_training_precision
+from zerofit.train.held import Unsupported
+from zerofit.train.holdings import inner_optimizer, to_training_precision
+from zerofit.train.holdings_zero3 import in_memory
 from zerofit.train.loop import AnyDriver
 
 WORD_S = 2.0
@@ -73,8 +75,8 @@ def _make_states(inner: Any, piece: Piece, whole: Whole) -> None:
 
 def _zeros(inner: Any, piece: Piece, kind: str) -> Tensor:
     master = piece.held.master
-    if kind == "momentum_buffer" and piece.held.group_numel is not None:
-        return torch.zeros(piece.held.group_numel, dtype=master.dtype, device=master.device)
+    if kind == "momentum_buffer" and piece.held.uncut is not None:
+        return torch.zeros(piece.held.uncut[1], dtype=master.dtype, device=master.device)
     wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, whatever the master weights are
     return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
 
