@@ -16,7 +16,7 @@ from zerofit.infer.saved import open_saved
 from zerofit.spec.errors import RunFailed, UserError
 
 OWN = "tests.infer.own"
-VISION = ("resnet18-small", f"{OWN}:tiny_vit", f"{OWN}:tiny_swin", f"{OWN}:tiny_densenet")
+VISION = ("simplecnn", f"{OWN}:tiny_vit", f"{OWN}:tiny_swin", f"{OWN}:tiny_densenet")
 FLAWLESS = {"rel": 1e-6, "abs": 1e-7}
 
 
@@ -47,7 +47,9 @@ def test_other_models_from_the_disk(name, tmp_path):
         assert (got["loss"], got["accuracy"], got["top5_accuracy"]) == pytest.approx(wanted, **FLAWLESS)
 
 
-@pytest.mark.parametrize(("key", "share"), [("bert", 0.0), ("mixtral", 0.0), ("lenet", 2.0), ("resnet18-small", 0.0)])
+@pytest.mark.parametrize(
+    ("key", "share"), [("bert", 0.0), ("mixtral", 0.0), ("lenet", 2.0), (f"{OWN}:tiny_densenet", 0.0)]
+)
 def test_lower_precision_is_the_model_cast(key, share, tmp_path):
     """A reference that torch has cast; from the disk the weights are first written in that type."""
     model = save_small(tmp_path / "model", key) if key in TRANSFORMERS else save(tmp_path / "model", key)

@@ -39,7 +39,7 @@ def held(model):
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("key", ["llama", "gpt2", "bert", "vit", "mixtral", "swin_t", "resnet18"])
+@pytest.mark.parametrize("key", ["gpt2", "bert", "swin_t", "resnet18"])
 def test_every_tensor_has_a_place_at_any_size(key):
     model = empty(key)
     weights = held(model)
