@@ -100,6 +100,12 @@ def test_the_least_that_is_needed(llama, spare):
         assert "--micro-batch" in found.value.problem.hint
 
 
+def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
+    with pytest.raises(DoesNotFit, match=r"^0 needs") as found:
+        refuse_misfit(place(llama, Limits(memory={0: GPU_ROOM}), WORKING), "")
+    assert "--max-memory 0=" in found.value.problem.hint
+
+
 def test_no_disk_means_no_disk(llama):
     placement = place(llama, Limits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}, disk=0), WORKING)
     with pytest.raises(DoesNotFit, match="the disk may hold 0 B"):

@@ -85,7 +85,8 @@ def place(model: nn.Module, limits: Limits, working: int) -> Placement:
     if not hasattr(model, "_no_split_modules"):
         gpus = gpus[:1]
     host = limits.memory.get("cpu", 0)
-    for used in [gpus, []] if gpus else [[]]:
+    placement = None
+    for used in [gpus, []] if gpus and host else [gpus]:
         for share in SHARES:
             memory: dict[Device, int] = {gpu: int(share * (limits.memory[gpu] - working - room(gpu))) for gpu in used}
             memory["cpu"] = int(share * (host if used else host - working - room("cpu")))
@@ -95,7 +96,7 @@ def place(model: nn.Module, limits: Limits, working: int) -> Placement:
             placement = _placed(model, device_map, limits, working)
             if placement.fits:
                 return placement
-    return placement
+    return placement or _placed(model, {"": gpus[0]}, limits, working)
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
