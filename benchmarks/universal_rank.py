@@ -35,8 +35,11 @@ def load(layout: str, folder: str, stage: int) -> dict[str, Any]:
     engine = make(folder, stage, ranks)
     engine.load_checkpoint(f"{folder}/universal")
     first, same = engine.global_steps, all_same(engine, Path(folder) / "universal")
-    for group in engine.optimizer.param_groups:
+    inner = engine.optimizer.optimizer
+    for group in inner.param_groups:
         group["lr"], group["weight_decay"] = 1e-2, 0.0  # the run's own has come down to 0
+    for state in inner.state.values():
+        state["step"] = state["step"].clone()  # stage 3's loader gives all groups one tensor, which then counts twice
     mine, losses = BATCH.chunk(ranks)[dist.get_rank()], []
     for _ in range(2):
         loss = engine(input_ids=mine, labels=mine).loss
