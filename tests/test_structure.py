@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "check": {"spec"},
     "config": {"spec", "check"},
     "launch": {"spec", "config"},
+    "doctor": {"spec", "launch"},
     "checkpoint": {"spec", "models", "data"},
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
     "simulate": {"spec", "check", "config", "models", "data", "train"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "worker": {"spec", "config", "launch", "models", "data", "train"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
-        "infer",
+        *("infer", "doctor"),
     },
 }
 

@@ -1,0 +1,97 @@
+"""Versions and hashes of the software on this host, found without importing any of it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
+OURS = ("zerofit", "zerofit.models", "zerofit.ds_configs")  # three folders of a checkout, one package
+CODE = {".py", ".json", ".yaml", ".yml"}
+AT_MOST = 10_000  # files that are hashed; a folder with more is no package
+
+
+def versions() -> dict[str, str | None]:
+    """Version of each package, None where it is missing; torch's with its CUDA (or ROCm), commit and NCCL."""
+    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_torch()}
+    cuda = found.get("cuda")
+    found["nccl"] = _version(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, str | None]:
+    """What torch/version.py says, read as text: importing torch takes seconds."""
+    names = {"torch": "__version__", "cuda": "cuda", "hip": "hip", "torch_git": "git_version"}
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return dict.fromkeys(names)
+    said: dict[str, Any] = {}
+    for node in ast.parse((Path(spec.origin).parent / "version.py").read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(targets[0], ast.Name) and isinstance(value, ast.Constant):
+            said[targets[0].id] = value.value
+    return {name: said.get(key) for name, key in names.items()}
+
+
+def own_code() -> str:
+    """Hash of the source of zerofit that this host would run."""
+    folders = []
+    for name in OURS:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin:
+            folders.append((name, Path(spec.origin).parent))
+    apart = {top for _, top in folders[1:]}  # inside the first one where zerofit is installed from a wheel
+    return _hashed(
+        (f"{name}/{p.relative_to(top)}", p)
+        for name, top in folders
+        for p in _files(top)
+        if name != OURS[0] or not apart.intersection(p.parents)
+    )
+
+
+def code_hash(path: Path) -> str | None:
+    """Hash of a module's file, or of the Python files of a package's folder; None where it does not exist."""
+    if path.is_file():
+        return _hashed([(path.name, path)])
+    return _hashed((str(p.relative_to(path)), p) for p in _files(path)) if path.is_dir() else None
+
+
+def file_hash(path: Path) -> str | None:
+    """Hash of one file's bytes; None where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _files(top: Path) -> list[Path]:
+    """Source files in a fixed order, without hidden folders and caches."""
+    found = []
+    for path in top.rglob("*"):
+        inner = path.relative_to(top).parts
+        if path.suffix in CODE and not any(part.startswith(".") or part == "__pycache__" for part in inner):
+            found.append(path)
+        if len(found) == AT_MOST:
+            break
+    return sorted(found)
+
+
+def _hashed(files: Iterable[tuple[str, Path]]) -> str:
+    total = hashlib.sha256()
+    for name, path in files:
+        total.update(f"{name}\0{file_hash(path)}\0".encode())
+    return total.hexdigest()
