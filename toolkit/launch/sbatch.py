@@ -1,0 +1,160 @@
+"""The file that Slurm runs: `zerofit launch` in an allocation, saved before the limit and queued again."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zerofit.launch.quoting import check_environment, check_line, check_texts
+from zerofit.spec.errors import Problems
+
+# sbatch(1), --time: minutes, m:s, h:m:s, days-h, days-h:m, days-h:m:s
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+LONGEST_LEAD_S = 65535  # sbatch(1), --signal
+
+HEAD = """\
+# USR1, which Slurm sends to this shell only, asks the run to save a checkpoint and to end: once, since a second request
+# would end it without. TERM comes from Slurm to every process of the job, so that it is not handed on.
+asked=0 told=0 interrupted=0 child=
+tell() {
+  if [[ $told == 0 && -n $child ]]; then
+    told=1
+    kill -s USR1 "$child" 2>/dev/null
+  fi
+}
+trap 'asked=1 interrupted=1; tell' USR1
+trap 'asked=1 interrupted=1 told=1; [[ -n $child ]] || exit 143' TERM
+"""
+
+BODY = """\
+# srun (since Slurm 22.05) takes the processors of a rank from its own variable only
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
+
+"${command[@]}" &
+child=$!
+[[ $asked == 0 ]] || tell
+while true; do
+  interrupted=0
+  wait "$child"
+  code=$?
+  [[ $interrupted == 1 ]] || break # a signal ends `wait`; the run goes on until it has saved
+done
+"""
+
+REQUEUE = """\
+# 75: stopped with a checkpoint saved. 130 and 138: asked before there was anything to save. A job that was cancelled is
+# not RUNNING any more and stays so, one that Slurm has queued again is PENDING.
+if [[ $code == 75 || ($asked == 1 && ($code == 130 || $code == 138)) ]]; then
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+  echo "zerofit stopped on request (exit code $code) in job $SLURM_JOB_ID ($state)" >&2
+  if [[ $state == RUNNING ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What an sbatch file says. Everything is data: no value of it is read by a shell, except `setup`."""
+
+    name: str
+    run: str  # run file, run folder or model: what `zerofit launch` takes
+    output: str  # run folder, on a file system that all nodes share
+    nodes: int
+    slots: int  # ranks on a node
+    device: Literal["gpu", "cpu"]  # of a rank
+    time: str  # limit, in Slurm's words: "90" (minutes), "12:00:00", "2-12"
+    save_s: int = 300  # seconds before the limit at which the run is asked to save and end
+    partition: str | None = None
+    account: str | None = None
+    requeue: bool = True  # go on by itself after pre-emption, a lost node, or the time limit
+    log: str = "slurm-%j.log"  # where the job's output goes: a pattern of Slurm's, %j is the job's number
+    flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
+    env: Mapping[str, str] = field(default_factory=dict)
+    setup: str = ""  # a shell command that makes `zerofit` available, such as "source /opt/venv/bin/activate"
+
+
+def sbatch_text(job: SlurmJob) -> str:
+    """The sbatch file, clean under shellcheck. Raises UserError with everything in the job that cannot be written."""
+    _check(job)
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.slots),
+        "gpus-per-node": str(job.slots) if job.device == "gpu" else None,
+        "time": job.time,
+        "signal": f"B:USR1@{job.save_s}",
+        "partition": job.partition,
+        "account": job.account,
+        "output": job.log,
+        "open-mode": "append",
+    }
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{name}={_sbatch_quote(value)}" for name, value in options.items() if value is not None]
+    lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue", "", HEAD]
+    if job.setup:
+        lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
+    lines += ["# Text in single quotes stands for itself.", "# shellcheck disable=SC2016,SC1003", "{"]
+    lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
+    argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}", *job.flags, "--", job.run]
+    lines += ["  command=(", *(f"    {shlex.quote(word)}" for word in argv), "  )", "}", ""]
+    return "\n".join(lines) + "\n" + BODY + (REQUEUE if job.requeue else "") + 'exit "$code"\n'
+
+
+def _sbatch_quote(value: str) -> str:
+    """A value as sbatch reads it from a `#SBATCH` line: in double quotes, a backslash before `"` and `\\`."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _check(job: SlurmJob) -> None:
+    problems = Problems()
+    for knob, value in (("--nodes", job.nodes), ("--slots", job.slots)):
+        if value < 1:
+            problems.add("bad-value", f"got {value}; at least 1 is needed", "", knob)
+    named = {"--job-name": job.name, "--partition": job.partition, "--account": job.account, "--log": job.log}
+    for knob, text in named.items():
+        if text == "":
+            problems.add("bad-value", "it is empty", "leave it out" if knob != "--job-name" else "", knob)
+        check_line(knob, text or "", problems)
+    if "\\" in job.log:
+        problems.add("bad-value", f"{job.log!r}: Slurm reads a backslash as its own sign", "rename the file", "--log")
+    check_line("--setup", job.setup, problems)
+    words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
+    check_texts([*words, *(("--export", value) for value in job.env.values())], problems)
+    check_environment(job.env, problems)
+    _check_time(job, problems)
+    problems.raise_if_any()
+
+
+def _check_time(job: SlurmJob, problems: Problems) -> None:
+    limit_s = seconds(job.time)
+    if limit_s is None:
+        hint = 'write minutes ("90"), "hours:minutes:seconds" or "days-hours:minutes:seconds"'
+        problems.add("bad-value", f"{job.time!r} is no time limit of Slurm's", hint, "--time")
+    elif not 1 <= job.save_s <= LONGEST_LEAD_S:
+        message = f"got {job.save_s} s; from 1 to {LONGEST_LEAD_S} are allowed"
+        problems.add("bad-value", message, "", "--save-before-limit")
+    elif limit_s <= job.save_s + 60:  # Slurm may send the signal a minute early: sbatch(1), --signal
+        message = f"a limit of {limit_s} s leaves no time to train if it is saved {job.save_s} s before"
+        problems.add("bad-value", message, "raise --time, or lower --save-before-limit", "--time")
+
+
+def seconds(time: str) -> int | None:
+    """A time limit of Slurm's in seconds; None if it is none, or 0."""
+    found = TIME.fullmatch(time) if time.isascii() else None
+    if not found:
+        return None
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"]:
+        hours, minutes, secs = [*parts, 0, 0][:3]
+        return int(found["days"]) * 86400 + hours * 3600 + minutes * 60 + secs or None
+    hours, minutes, secs = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return hours * 3600 + minutes * 60 + secs or None
