@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+from zerofit.launch.build import end_session
+from zerofit.launch.stale import clear
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.facts import Machine
 
 POLL_S = 0.5
-BUILD = """
-import sys, deepspeed
-from deepspeed.ops import op_builder
-from deepspeed.accelerator import get_accelerator
-builder = get_accelerator().get_op_builder(sys.argv[1])()
-assert builder.is_compatible(verbose=True), sys.argv[1] + " is not compatible with this machine"
-builder.load()
-"""
+TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`
 
 
 def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
@@ -50,8 +43,8 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
     """Compile (or find compiled) each op, saying every half second how long it has taken. Raises RunFailed.
 
-    One process builds at a time; torch's lock files that a killed build has left in our folder are removed, since later
-    builds would wait for them without a word.
+    One process builds at a time, and a build ends with the process that asked for it. torch's lock files that a killed
+    build has left in the folder are removed; those of a build that lives are waited for.
     """
     if not ops:
         return
@@ -59,8 +52,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     folder.mkdir(parents=True, exist_ok=True)
     show("waiting for another process that compiles DeepSpeed's ops")
     with FileLock(folder / ".zerofit.lock"):
-        for stale in folder.glob("*/lock"):
-            stale.unlink()
+        clear(folder, show)
         for op in ops:
             _build(op, env, show)
 
@@ -68,7 +60,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-c", BUILD, op],
+        [sys.executable, "-P", "-m", "zerofit.launch.build", str(os.getpid()), op],
         env={**env, "MAX_JOBS": env.get("MAX_JOBS", str(os.cpu_count() or 1))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,8 +76,8 @@ def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None
             except subprocess.TimeoutExpired:
                 continue
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ninja and the compilers it has started
+        end_session(process.pid)  # ninja and the compilers it has started
+        process.wait()
     if process.returncode:
         raise RunFailed(_failure(op, output))
 

@@ -1,6 +1,6 @@
 """What this machine's ranks reach, measured by as many processes at once as a run would start.
 
-Run as `python -m zerofit.simulate.calibrate RANK RANKS THREADS SECONDS FOLDER`; each writes its figures to FOLDER.
+Run as `python -m zerofit.doctor.measure JOB` with a `Job` as JSON; each writes its figures to the job's folder.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from zerofit.doctor.measured import Job
+
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 DISK_BYTES = 128 * 2**20
+MEET = timedelta(seconds=60)
 PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
 
 
-def measure(rank: int, ranks: int, budget_s: float, folder: Path) -> dict[str, object]:
-    """All figures of one rank, each over `budget_s`; ranks measure the same thing at the same time."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+def measure(job: Job) -> dict[str, object]:
+    """All figures of one rank; ranks measure the same thing at the same time."""
+    rank, ranks, budget_s, folder = job.rank, job.ranks, job.seconds, Path(job.folder)
+    device = torch.device("cuda", job.device) if torch.cuda.is_available() else torch.device("cpu")
+    if job.collectives_only:
+        return _collectives(device, ranks)
     found: dict[str, object] = {}
     steps: list[Callable[[], dict[str, object]]] = [
         lambda: {"matmul_flops": _matmul(device, budget_s)},
@@ -33,7 +39,7 @@ def measure(rank: int, ranks: int, budget_s: float, folder: Path) -> dict[str, o
         lambda: {"host_bandwidth": _adam(budget_s)},
         lambda: {"host_copy": _host_copy(device, budget_s)},
         lambda: _collectives(device, ranks) if ranks > 1 else {},
-        lambda: _disk(folder) if rank == 0 else {},
+        lambda: disk(folder) if rank == 0 else {},
     ]
     for phase, step in zip(PHASES, steps, strict=True):
         if ranks > 1:
@@ -132,7 +138,7 @@ def _fixed(work: Callable[[], object], count: int, device: torch.device) -> floa
     return statistics.median(taken)
 
 
-def _disk(folder: Path) -> dict[str, object]:
+def disk(folder: Path) -> dict[str, object]:
     """Bytes a second of one large file, written through to the disk and read back without the page cache."""
     path, block = folder / "disk", os.urandom(2**22)
     start = time.perf_counter()
@@ -152,21 +158,26 @@ def _disk(folder: Path) -> dict[str, object]:
     return {"disk_write": DISK_BYTES / written_s, "disk_read": DISK_BYTES / read_s}
 
 
-def main(rank: int, ranks: int, threads: int, budget_s: float, folder: Path) -> None:
+def main(job: Job) -> None:
     """Measure as one rank and leave the figures in the folder."""
-    torch.set_num_threads(threads)
-    if ranks > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    found = measure(rank, ranks, budget_s, folder)
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    (folder / f"rank-{rank}.json").write_text(json.dumps({**found, "device_name": name}))
-    if ranks > 1:
+    torch.set_num_threads(job.threads)
+    cuda, folder = torch.cuda.is_available(), Path(job.folder)
+    if job.ranks > 1:
+        if cuda:
+            torch.cuda.set_device(job.device)
+        store: dist.Store
+        if job.store:
+            store = dist.TCPStore(*job.store, job.ranks, is_master=job.rank == 0, timeout=MEET)
+        else:
+            store = dist.FileStore(str(folder / "store"), job.ranks)
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=MEET)
+    found = measure(job)
+    name = torch.cuda.get_device_name(job.device) if cuda else ""
+    (folder / f"rank-{job.rank}.json").write_text(json.dumps({**found, "device_name": name}))
+    if job.ranks > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), Path(sys.argv[5]))
+    main(Job(**json.loads(sys.argv[1])))

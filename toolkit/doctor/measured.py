@@ -1,0 +1,93 @@
+"""Ranks of this host that measure, started and watched; and their figures taken together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.cache import cache_root
+from zerofit.spec.errors import Problem, RunFailed
+
+LIMIT_S = 300
+POLL_S = 0.1
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one rank is to measure; see `measure`."""
+
+    rank: int = 0
+    ranks: int  # of all hosts
+    device: int = 0  # number of its GPU
+    threads: int
+    seconds: float  # of each measurement
+    folder: str = ""  # on this host
+    store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: in the folder
+    collectives_only: bool = False
+
+
+def measured(first: Job, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None) -> list[Figures]:
+    """What each of `local` ranks of this host has measured; `first` is the first one's job. Raises RunFailed.
+
+    The disk that is measured is the cache's.
+    """
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_root()) as name:
+        jobs = [replace(first, rank=first.rank + n, device=n, folder=name) for n in range(local)]
+        say(f"starting {local} rank(s)")
+        processes = [_started(job, {**os.environ, **(env or {})}) for job in jobs]
+        try:
+            _watch(jobs, processes, Path(name), say)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [json.loads((Path(name) / f"rank-{job.rank}.json").read_text()) for job in jobs]
+
+
+def _started(job: Job, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """One rank, which the kernel ends with this process."""
+    module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
+    command = [sys.executable, "-P", "-m", "zerofit.launch.parent", str(os.getpid()), module, argument]
+    with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+
+def _watch(
+    jobs: Sequence[Job], processes: Sequence[subprocess.Popen[bytes]], folder: Path, say: Callable[[str], None]
+) -> None:
+    """Wait for all; the first that fails ends the measurement. Raises RunFailed."""
+    end = time.monotonic() + LIMIT_S
+    while any(process.poll() is None for process in processes):
+        phase = folder / "phase"
+        if phase.exists():
+            say(f"measuring {phase.read_text()}")
+        if time.monotonic() > end or any(process.poll() for process in processes):
+            break
+        time.sleep(POLL_S)
+    bad = [job.rank for job, process in zip(jobs, processes, strict=True) if process.poll() != 0]
+    if bad:
+        last = (folder / f"rank-{bad[0]}.log").read_text(errors="replace").strip().splitlines()[-1:]
+        message = f"rank {bad[0]} could not measure: {''.join(last) or 'it hangs'}"
+        raise RunFailed(Problem(kind="measurement", message=message))
+
+
+def together(ranks: Sequence[Figures]) -> Figures:
+    """The slowest rank counts, as the others wait for it; host memory is shared by all."""
+    names = ("memory_bandwidth", "host_copy", "link")
+    found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
+    found["matmul_flops"] = {
+        precision: min(one["matmul_flops"][precision] for one in ranks) for precision in ranks[0]["matmul_flops"]
+    }
+    found["launch_s"] = max(one["launch_s"] for one in ranks)
+    found["host_bandwidth"] = sum(one["host_bandwidth"] for one in ranks)
+    return found | {k: ranks[0][k] for k in ("link_latency_s", "disk_read", "disk_write") if k in ranks[0]}
