@@ -184,8 +184,8 @@ def test_everything_that_cannot_be_written_is_named_at_once():
         "--log",
         "--setup",
         "RUN",
-        "--export",
-        "--export",
+        "--env",
+        "--env",
         "--time",
     ]
 

@@ -33,4 +33,4 @@ def check_environment(env: Mapping[str, str], problems: Problems) -> None:
     for name in env:
         if not NAME.fullmatch(name):
             message = f"{name!r} is no name of an environment variable (letters, digits and _, no digit first)"
-            problems.add("bad-value", message, "", "--export")
+            problems.add("bad-value", message, "", "--env")

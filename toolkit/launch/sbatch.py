@@ -128,7 +128,7 @@ def _check(job: SlurmJob) -> None:
         problems.add("bad-value", f"{job.log!r}: Slurm reads a backslash as its own sign", "rename the file", "--log")
     check_line("--setup", job.setup, problems)
     words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
-    check_texts([*words, *(("--export", value) for value in job.env.values())], problems)
+    check_texts([*words, *(("--env", value) for value in job.env.values())], problems)
     check_environment(job.env, problems)
     _check_time(job, problems)
     problems.raise_if_any()
