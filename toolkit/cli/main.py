@@ -9,6 +9,7 @@ import click
 from zerofit.cli.calibrate import calibrate
 from zerofit.cli.check import check, schema
 from zerofit.cli.ckpt import ckpt
+from zerofit.cli.doctor import doctor
 from zerofit.cli.eval import evaluate
 from zerofit.cli.generate import generate
 from zerofit.cli.models import models
@@ -44,5 +45,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, plan, check, schema, calibrate, models, plot, simulate, ckpt, evaluate, generate):
+for command in (train, plan, check, schema, calibrate, doctor, models, plot, simulate, ckpt, evaluate, generate):
     main.add_command(command)

@@ -1,30 +1,28 @@
-"""What one host is like, asked over its standard input: no torch is imported, so that it answers in 0.3 s.
+"""What one host is like: no torch is imported, so that it answers in 0.3 s.
 
-`python -P -m zerofit.doctor.facts` greets with a line, then answers each line of JSON with one, until its input ends.
-Answers start with `MARK`, since a remote shell may print greetings of its own. The questions:
+`python -P -m zerofit.doctor.facts` answers questions (see `serve`):
 
-    {"ask": "facts", "run_folder", "token", "run_file", "code": paths, each may be missing}     everything below
+    {"ask": "facts", "run_folder", "token", "run_file", "code": paths, "compilers": false}     `collect`
     {"ask": "listen", "port": 29500}             listen there until the end (0: any free port)
+    {"ask": "sweep", "token": ...}     end every process of that start of a run
     {"ask": "reach", "targets": [["10.0.0.1", 29500], ...]}     connect to each
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import gpus, network, places, software, system
+from zerofit.doctor import compilers, gpus, network, places, software, system
+from zerofit.doctor.serve import Say, serve
+from zerofit.launch.leftovers import end_all
 
-MARK = "zerofit-facts "
-LIFE_S = 120  # after which it ends whatever happens: nothing is left on a host
+LIFE_S = 120
 
 
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
@@ -48,6 +46,8 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "cores": system.cores(),
             "run_folder": _of(question.get("run_folder"), lambda path: _look(path, str(question["token"]), stack)),
         }
+        if question.get("compilers"):
+            found["compilers"] = compilers.compilers(found["tools"])
         return found | graphics.result()
 
 
@@ -75,30 +75,20 @@ def _reach(question: dict[str, Any]) -> dict[str, Any]:
         return {"reached": list(pool.map(lambda target: network.reach(*target), targets))}
 
 
-def answer(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """The answer to one question, with this host's clock when it was heard and answered (Unix time, s)."""
-    heard = time.time()
+def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> dict[str, Any]:
+    """The answer to one question."""
     asked = question.get("ask")
     if asked == "facts":
-        found = collect(question, stack)
-    elif asked == "listen":
-        found = _listen(question, stack)
-    elif asked == "reach":
-        found = _reach(question)
-    else:
-        found = {"error": f"unknown question {asked!r}"}
-    return {**found, "clock": [heard, time.time()]}
-
-
-def main() -> None:
-    """Greet, and answer until the asking command closes its end."""
-    signal.alarm(LIFE_S)
-    os.umask(0o077)
-    print(MARK + "{}", flush=True)
-    with ExitStack() as stack:
-        for line in sys.stdin:
-            print(MARK + json.dumps(answer(json.loads(line), stack)), flush=True)
+        return collect(question, stack)
+    if asked == "listen":
+        return _listen(question, stack)
+    if asked == "reach":
+        return _reach(question)
+    if asked == "sweep":
+        return {"ended": end_all(str(question["token"]))}
+    return {"error": f"unknown question {asked!r}"}
 
 
 if __name__ == "__main__":
-    main()
+    os.umask(0o077)
+    serve(answer, LIFE_S)

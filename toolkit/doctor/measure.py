@@ -6,7 +6,6 @@ Run as `python -m zerofit.doctor.measure JOB` with a `Job` as JSON; each writes 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -17,10 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zerofit.doctor.disk import measure_disk
 from zerofit.doctor.measured import Job
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
-DISK_BYTES = 128 * 2**20
 MEET = timedelta(seconds=60)
 PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
 
@@ -39,7 +38,7 @@ def measure(job: Job) -> dict[str, object]:
         lambda: {"host_bandwidth": _adam(budget_s)},
         lambda: {"host_copy": _host_copy(device, budget_s)},
         lambda: _collectives(device, ranks) if ranks > 1 else {},
-        lambda: disk(folder) if rank == 0 else {},
+        lambda: dict(measure_disk(folder)) if rank == 0 else {},
     ]
     for phase, step in zip(PHASES, steps, strict=True):
         if ranks > 1:
@@ -136,26 +135,6 @@ def _fixed(work: Callable[[], object], count: int, device: torch.device) -> floa
         _wait(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def disk(folder: Path) -> dict[str, object]:
-    """Bytes a second of one large file, written through to the disk and read back without the page cache."""
-    path, block = folder / "disk", os.urandom(2**22)
-    start = time.perf_counter()
-    with path.open("wb") as file:
-        for _ in range(DISK_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    written_s = time.perf_counter() - start
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        while file.read(2**22):
-            pass
-    read_s = time.perf_counter() - start
-    path.unlink()
-    return {"disk_write": DISK_BYTES / written_s, "disk_read": DISK_BYTES / read_s}
 
 
 def main(job: Job) -> None:

@@ -34,6 +34,7 @@ class Asked:
     master_port: int | None = None
     callback: tuple[str, int] | None = None  # address and port where the asking command listens already
     ssh_port: int | None = None
+    compilers: bool = False  # ask for their versions too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Preflight:
     checks: tuple[Check, ...]  # in the order of the hosts, those that are well too
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host; without those that were not reached
     master_address: str | None = None  # of the first host, that all others have reached
+    master_port: int | None = None  # the one that was asked about, else one that was free
     interfaces: dict[str, str] = field(default_factory=dict)  # by host: the one that leads to the master
 
     @property
@@ -71,6 +73,7 @@ async def _preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
             "ask": "facts",
             "run_file": str(asked.run_file.absolute()) if asked.run_file else None,
             "code": str(asked.code.absolute()) if asked.code else None,
+            "compilers": asked.compilers,
         }
         own = asyncio.create_task(asyncio.to_thread(collect, question, stack))
         if asked.run_folder is not None:
@@ -95,7 +98,11 @@ async def _preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
     order = {name: number for number, name in enumerate(names)}
     checks.sort(key=lambda check: order.get(check.host, -1))
     return Preflight(
-        checks=tuple(checks), facts=facts, master_address=found.master_address, interfaces=found.interfaces
+        checks=tuple(checks),
+        facts=facts,
+        master_address=found.master_address,
+        master_port=found.master_port,
+        interfaces=found.interfaces,
     )
 
 

@@ -7,25 +7,21 @@ about host keys and users is the user's own configuration (~/.ssh/config), as fo
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from zerofit.doctor import network
-from zerofit.doctor.facts import MARK
-from zerofit.doctor.unreachable import Unreachable, why
+from zerofit.doctor.conversation import PATIENCE_S, Conversation
+from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import NAME
 
 CONNECT_S = 5  # of one attempt of ssh's
-PATIENCE_S = 20.0  # of one answer; a cold network file system takes seconds to start Python
-END_S = 2.0
 LINE_BYTES = 2**22
+FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.inside"  # without torch, and with it
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -54,66 +50,6 @@ def command(host: str, module: str, ssh_port: int | None) -> list[str]:
     return [*argv, "--", host, shlex.join([sys.executable, "-P", "-m", module])]
 
 
-@dataclass
-class Conversation:
-    """One process on one host that answers questions."""
-
-    host: str
-    process: asyncio.subprocess.Process
-    noise: asyncio.Task[bytes]  # its standard error
-    clock_s: float = 0.0  # its clock minus ours at the last answer
-    clock_error_s: float = 0.0  # at most
-
-    async def ask(self, question: dict[str, Any], patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """The answer. Raises Unreachable."""
-        sent = time.time()
-        try:
-            assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-            await self.process.stdin.drain()
-            answer = await asyncio.wait_for(self._line(), patience_s)
-        except (TimeoutError, OSError) as error:
-            raise await self._failure(error) from None
-        got, (heard, answered) = time.time(), answer["clock"]
-        self.clock_s = ((heard - sent) + (answered - got)) / 2  # as in NTP
-        self.clock_error_s = max(0.0, (got - sent) - (answered - heard)) / 2
-        return answer
-
-    async def greeting(self) -> None:
-        """Wait until it is there. Raises Unreachable."""
-        try:
-            await asyncio.wait_for(self._line(), PATIENCE_S)
-        except (TimeoutError, OSError) as error:
-            raise await self._failure(error) from None
-
-    async def _line(self) -> dict[str, Any]:
-        """The next line that is ours: a shell there may print what it likes. Raises ConnectionResetError at the end."""
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if line.startswith(MARK.encode()):
-                return json.loads(line[len(MARK) :])
-        raise ConnectionResetError
-
-    async def _failure(self, error: Exception) -> Unreachable:
-        if isinstance(error, TimeoutError):
-            return Unreachable("timeout", f"no answer in {PATIENCE_S:.0f} s", "look whether it is overloaded or hangs")
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), END_S)
-        said = (await self.noise).decode(errors="replace") if self.process.returncode is not None else ""
-        return why(self.host, self.process.returncode, said)
-
-    async def close(self) -> None:
-        """Let it end, or end it."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            await asyncio.wait_for(self.process.wait(), END_S)
-        finally:
-            if self.process.returncode is None:
-                self.process.kill()
-            self.noise.cancel()
-
-
 async def start(host: str, module: str, ssh_port: int | None, *, local: bool = False) -> Conversation:
     """Start a module that answers questions; `local`: on this machine, without ssh. Raises Unreachable."""
     argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)
@@ -130,14 +66,14 @@ async def start(host: str, module: str, ssh_port: int | None, *, local: bool = F
 
 @asynccontextmanager
 async def conversations(
-    hosts: Sequence[str], ssh_port: int | None = None
+    hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
     """A conversation with each host that can be reached, started all at once; ended with the block.
 
     One host alone that is this machine is not asked over ssh, since nothing else will go there over ssh either.
     """
     local = len(hosts) == 1 and is_here(hosts[0])
-    started = await asyncio.gather(*(_started(host, ssh_port, local) for host in hosts))
+    started = await asyncio.gather(*(_started(host, module, ssh_port, local) for host in hosts))
     try:
         yield dict(zip(hosts, started, strict=True))
     finally:
@@ -145,11 +81,11 @@ async def conversations(
         await asyncio.gather(*(one.close() for one in open_ones), return_exceptions=True)
 
 
-async def _started(host: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
+async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
     if not NAME.fullmatch(host):
         return Unreachable("name", f"{host!r} is no host name", "give users and ports in ~/.ssh/config")
     try:
-        found = await start(host, "zerofit.doctor.facts", ssh_port, local=local)
+        found = await start(host, module, ssh_port, local=local)
     except Unreachable as error:
         return error
     try:
@@ -164,13 +100,16 @@ async def _started(host: str, ssh_port: int | None, local: bool) -> Conversation
 
 
 async def ask_all(
-    open_ones: dict[str, Conversation], question: dict[str, Any]
+    open_ones: dict[str, Conversation],
+    question: dict[str, Any] | dict[str, dict[str, Any]],
+    patience_s: float = PATIENCE_S,
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """One question to all at the same time."""
+    """One question to all at the same time, or one for each by host."""
 
     async def ask(one: Conversation) -> dict[str, Any] | Unreachable:
         try:
-            return await one.ask(question)
+            return await one.ask(question if "ask" in question else question[one.host], patience_s, say)
         except Unreachable as error:
             return error
 

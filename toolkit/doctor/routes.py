@@ -16,10 +16,11 @@ SLOW_MBIT = 10_000  # below it a step of a model that is cut over hosts waits fo
 
 @dataclass(frozen=True)
 class Routes:
-    """The address of the first host that all can reach, and each host's interface on the way there."""
+    """The address and port of the first host that all can reach, and each host's interface on the way there."""
 
     checks: list[Check] = field(default_factory=list)
     master_address: str | None = None
+    master_port: int | None = None
     interfaces: dict[str, str] = field(default_factory=dict)
 
 
@@ -57,7 +58,7 @@ async def find(
         ]
         interfaces[first] = used[0] if used else interfaces[first]
     checks += [_interface(name, interface, facts[name], len(names)) for name, interface in interfaces.items()]
-    return Routes(checks, candidates[best], interfaces)
+    return Routes(checks, candidates[best], heard["port"], interfaces)
 
 
 def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:

@@ -1,0 +1,67 @@
+"""`zerofit doctor`: is this machine, are these hosts fit for training, and what do they reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+
+FINDING = 1
+
+
+@click.command()
+@click.option("--hostfile", type=click.Path(path_type=Path), help="look at all its hosts, over ssh")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
+@click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
+@click.option("--quick", is_flag=True, help="measure nothing")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def doctor(hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: bool, as_json: bool) -> None:
+    """Check this machine, or all hosts of a hostfile: devices, versions, ops, limits, speeds (about a minute).
+
+    Exit code 1: something fails.
+    """
+    found: dict[str, Any] = {}
+
+    def work() -> dict[str, Any]:
+        found.update(_examined(hostfile, ssh_port, build_ops=build_ops, quick=quick))
+        return found
+
+    answer(work, as_json, _show)
+    if any(check["status"] == "fail" for check in found["checks"]):
+        raise SystemExit(FINDING)
+
+
+def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
+    from zerofit.cli.progress import Line
+    from zerofit.doctor.examine import Wanted, examine
+    from zerofit.launch.hostfile import read_hostfile
+
+    hosts = read_hostfile(hostfile) if hostfile else [_this()]
+    with Line() as line:
+        checks = examine(hosts, Wanted(ssh_port=ssh_port, build_ops=build_ops, measure=not quick), line.show)
+    return {"checks": [check.as_dict() for check in checks], "hosts": len(hosts)}
+
+
+def _this() -> Any:
+    """This machine with the ranks that `zerofit train` would start on it."""
+    from zerofit.doctor.gpus import gpus
+    from zerofit.launch.hostfile import Host
+    from zerofit.launch.machine import cpu_ranks, usable_cores
+
+    return Host("localhost", len(gpus()["gpus"]) or cpu_ranks(usable_cores()))
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from zerofit.cli.preflight_show import show_checks
+    from zerofit.doctor.check import Check
+
+    checks = [Check(**check) for check in result["checks"]]
+    show_checks(checks, result["hosts"], Console())
+    count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    click.echo(f"{count['ok']} well, {count['warn']} to look at, {count['fail']} that fail")
+    click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")

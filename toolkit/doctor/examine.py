@@ -1,0 +1,114 @@
+"""`zerofit doctor`: all checks of this machine, or of all hosts, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerofit.doctor import expected, standing
+from zerofit.doctor.check import FAIL, OK, Check
+from zerofit.doctor.conversation import Conversation
+from zerofit.doctor.measured import Job, together
+from zerofit.doctor.ops import examine_ops, lost
+from zerofit.doctor.preflight import Asked, Preflight, preflight
+from zerofit.doctor.remote import INSIDE, ask_all, conversations
+from zerofit.doctor.unreachable import Unreachable
+from zerofit.launch.hostfile import Host
+
+MEASURE_S = 400.0
+SECONDS = 0.4  # of each measurement
+ALONE = ("versions", "slots", "processes")  # of the checks before a start, what one machine is looked at for
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How far to go."""
+
+    ssh_port: int | None = None
+    build_ops: bool = False
+    measure: bool = True
+
+
+def examine(hosts: Sequence[Host], wanted: Wanted, say: Say) -> list[Check]:
+    """Everything; hosts that cannot be reached are among the checks."""
+    say(f"asking {len(hosts)} host(s)")
+    first = preflight(hosts, Asked(ssh_port=wanted.ssh_port, compilers=True))
+    checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
+    for name, facts in first.facts.items():
+        checks += standing.checks(name, facts, many=len(hosts) > 1)
+    reached = [host for host in hosts if host.name in first.facts]
+    return checks + asyncio.run(_inside(reached, first, wanted, say))
+
+
+async def _inside(hosts: list[Host], first: Preflight, wanted: Wanted, say: Say) -> list[Check]:
+    async with conversations([host.name for host in hosts], wanted.ssh_port, INSIDE) as opened:
+        there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
+        checks = [lost(name, "torch", one) for name, one in opened.items() if isinstance(one, Unreachable)]
+        checks += await examine_ops(there, say, build=wanted.build_ops)
+        if wanted.measure:
+            checks += await _measured([host for host in hosts if host.name in there], there, first, say)
+        return checks
+
+
+async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
+    """Each host by itself, all at once; then all together."""
+    questions = {host.name: _question(host, first.facts[host.name]) for host in hosts}
+    answers = await ask_all({h.name: there[h.name] for h in hosts}, questions, MEASURE_S, say)
+    checks: list[Check] = []
+    for host in hosts:
+        answer, facts = answers[host.name], first.facts[host.name]
+        if isinstance(answer, Unreachable):
+            checks.append(lost(host.name, "measurement", answer))
+        elif answer["error"]:
+            checks.append(Check(name="measurement", host=host.name, status=FAIL, value=answer["error"]))
+        else:
+            ranks = len(answer["ranks"])
+            checks += expected.local(host.name, facts, together(answer["ranks"]), ranks)
+            checks += expected.nvme(host.name, answer["nvme"])
+    well = not any(check.status == FAIL for check in checks)
+    if len(hosts) > 1 and first.master_address and well:
+        checks += await _across(hosts, there, first, say)
+    return checks
+
+
+def _ranks(host: Host, facts: dict[str, Any]) -> int:
+    return min(host.slots, len(facts["gpus"]) or facts["cores"]["usable"])
+
+
+def _question(host: Host, facts: dict[str, Any]) -> dict[str, Any]:
+    ranks = _ranks(host, facts)
+    job = Job(ranks=ranks, threads=max(1, facts["cores"]["usable"] // ranks), seconds=SECONDS)
+    return {"ask": "measure", "job": asdict(job), "local": ranks, "interface": None}
+
+
+async def _across(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
+    """All-reduce over all ranks of all hosts."""
+    local = [_ranks(host, first.facts[host.name]) for host in hosts]
+    questions = {}
+    for number, host in enumerate(hosts):
+        threads = max(1, first.facts[host.name]["cores"]["usable"] // local[number])
+        job = Job(
+            rank=sum(local[:number]),
+            ranks=sum(local),
+            threads=threads,
+            seconds=SECONDS,
+            store=(first.master_address or "", first.master_port or 0),
+            collectives_only=True,
+        )
+        interface = first.interfaces.get(host.name)
+        questions[host.name] = {"ask": "measure", "job": asdict(job), "local": local[number], "interface": interface}
+    answers = await ask_all({h.name: there[h.name] for h in hosts}, questions, MEASURE_S, say)
+    figures = []
+    for host in hosts:
+        answer = answers[host.name]
+        error = answer.message if isinstance(answer, Unreachable) else answer["error"]
+        if error:
+            hint = "open all TCP ports between the hosts; NCCL_DEBUG=INFO shows where it stops"
+            return [Check(name="all-reduce between hosts", host=host.name, status=FAIL, value=error, hint=hint)]
+        figures += answer["ranks"]
+    slowest = {"link": min(f["link"] for f in figures), "link_latency_s": max(f["link_latency_s"] for f in figures)}
+    name = hosts[0].name
+    return list(expected.across(name, first.facts[name], slowest, first.interfaces.get(name)))

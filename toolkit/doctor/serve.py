@@ -1,0 +1,48 @@
+"""Answering questions over standard input, one line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+MARK = "zerofit-answers "  # before each line of ours: a remote shell may print greetings of its own
+Say = Callable[[str], None]
+
+
+def serve(answer: Callable[[dict[str, Any], ExitStack, Say], dict[str, Any]], life_s: int) -> None:
+    """Greet, and answer until the asking command closes its end; after `life_s` it is over whatever happens.
+
+    What the stack holds is taken away at the end. Each answer has this host's clock when the question was heard and
+    when it was answered (Unix time, s).
+    """
+    signal.alarm(life_s)
+    _say(greeting=True)
+    with ExitStack() as stack:
+        for line in sys.stdin:
+            heard = time.time()
+            found = answer(json.loads(line), stack, lambda words: _say(progress=words))
+            _say(**found, clock=[heard, time.time()])
+
+
+def _say(**what: Any) -> None:
+    print(MARK + json.dumps(what), flush=True)
+
+
+def end_with_asker() -> None:
+    """From here on this process ends at once when the asking command is gone, in the middle of its work too."""
+    hung_up = select.poll()
+    hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # and POLLHUP, which is always told
+
+    def wait() -> None:
+        hung_up.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
