@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.launch.local import environment, free_port, launcher
+from zerofit.launch.environment import environment
+from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.spec.folder import Job, RunFolder, Start
 from zerofit.spec.load import load_run
@@ -51,9 +52,9 @@ def main() -> int:
         folder = prepared(asked.ranks, Path(place) / "run")
         argv = [*launcher(asked.ranks, free_port()), "--module", "benchmarks.checkpoint_bandwidth"]
         argv += ["--rounds", str(asked.rounds), "--rank-of", str(folder.path)]
-        subprocess.run(
-            argv, check=True, cwd=ROOT, env=environment(this_machine(), asked.ranks) | {"PYTHONPATH": str(ROOT)}
-        )
+        machine = this_machine()
+        env = environment(machine.accelerator, machine.cores, asked.ranks) | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(argv, check=True, cwd=ROOT, env=env)
         figures = json.loads((folder.path / "figures.json").read_text())
     about = {"date": datetime.date.today().isoformat(), "versions": versions(), "cpu_cores": os.cpu_count()}
     text = json.dumps({**about, "ranks": asked.ranks, "model": MODEL, **figures}, indent=1)

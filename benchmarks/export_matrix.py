@@ -32,7 +32,8 @@ from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import locate
 from zerofit.checkpoint.universal import convert
 from zerofit.data import NullProgress, eval_batches, open_data
-from zerofit.launch.local import environment, free_port, launcher
+from zerofit.launch.environment import environment
+from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -215,7 +216,8 @@ def _universal(scratch: Path) -> list[dict[str, Any]]:
         words = [f"{layout}={folder}" for layout, folder in sources.items()]
         answers = scratch / f"universal-{ranks}.json"
         command = [*launcher(ranks, free_port()), "--module", "benchmarks.universal_rank", str(answers), *words]
-        environ = environment(this_machine(), ranks) | {"PYTHONPATH": str(ROOT)}
+        machine = this_machine()
+        environ = environment(machine.accelerator, machine.cores, ranks) | {"PYTHONPATH": str(ROOT)}
         if sources:
             subprocess.run(command, env=environ, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             rows += json.loads(answers.read_text())

@@ -32,7 +32,8 @@ from turns import TIMEOUT_S, Line, Turn
 
 from zerofit.cli.prepare import prepare
 from zerofit.data import NullProgress
-from zerofit.launch.local import environment, free_port, launcher
+from zerofit.launch.environment import environment
+from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder
@@ -125,7 +126,7 @@ def started(name: str, plan: Path, ranks: int, machine: Machine) -> Iterator[Con
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*launcher(ranks, free_port()), str(HERE / "contenders.py"), name, str(plan)],
-            env=environment(machine, ranks) | {"PYTHONPATH": str(HERE)},
+            env=environment(machine.accelerator, machine.cores, ranks) | {"PYTHONPATH": str(HERE)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token caches and the like go to a folder of this session; compiled ops stay where they are."""
-    from zerofit.launch.local import ops_folder
+    from zerofit.launch.environment import ops_folder
 
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
     path = tmp_path_factory.mktemp("cache")

@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "infer": {"spec", "models", "data", "checkpoint"},
     "plan": {"spec"},
     "report": {"spec"},
-    "worker": {"spec", "config", "launch", "models", "data", "train"},
+    "watch": {"spec", "launch"},
+    "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
-        *("infer", "doctor"),
+        *("infer", "doctor", "watch"),
     },
 }
 

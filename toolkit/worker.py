@@ -1,4 +1,4 @@
-"""What each rank executes: `python -m zerofit.worker RUN_FOLDER`, started by the deepspeed launcher."""
+"""What each rank executes: `python -m zerofit.worker RUN_FOLDER`, started by the rank's guard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from zerofit.launch.hold import alive
 from zerofit.launch.parent import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import RunFolder, write_json
+from zerofit.train.pulse import Pulse, listen_for_dumps
 from zerofit.train.requests import Signals
+from zerofit.watch.orders import PULSE_NAME
 
 LINES = 3  # of a library's message: validators name the key in the second
 
@@ -27,6 +29,8 @@ def main() -> NoReturn:
     _log_to(folder.rank_log(rank))
     signals = Signals()
     signals.listen()
+    listen_for_dumps(folder.rank_stacks(rank))
+    Pulse(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda").start()
     try:
         with alive(folder):
             _train(folder, signals)

@@ -10,7 +10,8 @@ from pathlib import Path
 from zerofit.cli.prepare import prepare
 from zerofit.cli.run_folder import make_ready
 from zerofit.data import NullProgress
-from zerofit.launch.local import environment, free_port, launcher
+from zerofit.launch.environment import environment
+from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.spec.folder import Job, RunFolder
@@ -51,7 +52,7 @@ class RankPool:
         run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
         job, folder, machine = prepare(run, NullProgress())
         make_ready(folder, job.start)
-        build_ops(needed_ops(job.ds_config, machine), environment(machine, self.ranks), print)
+        build_ops(needed_ops(job.ds_config, machine), environment(machine.accelerator, machine.cores, self.ranks), print)
         words = self._submit(folder)
         assert words == ["ok"] * self.ranks, "\n".join(w for w in words if w != "ok")
         return Trained(folder, job)
@@ -85,11 +86,12 @@ class RankPool:
         self._inbox = self._inbox / f"pool-{time.time_ns()}"
         self._inbox.mkdir(parents=True)
         self._number = 0
+        machine = this_machine()
         with (self._inbox / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [*launcher(self.ranks, free_port()), "--module", "tests.ranks.server", str(self._inbox)],
                 cwd=ROOT,
-                env=environment(this_machine(), self.ranks) | {"PYTHONPATH": str(ROOT)},
+                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,
             )

@@ -12,6 +12,7 @@ from zerofit.cli.ckpt import ckpt
 from zerofit.cli.doctor import doctor
 from zerofit.cli.eval import evaluate
 from zerofit.cli.generate import generate
+from zerofit.cli.launch import launch
 from zerofit.cli.models import models
 from zerofit.cli.plan import plan
 from zerofit.cli.plot import plot
@@ -45,5 +46,5 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, plan, check, schema, calibrate, doctor, models, plot, simulate, ckpt, evaluate, generate):
+for command in (train, launch, plan, check, schema, calibrate, doctor, models, plot, simulate, ckpt, evaluate, generate):
     main.add_command(command)

@@ -34,10 +34,13 @@ DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 DEFAULT_EPOCHS = 1.0
 
 
-def prepare(asked: Asked, progress: Progress) -> tuple[Job, RunFolder, Machine]:
-    """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong."""
+def prepare(asked: Asked, progress: Progress, machine: Machine | None = None) -> tuple[Job, RunFolder, Machine]:
+    """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong.
+
+    `machine`: the devices of all hosts together; None: those of this one.
+    """
     problems = Problems()
-    machine = this_machine()
+    machine = machine or this_machine()
     folder = problems.attempt(lambda: find_folder(asked.run))
     source = problems.attempt(lambda: find_model(asked))
     document = problems.attempt(lambda: ds_document(asked.run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import click
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
 from zerofit.spec.folder import RunFolder
-
-POLL_S = 0.1
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
 DEFAULT_JOB = {
@@ -43,10 +41,15 @@ def train(target: str | None, as_json: bool, **options: Any) -> None:
     SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
     source code.
     """
-    answer(lambda: _train(target, {k: v for k, v in options.items() if v is not None}), as_json, _show)
+    answer(lambda: _train(target, {k: v for k, v in options.items() if v is not None}), as_json, show)
 
 
 def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+    return start(asked_run(target, flags))
+
+
+def asked_run(target: str | None, flags: dict[str, Any]) -> Any:
+    """The run (`zerofit.spec.load.Asked`) that a model, a run file or a run folder and flags ask for."""
     from zerofit.spec.load import load_run
 
     if target is None and not flags:
@@ -57,7 +60,7 @@ def _train(target: str | None, flags: dict[str, Any]) -> dict[str, Any]:
     file = Path(target) if target and is_run_file(target) else None
     if target and file is None:
         flags = {"model": target, **flags}
-    return start(load_run(file, flags))
+    return load_run(file, flags)
 
 
 def _free_batch(flags: dict[str, Any]) -> dict[str, None]:
@@ -101,37 +104,20 @@ def start(asked: Any) -> dict[str, Any]:
 
 def _run(job: Any, folder: RunFolder, machine: Any) -> dict[str, Any]:
     """Start the ranks of a job that is ready, and watch them to their end; their result."""
+    from zerofit.cli.start import run_once
     from zerofit.cli.view import View
-    from zerofit.launch.local import environment, started
+    from zerofit.launch.local import local_site
     from zerofit.launch.ops import build_ops, needed_ops
-    from zerofit.launch.outcome import outcome
+    from zerofit.watch.watch import Watch
 
-    ranks = job.layout.world_size
-    with View(folder, job.run.log_every) as view:
-        build_ops(needed_ops(job.ds_config, machine), environment(machine, ranks), view.phase)
-        view.phase("starting the ranks")
-        try:
-            code = _watch(started(folder, ranks, machine), view, folder)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(str(folder.path)) from None
-    return outcome(folder, code)
+    with View(folder, job.run.log_every) as view, closing(Watch("127.0.0.1")) as watch:
+        site = local_site(job.layout.world_size, machine)
+        build_ops(needed_ops(job.ds_config, machine), site.env(""), view.phase)
+        return run_once(folder, site, watch, view)
 
 
-def _watch(ranks: Any, view: Any, folder: RunFolder) -> int:
-    """Show what the ranks do until they end; the launcher's exit code."""
-    asked = False
-    with ranks as process:
-        while process.poll() is None:
-            view.update()
-            if not asked and folder.stop_request.exists():
-                asked = True
-                view.phase("asked the ranks to save and stop; asking again stops at once")
-            time.sleep(POLL_S)
-        view.update()
-        return process.returncode
-
-
-def _show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
+    """Print what a training has come to."""
     layout = " x ".join(f"{k} {v}" for k, v in result["layout"].items() if v > 1 or k == "zero_stage")
     click.echo(f"\n{result['steps']} steps on {result['world_size']} rank(s) ({layout.replace('_', ' ')})")
     click.echo(f"  training loss    {result['train_loss']:.4f}")

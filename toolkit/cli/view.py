@@ -51,10 +51,12 @@ class View:
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("[yellow]{task.fields[ranks]}"),
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("starting the ranks", total=None, figures="")
+        self._task = self._bar.add_task("starting the ranks", total=None, figures="", ranks="")
+        self._ranks = ""
         self._phase, self._since = "", time.monotonic()
 
     def __enter__(self) -> View:
@@ -64,8 +66,9 @@ class View:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self) -> None:
-        """Show what is new since the last call."""
+    def update(self, ranks: str = "") -> None:
+        """Show what is new since the last call. `ranks`: how the ranks are, where that is worth a word."""
+        self._show_ranks(ranks)
         for record in self._metrics.read():
             self._on_record(record)
         for event in self._events.read():
@@ -81,6 +84,13 @@ class View:
             self._console.print(text + " ...")
             self._since = time.monotonic()
         self._phase = text
+
+    def _show_ranks(self, text: str) -> None:
+        if self._live:
+            self._bar.update(self._task, ranks=text)
+        elif text and _topic(text) != _topic(self._ranks):
+            self._console.print(text, soft_wrap=True)
+        self._ranks = text
 
     def _on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "training":

@@ -22,6 +22,15 @@ def refuse_if_held(folder: RunFolder) -> None:
             pass
 
 
+def is_held(folder: RunFolder) -> bool:
+    """Whether a command is at work in this run folder."""
+    try:
+        refuse_if_held(folder)
+    except UserError:
+        return True
+    return False
+
+
 @contextmanager
 def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
     """The run folder is this process's own within the block. Raises UserError if it is another's."""

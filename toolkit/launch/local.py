@@ -1,26 +1,27 @@
-"""The ranks of this machine: argument vector and environment for the deepspeed launcher, and its end."""
+"""The launcher's process: its argument vector for the ranks of this machine, its start and its end."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import importlib.metadata
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerofit.spec.cache import cache_root
+from zerofit.launch.environment import environment
+from zerofit.launch.site import Site
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import RunFolder
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-GRACE_S = 10.0  # between the request to stop and the kill
+HERE = "localhost"
+GRACE_S = 10.0  # for a launcher whose ranks have ended
+GUARD = Path(__file__).parents[1] / "watch" / "guard.py"
 
 
 def launcher(ranks: int, port: int) -> list[str]:
@@ -34,24 +35,17 @@ def launcher(ranks: int, port: int) -> list[str]:
     return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
 
 
-def environment(machine: Machine, ranks: int) -> dict[str, str]:
-    """The environment of the ranks: accelerator, threads a rank, a place of its own for compiled ops."""
-    env = dict(os.environ)
-    env.setdefault("DS_ACCELERATOR", machine.accelerator)
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not stand in for the standard library's
-    if machine.accelerator == "cpu":
-        env.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // ranks)))
-        env.setdefault("LOCAL_SIZE", str(ranks))
-    return env
-
-
-def ops_folder() -> Path:
-    """Where this environment's compiled C++ ops lie; two environments that shared one would rebuild each other's."""
-    versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
-    key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
-    return cache_root() / "ops" / key
+def local_site(ranks: int, machine: Machine) -> Site:
+    """The devices of this machine."""
+    port, env = free_port(), environment(machine.accelerator, machine.cores, ranks)
+    return Site(
+        hosts=(HERE,) * ranks,
+        addresses={HERE: "127.0.0.1"},
+        master=("127.0.0.1", port),
+        accelerator=machine.accelerator,
+        argv=lambda orders: [*launcher(ranks, port), str(GUARD), orders],
+        env=lambda token: env,
+    )
 
 
 def free_port() -> int:
@@ -62,20 +56,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher's process while the block runs; afterwards nothing of it is left, however the block ends.
+def started(
+    folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher's process while the block runs; afterwards nothing of it is left here, however the block ends.
 
     The first request to stop (SIGTERM, SIGUSR1, a closed terminal) is handed on to the ranks, which save and end; a
     second one ends the block as Ctrl-C does, with KeyboardInterrupt.
     """
     log = (folder.logs / "launcher.log").open("ab")
     process = subprocess.Popen(
-        [*launcher(ranks, free_port()), "--module", "zerofit.worker", str(folder.path)],
-        env=environment(machine, ranks),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
+        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
     log.close()
 
@@ -94,13 +85,14 @@ def started(folder: RunFolder, ranks: int, machine: Machine) -> Iterator[subproc
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher's whole session: first asked, then killed."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    """Wait for the launcher, whose ranks have been told to end, and kill what is left of its session.
+
+    It is not asked to end: DeepSpeed's runner would answer with a `pkill` on all hosts, which hits other runs too.
+    """
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

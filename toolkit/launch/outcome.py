@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from typing import Any
 
 from zerofit.spec.errors import Problem, RunFailed, Stopped
 from zerofit.spec.folder import RunFolder
 
 
-def outcome(folder: RunFolder, code: int) -> dict[str, Any]:
-    """The result that rank 0 left.
+def outcome(folder: RunFolder, code: int, seen: Problem | None = None) -> dict[str, Any]:
+    """The result that rank 0 left. `seen`: what was seen to go wrong from outside.
 
-    Raises RunFailed with what a user should see of the ranks' errors, and Stopped where the ranks were asked to stop.
+    Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
     """
     words = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
+    words.sort(key=lambda w: w["time_s"])
+    # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
+    causes = [word for word in words if word["problems"][0]["kind"] != "peer-lost"]
+    if causes:
+        raise RunFailed(_said(folder, causes[0]))
+    if seen and not (words and seen.kind == "rank-ended"):
+        raise RunFailed(replace(seen, where=seen.where or str(folder.logs)))
     if words:
-        # a rank that lost its peers is a consequence; the cause is the first of the others
-        words.sort(key=lambda w: (w["problems"][0]["kind"] == "peer-lost", w["time_s"]))
-        first = words[0]
-        problem = Problem(**first["problems"][0])
-        raise RunFailed(
-            Problem(
-                kind=problem.kind,
-                message=f"rank {first['rank']}: {problem.message}",
-                hint=problem.hint or f"its log: {folder.rank_log(first['rank'])}",
-                where=problem.where,
-            )
-        )
+        raise RunFailed(_said(folder, words[0]))
     if folder.stopped.exists():
         raise Stopped(_stopped(folder, json.loads(folder.stopped.read_text())))
     if folder.result.exists():
         return json.loads(folder.result.read_text())
     raise RunFailed(_silent_end(folder, code))
+
+
+def _said(folder: RunFolder, word: dict[str, Any]) -> Problem:
+    problem = Problem(**word["problems"][0])
+    host = f" on {word['host']}" if "host" in word else ""
+    message = f"rank {word['rank']}{host}: {problem.message}"
+    return replace(problem, message=message, hint=problem.hint or f"its log: {folder.rank_log(word['rank'])}")
 
 
 def _stopped(folder: RunFolder, word: dict[str, int]) -> Problem:

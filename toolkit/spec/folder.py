@@ -30,6 +30,8 @@ class RunFolder:
     result = property(lambda self: self.path / "result.json")
     stopped = property(lambda self: self.logs / "stopped.json")  # where a run that was asked to stop has come to
     stop_request = property(lambda self: self.logs / "stop-requested")  # asks the ranks to save and stop
+    orders = property(lambda self: self.logs / "orders.json")  # for the guard of each rank
+    faults = property(lambda self: self.logs / "faults.jsonl")  # what went wrong, and how long it took to see and mend
     lock = property(lambda self: self.logs / "run.lock")  # held by the command that watches over the ranks
     ranks_lock = property(lambda self: self.logs / "ranks.lock")  # shared by the ranks that are alive
     checkpoints = property(lambda self: self.path / "checkpoints")
@@ -39,6 +41,10 @@ class RunFolder:
     def rank_log(self, rank: int) -> Path:
         """Everything that one rank and the libraries in it print."""
         return self.logs / f"rank-{rank}.log"
+
+    def rank_stacks(self, rank: int) -> Path:
+        """Stack traces of one rank's threads, taken when something had gone wrong."""
+        return self.logs / f"rank-{rank}.stacks.txt"
 
     def rank_error(self, rank: int) -> Path:
         """Why one rank stopped, as JSON; written by the rank itself."""

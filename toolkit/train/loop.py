@@ -19,6 +19,7 @@ from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import Job
 from zerofit.train.batch_stats import average_batch_statistics
 from zerofit.train.place import Place
+from zerofit.train.pulse import Now
 from zerofit.train.record import Recorder
 from zerofit.train.requests import Requests
 from zerofit.train.sinks import Events
@@ -78,6 +79,7 @@ class Loop:
         batches = self._noting(self._weighted(), seen)
         figures: dict[str, float] = {}
         for step in range(self.first, job.steps):
+            Now.step = step
             lr = self.driver.engine.get_lr()[0]
             losses = self.driver.train_step(batches)
             self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm(), self._extra())

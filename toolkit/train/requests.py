@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
-import psutil
-
 from zerofit.spec.interval import Interval
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-GONE = 143  # exit code of a rank that has nothing left to save with
 
 
 class Signals:
@@ -38,19 +34,6 @@ class Signals:
         while number := self._wake.recv(1):
             if number[0] in SIGNALS:
                 self.asked = True
-                if _alone():
-                    os._exit(GONE)
-
-
-def _alone() -> bool:
-    """Whether a rank of this node is gone: the launcher ends the others by SIGTERM, and no save can succeed."""
-    expected = int(os.environ.get("LOCAL_SIZE", "1"))
-    try:
-        siblings = psutil.Process(os.getppid()).children()
-        alive = [p for p in siblings if p.status() != psutil.STATUS_ZOMBIE]
-    except psutil.Error:
-        return True
-    return len(alive) < expected
 
 
 class Requests:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.spec.folder import Job, RunFolder
+from zerofit.train.pulse import TRAINING, Now
 
 Sink = Callable[[dict[str, Any], str], None]  # a record and what it is of: "train" (a step) or "valid"
 
@@ -32,7 +33,9 @@ class Events:
         self._write = JsonLines(path) if path else None
 
     def __call__(self, event: str, **values: Any) -> None:
-        """Note one event with the wall clock's time. Ranks other than 0 have no path and note nothing."""
+        """Note one event with the wall clock's time. Ranks other than 0 have no path and write nothing."""
+        if event in ("phase", "training", "eval"):
+            Now.phase = values.get("text", TRAINING)
         if self._write:
             self._write({"event": event, "time_s": time.time(), **values})
 

@@ -1,0 +1,210 @@
+"""Several hosts on one machine: network namespaces with addresses of their own, a bridge between them, and an sshd in
+each. Needs root, iproute2, iptables, openssh-server and pdsh. Used by tests and by benchmarks/faults.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+TOOLS = ("ip", "iptables", "sshd", "ssh", "ssh-keygen", "pdsh", "tc")
+SBIN = ":/usr/sbin:/sbin"
+
+
+def missing() -> str:
+    """Why hosts cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    lacking = [tool for tool in TOOLS if shutil.which(tool, path=os.environ["PATH"] + SBIN) is None]
+    if lacking:
+        return f"not installed: {', '.join(lacking)}"
+    probe = subprocess.run(["ip", "netns", "add", f"zf{os.getpid()}"], capture_output=True, text=True)
+    if probe.returncode:
+        return f"no network namespaces here: {probe.stderr.strip()}"
+    run("ip", "netns", "del", f"zf{os.getpid()}")
+    return ""
+
+
+def run(*argv: str) -> str:
+    """Run a command that must succeed; its output."""
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, (argv, done.stderr)
+    return done.stdout
+
+
+@dataclass
+class Node:
+    """One host."""
+
+    name: str  # its address: that is what the hostfile says
+    space: str  # its network namespace
+    wire: str  # the bridge's end of its cable
+    sshd: subprocess.Popen[bytes] | None = None
+
+    def pids(self) -> list[int]:
+        """Processes in its namespace, but for sshd itself."""
+        found = [int(pid) for pid in run("ip", "netns", "pids", self.space).split()]
+        ranks = []
+        for pid in found:
+            with suppress(psutil.Error):
+                argv = psutil.Process(pid).cmdline()
+                if argv and "python" in argv[0]:
+                    ranks.append(pid)
+        return ranks
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Python processes on this host that have this among their arguments."""
+        found = []
+        for pid in self.pids():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if any(word in part for part in process.cmdline()):
+                    found.append(process)
+        return found
+
+    def inside(self, *argv: str) -> str:
+        """Run a command on this host."""
+        return run("ip", "netns", "exec", self.space, *argv)
+
+    def listening(self) -> list[str]:
+        """TCP ports that something listens on, but for ssh."""
+        lines = self.inside("cat", "/proc/net/tcp").splitlines()[1:]
+        rows = [line.split() for line in lines]
+        ports = {str(int(row[1].rpartition(":")[2], 16)) for row in rows if row[3] == "0A"}
+        return sorted(ports - {"22"})
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        run("ip", "link", "set", self.wire, "down")
+
+    def mend(self) -> None:
+        """Plug it in again, and let everything through."""
+        run("ip", "link", "set", self.wire, "up")
+        self.inside("iptables", "-F")
+        for device in ("eth0",):
+            subprocess.run(
+                ["ip", "netns", "exec", self.space, "tc", "qdisc", "del", "dev", device, "root"], check=False
+            )
+
+    def deafen(self) -> None:
+        """Nothing comes in any more, but for what it says to itself; what it sends goes out."""
+        self.inside("iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
+
+    def lose(self, share: float) -> None:
+        """Lose this share of what comes in and of what goes out."""
+        for chain, way in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            rule = ["-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
+            self.inside("iptables", "-A", chain, way, "eth0", *rule)
+
+    def slow(self, rate: str) -> None:
+        """Send no faster than this, as tc writes it (1mbit)."""
+        self.inside(
+            "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "32kbit", "latency", "4s"
+        )
+
+
+@dataclass
+class Hosts:
+    """All of them."""
+
+    place: Path
+    nodes: list[Node] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)  # for commands on the machine that starts runs
+
+    def hostfile(self, slots: int = 1, count: int | None = None) -> Path:
+        """A hostfile with the first `count` of them."""
+        path = self.place / f"hosts-{count}-{slots}"
+        path.write_text("".join(f"{node.name} slots={slots}\n" for node in self.nodes[:count]))
+        return path
+
+    def left(self) -> dict[str, list[list[str]]]:
+        """Python processes that are still there, by host."""
+        found: dict[str, list[list[str]]] = {}
+        for node in self.nodes:
+            for pid in node.pids():
+                with suppress(psutil.Error):
+                    found.setdefault(node.name, []).append(psutil.Process(pid).cmdline())
+        return found
+
+
+def start_sshd(node: Node, place: Path) -> None:
+    """Start (or start again) the ssh server of a host."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    sshd = shutil.which("sshd", path=os.environ["PATH"] + SBIN)
+    argv = ["ip", "netns", "exec", node.space, str(sshd), "-D", "-e", "-f", str(place / "sshd_config")]
+    log = (place / f"sshd-{node.space}.log").open("ab")
+    node.sshd = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while True:
+        with suppress(OSError), socket.create_connection((node.name, 22), timeout=1):
+            return
+        assert time.monotonic() < deadline, f"sshd on {node.name} does not come up"
+        time.sleep(0.05)
+
+
+@contextmanager
+def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
+    """Make hosts, and take everything away afterwards."""
+    number = os.getpid() % 250
+    bridge, net = f"zfb{os.getpid()}", f"10.77.{number}"
+    made = Hosts(place)
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o700)
+    try:
+        run("ip", "link", "add", bridge, "type", "bridge")
+        run("ip", "addr", "add", f"{net}.254/24", "dev", bridge)
+        run("ip", "link", "set", bridge, "up")
+        for i in range(1, count + 1):
+            node = Node(f"{net}.{i}", f"zf{os.getpid()}n{i}", f"zfv{os.getpid()}n{i}")
+            made.nodes.append(node)
+            run("ip", "netns", "add", node.space)
+            run("ip", "link", "add", node.wire, "type", "veth", "peer", "name", "eth0", "netns", node.space)
+            run("ip", "link", "set", node.wire, "master", bridge, "up")
+            node.inside("ip", "addr", "add", f"{node.name}/24", "dev", "eth0")
+            node.inside("ip", "link", "set", "eth0", "up")
+            node.inside("ip", "link", "set", "lo", "up")
+        _write_ssh(made)
+        for node in made.nodes:
+            start_sshd(node, place)
+        yield made
+    finally:
+        for node in made.nodes:
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", node.space], capture_output=True, text=True
+            ).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            if node.sshd:
+                node.sshd.wait()
+            subprocess.run(["ip", "netns", "del", node.space], check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", node.wire], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+def _write_ssh(made: Hosts) -> None:
+    """Keys, the servers' configuration, and an `ssh` that reads ours instead of the user's."""
+    place = made.place
+    for name in ("host_key", "user_key"):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name))
+    (place / "authorized_keys").write_text((place / "user_key.pub").read_text())
+    lines = ["Port 22", f"HostKey {place}/host_key", f"AuthorizedKeysFile {place}/authorized_keys", "PidFile none"]
+    lines += ["UsePAM no", "StrictModes no", "PermitRootLogin yes", "PasswordAuthentication no", "MaxStartups 200"]
+    (place / "sshd_config").write_text("\n".join(lines) + "\n")
+    key = " ".join((place / "host_key.pub").read_text().split()[:2])
+    (place / "known_hosts").write_text("".join(f"{node.name} {key}\n" for node in made.nodes))
+    config = [f"IdentityFile {place}/user_key", f"UserKnownHostsFile {place}/known_hosts", "StrictHostKeyChecking yes"]
+    (place / "ssh_config").write_text("\n".join([*config, "LogLevel ERROR"]) + "\n")
+    wrapper = place / "bin" / "ssh"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F "{place}/ssh_config" "$@"\n')
+    wrapper.chmod(0o755)
+    made.env = {**os.environ, "PATH": f"{wrapper.parent}:{os.environ['PATH']}{SBIN}"}

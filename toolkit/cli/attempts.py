@@ -1,0 +1,166 @@
+"""A run on many hosts, begun again from its newest checkpoint when something dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.cluster import Wish, cluster_site, filled, look, machine_of
+from zerofit.cli.preflight_show import show_checks
+from zerofit.cli.prepare import prepare
+from zerofit.cli.run_folder import find_folder, finished_before, make_ready
+from zerofit.cli.start import run_once
+from zerofit.cli.view import View
+from zerofit.config.regroup import regroup, shown
+from zerofit.data import RichProgress
+from zerofit.doctor.preflight import Preflight
+from zerofit.launch.hold import held
+from zerofit.launch.hostfile import Host
+from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.folder import Job, RunFolder
+from zerofit.spec.load import Asked
+from zerofit.watch.watch import Watch
+
+NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed")  # what would only happen again
+BACK_S = 5.0  # between two looks for a host that does not answer
+
+
+@dataclass
+class Attempts:
+    """All starts of one run."""
+
+    asked: Asked
+    hosts: Sequence[Host]
+    wish: Wish
+    run_file: Path | None
+    max_restarts: int
+    min_nodes: int | None
+    job: Job | None = None  # of the last start
+    folder: RunFolder | None = None
+
+    def run(self) -> dict[str, Any]:
+        """The result of the start that comes to the end. Raises UserError, RunFailed and Stopped."""
+        for attempt in range(1, self.max_restarts + 2):
+            try:
+                return self._start(attempt)
+            except RunFailed as failure:
+                failed = time.time()
+                if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
+                    raise
+                _say_failed(failure.problem, attempt, self.max_restarts)
+                self._once_more(failure, failed)
+        raise AssertionError("the last start returns or raises")
+
+    def _start(self, attempt: int) -> dict[str, Any]:
+        with closing(Watch("")) as watch:
+            found = self._ready(watch.port)
+            machine = machine_of(self.hosts, found)
+            job, folder, _ = prepare(self.asked, RichProgress(), machine)
+            self.job, self.folder = job, folder
+            finished = finished_before(job, folder)
+            if finished:
+                click.echo(f"note: all {job.steps} steps of this run are done", err=True)
+                return {"run_dir": str(folder.path), **finished}
+            with held(folder, lambda text: click.echo(text, err=True)):
+                for note in make_ready(folder, job.start):
+                    click.echo(f"note: {note}", err=True)
+                site = cluster_site(self.hosts, job.layout.world_size, self.wish, machine, found, folder)
+                with View(folder, job.run.log_every) as view:
+                    return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
+
+    def _ready(self, port: int) -> Preflight | None:
+        """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
+        if not self.wish.over_ssh:
+            return None
+        folder = find_folder(self.asked.run)
+        made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+        folder.path.mkdir(parents=True, exist_ok=True)
+        found = look(self.hosts, self.wish, folder.path, self.run_file, port)
+        if found.findings:
+            show_checks(found.findings, len(self.hosts))
+        if found.failed:
+            for path in made:
+                path.rmdir()
+            raise UserError(*_problems(found))
+        # from here on the run has this folder
+        self.asked = _with(self.asked, output=folder.path)
+        return found
+
+    def _once_more(self, failure: RunFailed, failed: float) -> None:
+        """Make the next start possible: in the same folder, with the hosts that are there."""
+        assert self.job and self.folder
+        self.asked = _with(self.asked, output=self.folder.path, resume="auto")
+        there = self._hosts_back(failure)
+        missing = [host.name for host in self.hosts if host not in there]
+        if missing:
+            self._leave_out(there, missing)
+        restart = {"restarting_after_s": round(time.time() - failed, 1), "left_out": missing}
+        with self.folder.faults.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(restart) + "\n")
+
+    def _hosts_back(self, failure: RunFailed) -> list[Host]:
+        """The hosts that answer, once all do or the patience is at its end. Raises the failure where too few do."""
+        if not self.wish.over_ssh:
+            return list(self.hosts)
+        assert self.folder
+        deadline = time.monotonic() + self.wish.timeout_s
+        while True:
+            found = look(self.hosts, self.wish, self.folder.path, None, 0)
+            there = [host for host in self.hosts if host.name in found.facts]
+            if len(there) == len(self.hosts) or time.monotonic() > deadline:
+                break
+            missing = ", ".join(h.name for h in self.hosts if h not in there)
+            click.echo(f"waiting for {missing} to come back ...", err=True)
+            time.sleep(BACK_S)
+        if len(there) < (self.min_nodes or len(self.hosts)):
+            missing = ", ".join(h.name for h in self.hosts if h not in there)
+            hint = f"mend {missing}, then `zerofit launch {self.folder.path}` goes on; "
+            hint += f"--min-nodes {max(len(there), 1)} goes on without"
+            message = f"{failure.problem.message}; {missing} did not come back within {self.wish.timeout_s:.0f} s"
+            raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
+        return there
+
+    def _leave_out(self, there: list[Host], missing: list[str]) -> None:
+        """Go on with fewer hosts and the same global batch."""
+        assert self.job and self.folder
+        layout, batch = self.job.layout, self.job.batch
+        slots = sum(host.slots for host in there)
+        fewer = regroup(batch, layout.world_size // layout.dp, slots)
+        if fewer is None:
+            message = f"{slots} slots are left, too few for tensor x pipeline x sequence degree "
+            message += str(layout.world_size // layout.dp)
+            raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
+        ranks, smaller = fewer
+        click.echo(f"note: going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}", err=True)
+        self.hosts = filled(there, ranks)
+        self.asked = _with(
+            self.asked,
+            ranks=ranks,
+            micro_batch=smaller.micro,
+            gradient_accumulation_steps=smaller.accumulation,
+            global_batch=smaller.total,
+        )
+
+
+def _with(asked: Asked, **fields: Any) -> Asked:
+    return replace(asked, run=asked.run.model_copy(update=fields))
+
+
+def _problems(found: Preflight) -> list[Problem]:
+    return [
+        Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
+        for one in found.findings
+        if one.status == "fail"
+    ]
+
+
+def _say_failed(problem: Problem, attempt: int, allowed: int) -> None:
+    click.echo(f"{click.style('failed', fg='yellow', bold=True)}: {problem.message}", err=True)
+    click.echo(f"beginning again from the newest checkpoint (restart {attempt} of {allowed})", err=True)

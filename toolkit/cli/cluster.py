@@ -1,0 +1,211 @@
+"""Many hosts as a place for ranks: asked beforehand, described for the run, cleared afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from zerofit.doctor.preflight import Asked as Questions
+from zerofit.doctor.preflight import Preflight, preflight
+from zerofit.doctor.remote import Conversation, ask_all, conversations
+from zerofit.doctor.unreachable import Unreachable
+from zerofit.launch.hostfile import Host
+from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.machine import this_machine, usable_cores
+from zerofit.launch.runner import DEFAULT_PORT, allocated, runner, runner_environment
+from zerofit.launch.site import Site
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.facts import Machine
+from zerofit.spec.folder import RunFolder
+
+FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
+STEM = "127."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How the ranks of many hosts are to be started."""
+
+    runner: str = "pdsh"
+    runner_args: str = ""
+    ssh_port: int | None = None
+    node_rank: int | None = None  # of this node where each one starts its own ranks (no ssh)
+    master_addr: str | None = None
+    master_port: int | None = None
+    timeout_s: float = 60.0
+    forwarded: dict[str, str]
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether hosts can be asked and cleared over ssh."""
+        return self.node_rank is None and self.runner != "slurm"
+
+
+def look(hosts: Sequence[Host], wish: Wish, folder: Path, run_file: Path | None, port: int) -> Preflight:
+    """Ask all hosts what a start needs to know; `port`: where this command hears the ranks."""
+    callback = (own_address(hosts), port)
+    return preflight(
+        hosts,
+        Questions(
+            run_folder=folder,
+            run_file=run_file,
+            code=Path.cwd() if run_file is None else None,
+            master=wish.master_addr,
+            master_port=wish.master_port or DEFAULT_PORT,
+            callback=callback,
+            ssh_port=wish.ssh_port,
+        ),
+    )
+
+
+def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
+    """All devices together: GPUs where every host has them, else CPUs. Without answers, hosts like this one."""
+    devices = sum(host.slots for host in hosts)
+    if found is None:
+        here = this_machine()
+        return Machine(
+            accelerator=here.accelerator,
+            devices=devices,
+            cores=here.cores,
+            device_name=here.device_name,
+            fp16=here.fp16,
+            bf16=here.bf16,
+        )
+    graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
+    if graphics and all(one["gpus"] for one in found.facts.values()):
+        capability = min(float(gpu["compute_capability"]) for gpu in graphics)
+        able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
+        name = graphics[0]["name"]
+        return Machine(accelerator="cuda", devices=devices, cores=usable_cores(), device_name=name, **able)
+    here = this_machine()
+    return Machine(
+        accelerator="cpu",
+        devices=devices,
+        cores=here.cores,
+        device_name=f"CPU of {len(hosts)} hosts",
+        fp16=here.accelerator == "cpu" and here.fp16,
+        bf16=True,
+    )
+
+
+def cluster_site(
+    hosts: Sequence[Host], ranks: int, wish: Wish, machine: Machine, found: Preflight | None, folder: RunFolder
+) -> Site:
+    """Where `ranks` ranks run: the hosts in their order, each filled before the next."""
+    used = filled(hosts, ranks)
+    names = tuple(host.name for host in used for _ in range(host.slots))
+    own = own_address(used)
+    master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
+    meeting = (master, wish.master_port or DEFAULT_PORT)
+
+    def argv(orders: str) -> list[str]:
+        options = {"runner_args": wish.runner_args, "ssh_port": wish.ssh_port, "node_rank": wish.node_rank}
+        return runner(wish.runner, used, folder.logs, meeting, orders, **options)
+
+    return Site(
+        hosts=names,
+        addresses={host.name: _seen_from(host.name, found) or own for host in used},
+        master=meeting,
+        accelerator=machine.accelerator,
+        argv=argv,
+        env=lambda token: runner_environment(
+            folder.logs, {TOKEN_NAME: token, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
+        ),
+        cwd="/",
+        forwarded=wish.forwarded,
+        interfaces=found.interfaces if found else {},
+        timeout_s=wish.timeout_s,
+        sweep=(lambda token: sweep([h.name for h in used], token, wish.ssh_port)) if wish.over_ssh else None,
+    )
+
+
+def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
+    """The first hosts with that many slots in all; the last one gives as many as are needed."""
+    used, left = [], ranks
+    for host in hosts:
+        take = min(left, host.slots)
+        if take:
+            ids = None if host.devices is None else host.devices[:take]
+            used.append(Host(host.name, take, ids))
+        left -= take
+    if left:
+        message = f"{ranks} ranks for {ranks - left} slots of the hostfile"
+        raise UserError(Problem(kind="ranks", message=message, hint=f"take --ranks {ranks - left}", where="--ranks"))
+    return tuple(used)
+
+
+def sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list[str]:
+    """End every process of a start on its hosts, wherever it can be reached; a line for each host where there was
+    something to do or nothing could be done."""
+    return asyncio.run(_sweep(hosts, token, ssh_port))
+
+
+async def _sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list[str]:
+    async with conversations(hosts, ssh_port) as opened:
+        there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
+        answers = await ask_all(there, {"ask": "sweep", "token": token})
+    notes = []
+    for name, answer in {**opened, **answers}.items():
+        if isinstance(answer, Unreachable):
+            notes.append(f"{name} could not be cleared ({answer.message}); its ranks end by themselves")
+        elif answer["ended"]:
+            notes.append(f"{answer['ended']} processes of this run were still there on {name}, and are ended")
+    return notes
+
+
+def own_address(hosts: Sequence[Host]) -> str:
+    """This machine's address as the last of the hosts sees it."""
+    for host in reversed(hosts):
+        try:
+            address = socket.gethostbyname(host.name)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # sends nothing
+                own = probe.getsockname()[0]
+        except OSError:
+            continue
+        if not own.startswith(STEM) or len(hosts) == 1:
+            return own
+    return "127.0.0.1"
+
+
+def address_of(name: str, hosts: Sequence[Host]) -> str:
+    """The address of a host that others can reach. Raises UserError where its name is not known here."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        problem = Problem(kind="hostfile", message=f"{name} is not known: {error}", hint="give --master-addr")
+        raise UserError(problem) from None
+    return own_address(hosts) if address.startswith(STEM) and len(hosts) > 1 else address
+
+
+def slurm_hosts() -> tuple[Host, ...]:
+    """The hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere give --hostfile"
+        raise UserError(
+            Problem(kind="launcher", message="--launcher slurm without --hostfile, outside a Slurm job", hint=hint)
+        )
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problem = Problem(kind="launcher", message=f"scontrol does not name the nodes of the job: {error}")
+        raise UserError(problem) from None
+    return allocated(os.environ, done.stdout.split())
+
+
+def _seen_from(host: str, found: Preflight | None) -> str | None:
+    """This machine's address as the ssh connection to a host had it."""
+    return found.facts.get(host, {}).get("asked_from", {}).get("there") if found else None
+
+
+def note(text: str) -> None:
+    """A line for people, on standard error."""
+    click.echo(f"note: {text}", err=True)

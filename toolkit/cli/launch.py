@@ -1,0 +1,83 @@
+"""`zerofit launch`: a run on many hosts, begun again when something dies."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+from zerofit.cli.train import asked_run, is_run_file, show
+from zerofit.spec.run import RunSpec
+
+
+@click.command()
+@click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
+@click.option("--hostfile", type=click.Path(path_type=Path), help="lines `node1 slots=8`")
+@click.option("--include", help="only these: node1@node2:0,2 is all of node1 and devices 0 and 2 of node2")
+@click.option("--exclude", help="all but these, written as for --include")
+@click.option(
+    "--launcher",
+    "runner",
+    type=click.Choice(["pdsh", "slurm", "openmpi", "mpich"]),
+    default="pdsh",
+    show_default=True,
+    help="what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation",
+)
+@click.option("--launcher-args", "runner_args", default="", help="handed on to pdsh, srun or mpirun")
+@click.option("--no-ssh", is_flag=True, help="this command runs on every node, and starts that node's ranks only")
+@click.option("--node-rank", type=click.IntRange(min=0), help="with --no-ssh: which line of the hostfile this node is")
+@click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, in place of --hostfile: how many there are")
+@click.option("--slots", type=click.IntRange(min=1), help="with --nodes: ranks on each")
+@click.option("--master-addr", help="address where rank 0 listens [of the first host]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="its port [29500]")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of all hosts [as ~/.ssh/config says]")
+@click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="forward to all ranks; may be repeated")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="begin again so often after a failure [0]")
+@click.option("--min-nodes", type=click.IntRange(min=1), help="go on without lost nodes while so many are left")
+@click.option(
+    "--heartbeat-timeout",
+    type=click.FloatRange(min=5),
+    default=60.0,
+    show_default=True,
+    help="seconds without a sign of life after which all ranks are stopped",
+)
+@click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
+@run_options()
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def launch(target: str | None, as_json: bool, **options: Any) -> None:
+    """Train on many hosts, through the deepspeed launcher.
+
+    Before the start every host is asked whether it can take part; while the ranks run each has a heartbeat; when one
+    dies or hangs all are stopped, and with --max-restarts the run begins again from its newest checkpoint.
+    """
+    names = [p.name for p in launch.params if p.name not in ("target", "as_json")]
+    own = {k: options.pop(k) for k in names if k not in RunSpec.model_fields}
+    flags = {k: v for k, v in options.items() if v is not None}
+    answer(lambda: _launch(target, flags, own), as_json, _show_launched)
+
+
+def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    from zerofit.cli.attempts import Attempts
+    from zerofit.cli.launch_hosts import command, find_hosts, wish_of
+
+    hosts, wish = find_hosts(own), wish_of(own)
+    asked = asked_run(target, flags)
+    if own["dry_run"]:
+        return command(asked.run, hosts, wish)
+    if wish.node_rank:
+        from zerofit.cli.follow import follow
+
+        return follow(asked.run, hosts, wish)
+    run_file = Path(target) if target and is_run_file(target) else None
+    return Attempts(asked, hosts, wish, run_file, own["max_restarts"], own["min_nodes"]).run()
+
+
+def _show_launched(result: dict[str, Any]) -> None:
+    if "command" in result:
+        click.echo(shlex.join(result["command"]))
+    elif "loss" in result or "steps" in result:
+        show(result)

@@ -1,0 +1,68 @@
+"""The ranks of a job that is ready: started at a site, watched to their end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import click
+
+from zerofit.cli.view import View
+from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.local import started
+from zerofit.launch.outcome import outcome
+from zerofit.launch.site import Site
+from zerofit.spec.folder import RunFolder
+from zerofit.watch.orders import Orders, as_argument
+from zerofit.watch.supervise import supervise
+from zerofit.watch.watch import Watch
+
+
+def run_once(folder: RunFolder, site: Site, watch: Watch, view: View, attempt: int = 1) -> dict[str, Any]:
+    """The result of the ranks. Raises RunFailed with the one cause of a failure, and Stopped."""
+    orders = _orders(folder, site, watch.port, attempt)
+    orders.write(folder.orders)
+    watch.expect(orders)
+    view.phase("starting the ranks")
+    env = {**site.env(orders.token), TOKEN_NAME: orders.token}
+    ranks = started(folder, site.argv(as_argument(folder.orders)), env, site.cwd)
+    try:
+        ended = supervise(ranks, watch, folder, _Ticks(view, watch, folder))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(str(folder.path)) from None
+    finally:
+        folder.orders.unlink(missing_ok=True)
+        for note in site.sweep(orders.token) if site.sweep else ():
+            click.echo(f"note: {note}", err=True)
+    return outcome(folder, ended.code, ended.verdict.problem if ended.verdict else None)
+
+
+def _orders(folder: RunFolder, site: Site, port: int, attempt: int) -> Orders:
+    return Orders(
+        folder=str(folder.path),
+        token=secrets.token_hex(16),
+        attempt=attempt,
+        hosts=site.hosts,
+        watch={host: (address, port) for host, address in site.addresses.items()},
+        master=site.master,
+        accelerator=site.accelerator,
+        timeout_s=site.timeout_s,
+        environment=dict(site.forwarded),
+        interfaces=dict(site.interfaces),
+        cwd=os.getcwd(),
+    )
+
+
+class _Ticks:
+    """Shows what is new, ten times a second."""
+
+    def __init__(self, view: View, watch: Watch, folder: RunFolder):
+        self._view, self._watch, self._folder = view, watch, folder
+        self._asked = False
+
+    def __call__(self) -> None:
+        self._view.update(self._watch.summary())
+        if not self._asked and self._folder.stop_request.exists():
+            self._asked = True
+            self._view.phase("asked the ranks to save and stop; asking again stops at once")

@@ -1,0 +1,132 @@
+"""Many hosts through DeepSpeed's multi-node runner: its argument vector and a clean environment for it.
+
+What the runner exports it puts between double quotes at most, and paths not even that (multinode_runner.py, add_export
+and PDSHRunner.get_cmd), so a value with `$(...)` in it would run on every host. It therefore gets nothing of the
+user's: it starts in /, with an environment of plain words, and what the ranks need lies in a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zerofit.launch.hostfile import Host, write_hostfile
+from zerofit.launch.local import GUARD
+from zerofit.spec.errors import Problem, Problems, UserError
+
+RUNNERS = ("pdsh", "slurm", "openmpi", "mpich")
+DEFAULT_PORT = 29500  # torch's
+PLAIN = re.compile(r"[\w@%+=:,./-]*")  # what the runner leaves unquoted
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")  # prefixes that the runner exports, and CUDA's
+# beside those: what training with our packages reads
+FORWARDED = (
+    *EXPORTED,
+    *("GLOO_", "TORCH_", "CUDA_", "DEEPSPEED_", "DS_", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
+    *("WANDB_", "TENSORBOARD_", "ZEROFIT_CACHE"),
+)
+NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "DS_ENV_FILE")
+ENV_FILES = (Path("~/.deepspeed_env"), Path(".deepspeed_env"))  # the deepspeed launcher's own places
+
+
+def runner(
+    kind: str,
+    hosts: Sequence[Host],
+    logs: Path,
+    master: tuple[str, int],
+    orders: str,
+    *,
+    runner_args: str = "",
+    ssh_port: int | None = None,
+    node_rank: int | None = None,
+) -> list[str]:
+    """The command that starts a guard for each rank on all hosts, or on host `node_rank` alone (without ssh).
+
+    `logs`: where the hostfile for it is written. `orders`: as `watch.orders.as_argument` gives it.
+    """
+    hostfile = logs / "hostfile"
+    write_hostfile(hostfile, hosts)
+    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "deepspeed.launcher.runner"]
+    argv += ["--hostfile", str(hostfile), "--launcher", kind, "--no_local_rank", "--no_ssh_check"]
+    if any(host.devices is not None for host in hosts):
+        argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]
+    argv += [f"--launcher_args={runner_args}"] if runner_args else []
+    argv += ["--ssh_port", str(ssh_port)] if ssh_port else []
+    argv += ["--no_ssh", "--node_rank", str(node_rank)] if node_rank is not None else ["--force_multi"]
+    return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), orders]
+
+
+def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems) -> None:
+    """Note what this runner cannot do with these hosts."""
+    picked = [h.name for h in hosts if h.devices is not None]
+    if picked and kind != "pdsh":
+        message = f"--launcher {kind} places ranks by count and cannot pick devices (asked for on {', '.join(picked)})"
+        problems.add("launcher", message, "filter whole hosts, or take --launcher pdsh", "--launcher")
+    slots = {h.slots for h in hosts}
+    if len(slots) > 1 and kind in ("slurm", "mpich"):
+        message = f"--launcher {kind} needs the same number of slots on every host, got {sorted(slots)}"
+        problems.add("launcher", message, "make them equal, or take --launcher pdsh", "--launcher")
+    try:
+        shlex.split(runner_args)
+    except ValueError as error:
+        message = f"--launcher-args {runner_args!r}: {error}"
+        problems.add("launcher", message, "close the quotes", "--launcher-args")
+    for path, what in ((sys.executable, "Python"), (str(GUARD), "zerofit")):
+        if not PLAIN.fullmatch(path):
+            message = f"{what} lies in {path}, and DeepSpeed's runners hand that path to shells without quotes"
+            problems.add("launcher", message, "install it in a path of letters, digits and . _ - / alone", what)
+
+
+def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
+    """The runner's own environment: this one without whatever it would export, and a file of plain exports."""
+    file = logs / "launch.env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in plain.items()), encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(EXPORTED)}
+    env["PATH"] = os.pathsep.join(p for p in env.get("PATH", os.defpath).split(os.pathsep) if PLAIN.fullmatch(p))
+    # an absolute path stays what it is when the runner puts its two folders before it (runner.py, main)
+    return env | {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def forwarded(asked: Sequence[str]) -> dict[str, str]:
+    """Environment for the ranks: what training reads, what .deepspeed_env files say, what `asked` names.
+
+    `asked`: NAME, or NAME=VALUE. Raises UserError for a name that is not set.
+    """
+    env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
+    problems = Problems()
+    for file in ENV_FILES:
+        path = file.expanduser()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                env[name.strip()] = value
+    for one in asked:
+        name, equals, value = one.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            problems.add("environment", f"{name!r} is no name of a variable", "NAME, or NAME=VALUE", "--env")
+        elif not equals and name not in os.environ:
+            problems.add("environment", f"{name} is not set here", f"set it, or give --env {name}=VALUE", "--env")
+        else:
+            env[name] = value if equals else os.environ[name]
+    problems.raise_if_any()
+    return env
+
+
+def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
+    """The hosts of a Slurm allocation, `hosts` as `scontrol show hostnames` gives them; one rank a task or a GPU.
+
+    Raises UserError where it cannot be told how many ranks a host takes.
+    """
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        if env.get(name, "").isdigit() and int(env[name]):
+            return tuple(Host(host, int(env[name])) for host in hosts)
+    tasks = env.get("SLURM_NTASKS", "")
+    if tasks.isdigit() and hosts and int(tasks) % len(hosts) == 0:
+        return tuple(Host(host, int(tasks) // len(hosts)) for host in hosts)
+    hint = "give sbatch --ntasks-per-node (zerofit launch --slurm writes such a file)"
+    raise UserError(
+        Problem(kind="launcher", message="the allocation does not say how many ranks a node takes", hint=hint)
+    )

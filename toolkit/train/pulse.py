@@ -1,0 +1,149 @@
+"""The rank's sign of life: once a second it says where it is, for the guard beside it.
+
+What the main thread does is looked up from outside, by a thread of its own: training itself pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+EVERY_S = 1.0
+BUSY = 0.05  # of one core: a process that uses more is at work
+FLOWING = 1000  # bytes a second over the ranks' connections: more than what keeps them open
+COLLECTIVES = "distributed_c10d.py"
+PYTHON_OF_OURS = ("zerofit", "toolkit")
+TCP_INFO_BYTES = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
+TCP_INFO_AT = 120
+TRAINING = "training"
+ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
+PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
+PARTS |= {"_exec_forward_pass": "forward", "_exec_backward_pass": "backward", "_exec_load_micro_batch": "data"}
+LOADER = ("loader.py", "micro_batches")
+DUMP = signal.SIGUSR2  # what the guard sends (`zerofit.watch.stacks`)
+
+
+class Now:
+    """Where this rank is; the loop and its events write, the pulse reads."""
+
+    step = 0  # optimizer steps done
+    phase = "starting"
+
+
+class Pulse:
+    """Writes a line of JSON every second: step, phase, collective, and since when nothing has moved."""
+
+    def __init__(self, descriptor: int, on_gpu: bool):
+        """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
+        self._pipe, self._on_gpu = os.fdopen(descriptor, "w", buffering=1), on_gpu
+        self._main = threading.main_thread().ident
+        self._seen: tuple[Any, ...] = ()
+        self._moved, self._last = time.monotonic(), time.monotonic()
+        self._cpu_s, self._bytes = _cpu_s(), 0
+
+    def start(self) -> None:
+        """Beat until the process ends."""
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self._pipe.write(json.dumps(self.look()) + "\n")
+            except OSError:
+                return  # the guard is gone, and the kernel ends this process
+            time.sleep(EVERY_S)
+
+    def look(self) -> dict[str, Any]:
+        """One sign of life."""
+        frames = sys._current_frames()
+        main = frames.get(self._main)
+        stack = tuple((f.f_code, f.f_lasti) for f in _up(main))
+        now, cpu_s, flowed = time.monotonic(), _cpu_s(), _connections_bytes()
+        seconds = max(now - self._last, 1e-3)
+        busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
+        if stack != self._seen or busy or (flowed - self._bytes) / seconds > FLOWING:
+            self._moved = now
+        self._seen, self._last, self._cpu_s, self._bytes = stack, now, cpu_s, flowed
+        return {
+            "step": Now.step,
+            "phase": _part(main) if Now.phase == TRAINING else Now.phase,
+            "training": Now.phase == TRAINING,
+            "collective": next((c for c in map(_collective, frames.values()) if c), None),
+            "at": _place(main),
+            "still_s": round(now - self._moved, 1),
+        }
+
+
+def listen_for_dumps(path: Path) -> None:
+    """Have a signal write the stacks of all threads to a file, also while the main thread is inside C++."""
+    faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
+
+
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _collective(frame: FrameType | None) -> str | None:
+    """The collective that a thread waits in: the outermost function of torch.distributed on its stack."""
+    name = None
+    for one in _up(frame):
+        code = one.f_code
+        if code.co_filename.endswith(COLLECTIVES) and not code.co_name.startswith(("_", "get_", "is_", "wrapper")):
+            name = code.co_name
+    return name
+
+
+def _part(frame: FrameType | None) -> str:
+    """The part of a step that the main thread is in: the outermost call into the engine, or the loader of batches."""
+    part = "between steps"
+    for one in _up(frame):
+        file, name = one.f_code.co_filename, one.f_code.co_name
+        if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):
+            part = PARTS.get(name, name.removeprefix("_exec_").replace("_", " "))
+        elif file.endswith(LOADER[0]) and name == LOADER[1]:
+            part = "data"
+    return part
+
+
+def _place(frame: FrameType | None) -> str:
+    """File and line of ours that the main thread is in."""
+    for one in _up(frame):
+        path = Path(one.f_code.co_filename)
+        if len(path.parts) > 2 and path.parts[-3] in PYTHON_OF_OURS:
+            return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
+    return ""
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _connections_bytes() -> int:
+    """Bytes that have gone through this process's TCP connections."""
+    total = 0
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_AT + TCP_INFO_BYTES.size)
+        except OSError:
+            continue  # closed meanwhile, or no TCP
+        if len(info) >= TCP_INFO_AT + TCP_INFO_BYTES.size:
+            total += sum(TCP_INFO_BYTES.unpack_from(info, TCP_INFO_AT))
+    return total

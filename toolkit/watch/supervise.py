@@ -1,0 +1,76 @@
+"""One start of a run, from its first process to its last."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.spec.folder import RunFolder
+from zerofit.watch.verdict import Verdict
+from zerofit.watch.watch import Watch
+
+POLL_S = 0.1
+TRACED = ("hang", "rank-stopped", "host-unreachable", "vanished", "not-started", "rank-ended")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the ranks of one start ended."""
+
+    code: int  # of the launcher
+    verdict: Verdict | None  # what the watch has seen go wrong
+
+
+def supervise(
+    ranks: AbstractContextManager[subprocess.Popen[bytes]], watch: Watch, folder: RunFolder, tick: Callable[[], None]
+) -> Ended:
+    """Watch the ranks to their end; `tick` is called about ten times a second. On the first thing that goes wrong
+    stack traces are kept and all ranks that can be reached are ended."""
+    verdict = None
+    with ranks as process, _ending(watch):
+        while process.poll() is None:
+            watch.poll(POLL_S)
+            tick()
+            verdict = watch.verdict()
+            if verdict:
+                _make_an_end(verdict, watch, folder)
+                break
+        else:
+            watch.poll(0.0)
+            verdict = watch.verdict()  # what came with the launcher's own end
+        tick()
+    return Ended(code=process.returncode, verdict=verdict)
+
+
+@contextmanager
+def _ending(watch: Watch) -> Any:
+    """However the block ends, the guards are told to end their ranks."""
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> None:
+    decided = time.monotonic()
+    if verdict.problem.kind in TRACED:
+        watch.keep_stacks()
+    else:
+        watch.words()
+    watch.stop()
+    fault = {
+        "time_s": round(time.time(), 1),
+        "kind": verdict.problem.kind,
+        "ranks": verdict.ranks,
+        "host": verdict.host,
+        "message": verdict.problem.message,
+        "seen_after_s": verdict.unheard_s,
+        "stopped_after_s": round(time.monotonic() - decided, 1),
+    }
+    with folder.faults.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(fault) + "\n")

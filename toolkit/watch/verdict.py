@@ -1,0 +1,190 @@
+"""What is wrong with a run whose ranks have last been heard of like this: the one place that decides."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.spec.errors import Problem
+
+COMING_S = 180.0  # until a guard must have reported: ssh, Python and file systems on their first day
+PATIENT = 10  # times the timeout: where work may rightly take long without a sign
+STOPPED_STATES = ("stopped", "tracing-stop")
+BUSY_CPU = 0.05  # cores
+
+
+@dataclass
+class RankState:
+    """What the command knows of one rank. Times are of `time.monotonic`."""
+
+    rank: int
+    host: str
+    heard: float  # when its guard last said something; before that, when the ranks were started
+    here: bool = False  # its guard has reported
+    beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.pulse`, `guard`)
+    ended: int | None = None  # exit code of the rank; negative: the signal
+    lost: bool = False  # the connection to its guard has gone without the rank's end being reported
+    busy: bool = False  # it used a core between its last two signs of life
+
+    @property
+    def where(self) -> str:
+        """`step 12, backward, in all_reduce`."""
+        if not self.beat.get("phase"):
+            return "before its first sign of life"
+        parts = [f"step {self.beat['step'] + 1}", self.beat["phase"]]
+        if self.beat.get("collective"):
+            parts.append(f"in {self.beat['collective']}")
+        return ", ".join(parts)
+
+    @property
+    def name(self) -> str:
+        """`rank 3 on node2`."""
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The cause of a failure that nobody left a word about."""
+
+    problem: Problem
+    ranks: tuple[int, ...]
+    host: str
+    unheard_s: float  # since when nothing had been heard or had moved, when this was decided
+
+
+def judge(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """The first thing that is wrong, or None. The most certain causes come first."""
+    checks: tuple[Callable[[Sequence[RankState], float, float], Verdict | None], ...]
+    checks = (_ended, _vanished, _unheard, _silent, _all_still)
+    return next((verdict for check in checks if (verdict := check(states, now, timeout_s))), None)
+
+
+def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    failed = [s for s in states if s.ended]
+    if not failed:
+        return None
+    failed.sort(key=lambda s: (s.ended or 0) > 0)  # those that lost a killed peer end by themselves
+    first = failed[0]
+    killed = first.ended == -signal.SIGKILL
+    if killed:
+        message = f"{first.name} was killed from outside (SIGKILL) in {first.where}"
+        hint = "most often by the kernel for want of host memory: lower --micro-batch, take fewer ranks on this host, "
+        hint += "or look into the kernel's log (dmesg)"
+    elif first.ended is not None and first.ended < 0:
+        message = f"{first.name} was ended by {_signal(-first.ended)} in {first.where}"
+        hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: its log and stack traces say where"
+    else:
+        message = f"{first.name} ended with exit code {first.ended} in {first.where}"
+        hint = "its log says why"
+    return _verdict("killed" if killed else "rank-ended", message, hint, failed, now)
+
+
+def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    gone = [s for s in states if s.lost]
+    if not gone:
+        return None
+    host = gone[0].host
+    on_host = [s for s in states if s.host == host]
+    mine = [s for s in gone if s.host == host]
+    if len(mine) == len(on_host):
+        message = f"all ranks on {host} are gone at once ({_ranks(mine)}), in {mine[0].where}"
+        hint = f"their launcher was killed, or {host} went down: look into {host}'s system log"
+    else:
+        message = f"{mine[0].name} and its guard are gone, in {mine[0].where}"
+        hint = f"somebody killed both; look into {host}'s kernel log (dmesg)"
+    return _verdict("vanished", message, hint, mine, now)
+
+
+def _unheard(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """Guards that say nothing, though nobody has closed the connection."""
+    coming = max(COMING_S, timeout_s)
+    unheard = [
+        s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming)
+    ]
+    if not unheard:
+        return None
+    host = unheard[0].host
+    mine = [s for s in unheard if s.host == host]
+    seconds = now - min(s.heard for s in mine)
+    if not mine[0].here:
+        message = f"{_ranks(mine)} on {host} did not start within {seconds:.0f} s"
+        return _verdict("not-started", message, "logs/launcher.log says what the launcher did", mine, now)
+    message = f"nothing has been heard of {host} ({_ranks(mine)}) for {seconds:.0f} s; last in {mine[0].where}"
+    hint = f"{host} is down, frozen or cut off from the network"
+    return _verdict("host-unreachable", message, hint, mine, now)
+
+
+def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """Ranks that say nothing to their guard, which is well."""
+    for state in states:
+        seconds = state.beat.get("silent_s", 0.0)
+        if state.ended is not None or seconds <= timeout_s:
+            continue
+        if state.beat.get("state") in STOPPED_STATES:
+            message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
+            return _verdict("rank-stopped", message, "kill -CONT, or end the debugger", [state], now)
+        if seconds > timeout_s * PATIENT or not state.busy:
+            message = f"{state.name} has given no sign of life for {seconds:.0f} s, in {state.where}"
+            hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
+            return _verdict("hang", message, hint, [state], now)
+    return None
+
+
+def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """All ranks are alive and none has moved: those that are not in the collective of the others hold them up."""
+    alive = [s for s in states if s.ended is None]
+    if not alive or any("still_s" not in s.beat for s in alive):
+        return None
+    steady = all(s.beat["training"] and s.beat["step"] > 0 for s in alive)
+    limit = timeout_s if steady else timeout_s * PATIENT
+    seconds = min(s.beat["still_s"] for s in alive)
+    if seconds <= limit:
+        return None
+    behind = _behind(alive)
+    others = [s for s in alive if s not in behind]
+    message = f"no rank has moved for {seconds:.0f} s: {behind[0].name} is at {behind[0].where}"
+    if behind[0].beat.get("at"):
+        message += f" ({behind[0].beat['at']})"
+    if others:
+        message += f", {'the others' if len(others) > 1 else others[0].name} at {others[0].where}"
+    hint = "the stack traces show what each rank waits for; ranks that run different collectives wait forever"
+    return _verdict("hang", message, hint, behind, now)
+
+
+def _behind(alive: Sequence[RankState]) -> list[RankState]:
+    """The ranks that hold the others up: outside a collective, else in the earliest step, else in the rarest call."""
+    outside = [s for s in alive if not s.beat.get("collective")]
+    if outside and len(outside) < len(alive):
+        return outside
+    first = min(s.beat["step"] for s in alive)
+    early = [s for s in alive if s.beat["step"] == first]
+    if len(early) < len(alive):
+        return early
+    calls = [(s.beat["phase"], s.beat.get("collective"), s.beat.get("at")) for s in alive]
+    rarest = min(calls, key=calls.count)
+    return [s for s, call in zip(alive, calls, strict=True) if call == rarest]
+
+
+def _verdict(kind: str, message: str, hint: str, ranks: Sequence[RankState], now: float) -> Verdict:
+    first = ranks[0]
+    unheard = max(now - first.heard, first.beat.get("silent_s", 0.0))
+    if kind == "hang":
+        unheard = max(unheard, first.beat.get("still_s", 0.0))
+    problem = Problem(kind=kind, message=message, hint=hint)
+    return Verdict(
+        problem=problem, ranks=tuple(s.rank for s in ranks), host=first.host, unheard_s=round(max(unheard, 0.0), 1)
+    )
+
+
+def _ranks(states: Sequence[RankState]) -> str:
+    numbers = [str(s.rank) for s in states]
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(numbers)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
