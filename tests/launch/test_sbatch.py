@@ -82,7 +82,17 @@ def test_arguments_and_environment_arrive_as_they_are(start, tmp_path, text):
     )
     assert start(asked).wait(10) == 0
     record = json.loads((tmp_path / "work" / "started").read_text())
-    assert record["argv"] == ["launch", "--launcher", "slurm", f"--output={text}", "--lr", text, "--", text]
+    assert record["argv"] == [
+        "launch",
+        "--launcher",
+        "slurm",
+        f"--output={text}",
+        "--env=VALUE",
+        "--lr",
+        text,
+        "--",
+        text,
+    ]
     assert record["env"]["VALUE"] == text
     assert sorted(os.listdir(tmp_path / "work")) == ["signals", "started"]
 

@@ -88,7 +88,7 @@ def test_a_job_runs_and_nothing_of_its_texts_is_read_as_more_than_text(slurm, su
     about = slurm.wait(number, "COMPLETED", "FAILED")
     assert (about["JobState"], about["ExitCode"]) == ("COMPLETED", "0:0")
     only = said(log)[0]
-    assert only["argv"] == ["launch", "--launcher", "slurm", f"--output={text}", text, "--", text]
+    assert only["argv"] == ["launch", "--launcher", "slurm", f"--output={text}", "--env=VALUE", text, "--", text]
     assert (only["value"], only["restarts"], only["nodes"]) == (text, 0, about["NodeList"])
     shown = slurm.call("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%j")
     assert shown.rstrip("\n") == name

@@ -76,7 +76,7 @@ class SlurmJob:
     requeue: bool = True  # go on by itself after pre-emption, a lost node, or the time limit
     log: str = "slurm-%j.log"  # where the job's output goes: a pattern of Slurm's, %j is the job's number
     flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # for all ranks
     setup: str = ""  # a shell command that makes `zerofit` available, such as "source /opt/venv/bin/activate"
 
 
@@ -102,7 +102,8 @@ def sbatch_text(job: SlurmJob) -> str:
         lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
     lines += ["# Text in single quotes stands for itself.", "# shellcheck disable=SC2016,SC1003", "{"]
     lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
-    argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}", *job.flags, "--", job.run]
+    argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}"]
+    argv += [*(f"--env={name}" for name in job.env), *job.flags, "--", job.run]
     lines += ["  command=(", *(f"    {shlex.quote(word)}" for word in argv), "  )", "}", ""]
     return "\n".join(lines) + "\n" + BODY + (REQUEUE if job.requeue else "") + 'exit "$code"\n'
 
