@@ -24,11 +24,15 @@ def job(**changes) -> KubernetesJob:
     return KubernetesJob(**usual | {"device": "gpu", "claim": "c"} | changes)
 
 
+def validate(document: dict, kind: str) -> None:
+    jsonschema.Draft202012Validator(SCHEMA | {"$ref": f"#/$defs/{kind}"}).validate(document)
+
+
 def documents(asked: KubernetesJob, kind: str) -> dict[str, dict]:
     """The documents of a manifest by their kinds, each checked against its schema."""
     found = {one["kind"]: one for one in yaml.safe_load_all(manifest_text(asked, kind))}
     for name, document in found.items():
-        jsonschema.validate(document, SCHEMA | {"$ref": f"#/$defs/{name}"}, jsonschema.Draft202012Validator)
+        validate(document, name)
     return found
 
 
@@ -123,7 +127,7 @@ def test_the_schema_refuses_what_the_server_would(path, value):
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, SCHEMA | {"$ref": "#/$defs/TrainJob"}, jsonschema.Draft202012Validator)
+        validate(document, "TrainJob")
 
 
 def test_everything_that_cannot_be_written_is_named_at_once():
