@@ -90,7 +90,7 @@ def _run_file(host: str, one: dict[str, Any], own: dict[str, Any]) -> Iterator[C
 
 def _strays(host: str, one: dict[str, Any]) -> Check:
     found = one["strays"]
-    shown = [f"{s['name']} {s['pid']} ({s['run'] or 'no run folder'}, {s['user']})" for s in found[:4]]
+    shown = [f"{s['name']} {s['pid']} of {s['user']}" + (f" (run {s['run']})" if s["run"] else "") for s in found[:4]]
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return check(
         "processes",

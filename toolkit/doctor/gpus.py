@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shutil
 import subprocess
 from typing import Any
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
-USERS = ("gpu_uuid", "pid", "process_name", "used_memory")
+USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # a name may have commas: it comes last
 PATIENCE_S = 8.0  # without persistence mode the driver is loaded first, which takes seconds
 MIB = 2**20
 
@@ -32,7 +30,7 @@ def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     """Rows of one query. Raises OSError and SubprocessError."""
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
+    rows = [line.split(", ", len(fields) - 1) for line in done.stdout.splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 
+from zerofit.launch.leftovers import TOKEN_NAME
+
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
 LIBRARIES = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/lib64", "/usr/local/lib")
-RUN = "ZEROFIT_RUN"  # in the environment of every process that a zerofit run starts: its run folder
 RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
 
 
@@ -118,12 +119,12 @@ def strays() -> list[dict[str, Any]]:
 
 
 def _run_of(pid: int) -> str | None:
-    """Run folder in a process's environment; None where there is none, or it is another user's process."""
+    """The run that a process's environment names; None where there is none, or it is another user's process."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
-    key = f"{RUN}=".encode()
+    key = f"{TOKEN_NAME}=".encode()
     values = [one[len(key) :] for one in raw.split(b"\0") if one.startswith(key)]
     return os.fsdecode(values[0]) if values else None
 

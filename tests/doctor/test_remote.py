@@ -1,0 +1,179 @@
+"""Conversations over ssh: what can go wrong, what reaches a shell, and how long many take."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zerofit.doctor import remote
+from zerofit.doctor.preflight import Asked, preflight
+from zerofit.launch.hostfile import Host
+
+
+def one(found, name="reachable"):
+    (check,) = [check for check in found.checks if check.name == name]
+    return check
+
+
+# what is printed with which exit code by an ssh or by what it starts, what is found, what is to be done
+FAILURES = [
+    ("a: Permission denied (publickey,password).", 255, "Permission denied", "ssh-copy-id a"),
+    ("No ED25519 host key is known.\nHost key verification failed.", 255, "Host key verification failed", "accept it"),
+    ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", 255, "CHANGED", "ssh-keygen -R a"),
+    ("ssh: Could not resolve hostname a: Name or service not known", 255, "resolve", "/etc/hosts"),
+    ("ssh: connect to host a port 22: Connection refused", 255, "refused", "--ssh-port"),
+    ("ssh: connect to host a port 22: Connection timed out", 255, "timed out", "is it up"),
+    ("kex_exchange_identification: Connection closed by remote host", 255, "kex_exchange", "its log"),
+    ("python: No module named zerofit.doctor", 1, "No module named zerofit", "install the same zerofit"),
+    ("sh: 1: /opt/venv/bin/python: not found", 127, "not found", sys.executable),
+    ("something else", 3, "exit code 3: something else", "ssh -o BatchMode=yes a true"),
+]
+
+
+@pytest.mark.parametrize(("said", "code", "value", "hint"), FAILURES)
+def test_a_host_that_does_not_answer(stand_in, said, code, value, hint):
+    stand_in(f"echo {shlex.quote(said)} >&2; exit {code}")
+    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    check = next(check for check in found.checks if check.host == "a")
+    assert (check.name, check.status) == ("reachable", "fail") and value in check.value and hint in check.hint
+    assert found.failed and not found.facts and len(found.findings) == 2
+
+
+def test_no_ssh_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    assert {check.host for check in found.findings} == {"a", "b"} and "openssh-client" in found.checks[0].hint
+
+
+def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, monkeypatch):
+    from zerofit.doctor import conversation
+
+    monkeypatch.setattr(conversation, "PATIENCE_S", 4.0)
+    stand_in('test "$FAKE_HOST" = b && exec sleep 600')
+    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    check = one(found)
+    assert check.host == "b" and "no answer in 4 s" in check.value and set(found.facts) == {"a"}
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_a_remote_shell_prints_is_passed_over(stand_in):
+    stand_in("echo 'Welcome!'; printf 'no newline'")
+    assert not preflight([Host("a", 1), Host("b", 1)], Asked()).failed
+
+
+def test_names_that_are_none_reach_no_program(stand_in):
+    log = stand_in()
+    for name in ("-oProxyCommand=touch x", "a;touch x", "$(touch x)", "a b", "", "a\nb"):
+        found = preflight([Host(name, 1), Host("b", 1)], Asked())
+        check = one(found)
+        assert check.host == name and "no host name" in check.value
+    assert "touch" not in log.read_text()
+
+
+HOSTILE = ["$(touch {0})", "`touch {0}`", "'; touch {0}; '", '"; touch {0}; "', "a\n touch {0}\n", "-rf {0} *"]
+
+
+def test_hostile_names_reach_no_shell(stand_in, tmp_path, monkeypatch):
+    """Folders and files travel over standard input; the interpreter's path is quoted."""
+    stand_in()
+    trap = tmp_path / "trap"
+    for number, text in enumerate(HOSTILE):
+        name = text.format("trap").replace("/", "")
+        folder = tmp_path / f"{number}{name}"
+        folder.mkdir()
+        (folder / name).write_text("x")
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(sys.executable))} "$@"\n')
+        python.chmod(0o755)
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            patch.setattr(remote.sys, "executable", str(python))
+            asked = Asked(run_folder=folder, run_file=folder / name, code=folder, master_port=None)
+            found = preflight([Host("a", 1), Host("b", 1)], asked)
+        assert not found.failed, found.findings
+        assert one_of(found, "run-folder", "a").value == "shared and writable"
+        assert one_of(found, "run-file", "b").value == "the same"
+        assert not trap.exists() and sorted(p.name for p in folder.iterdir()) == sorted(["python", name])
+    assert not trap.exists()
+
+
+def one_of(found, name, host):
+    (check,) = [check for check in found.checks if check.name == name and check.host == host]
+    return check
+
+
+def test_a_single_local_host_needs_no_ssh(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = preflight([Host("localhost", 1)], Asked(run_folder=tmp_path))
+    assert not found.failed and found.master_address == "127.0.0.1" and found.interfaces == {"localhost": "lo"}
+
+
+def test_the_ssh_port_and_no_prompt(stand_in):
+    log = stand_in()
+    preflight([Host("a", 1), Host("b", 1)], Asked(ssh_port=2222))
+    assert all("-p 2222" in line and "BatchMode=yes" in line for line in log.read_text().splitlines())
+
+
+# a host that answers from a file after a second each time, as one does that is far away
+REPLAY = """
+clock() {{ now=$(date +%s.%N); printf '"clock": [%s, %s]}}\\n' "$now" "$now"; }}
+say() {{ printf 'zerofit-answers %s' "$1"; clock; }}
+printf 'zerofit-answers {{"greeting": true}}\\n'
+while read -r question; do
+  sleep 1
+  case "$question" in
+    *'"facts"'*) say "$(cat {facts})" ;;
+    *'"listen"'*) say '{{"error": null, "port": 29500, ' ;;
+    *'"reach"'*) say '{{"reached": [{{"error": null, "seconds": 0.001, "interface": "eth0"}}], ' ;;
+  esac
+done
+exit 0
+"""
+
+
+def test_64_hosts_in_ten_seconds(stand_in, true_facts, tmp_path, monkeypatch):
+    usable = {"interface": "eth0", "address": "10.0.0.1", "prefix": 24, "mtu": 1500, "speed_mbit": 100_000}
+    told = {**true_facts, "addresses": [{**usable, "loopback": False, "link_local": False}], "strays": []}
+    (tmp_path / "facts").write_text(json.dumps(told)[:-1] + ", ")
+    stand_in(REPLAY.format(facts=tmp_path / "facts"))
+    hosts = [Host(f"node{n}", 1) for n in range(64)]
+    start = time.perf_counter()
+    found = preflight(hosts, Asked(master_port=29500))
+    taken = time.perf_counter() - start
+    assert not found.findings, found.findings[:3]
+    assert len(found.facts) == 64 and len(found.interfaces) == 64 and found.master_address == "10.0.0.1"
+    assert 3 < taken < 10, taken  # three rounds of a second each
+
+
+def test_nothing_is_left_when_the_asking_command_is_killed(stand_in, tmp_path):
+    """The processes on the hosts end with the connection."""
+    import subprocess
+
+    stand_in()
+    code = (
+        "import asyncio\nfrom zerofit.doctor.remote import conversations\n"
+        "async def main():\n"
+        "    async with conversations(['a', 'b']) as there:\n"
+        "        print(*(one.process.pid for one in there.values()), flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as asking:
+        pids = [int(pid) for pid in asking.stdout.readline().split()]
+        below = [p for pid in pids for p in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+        asking.kill()
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert len(pids) == 2 and not alive
+
+
+def test_the_stand_in_is_used(stand_in):
+    stand_in()
+    assert Path(shutil.which("ssh")).parent.name == "stand-in"
