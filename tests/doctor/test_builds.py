@@ -1,0 +1,153 @@
+"""Op builds: they end with the command that asked for them; a lock is removed only where nobody builds any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zerofit.launch import stale
+from zerofit.launch.ops import build_ops
+from zerofit.spec.errors import RunFailed
+
+# stands in for DeepSpeed: a build that starts a compiler in a process group of its own, as ninja does
+ACCELERATOR = """
+import os, pathlib, subprocess, sys
+
+PLACE = pathlib.Path(os.environ["PLACE"])
+
+class Builder:
+    def __init__(self, name):
+        self.name = name
+
+    def is_compatible(self, verbose):
+        if self.name == "NoBuilder":
+            print("it lacks a header")
+        return self.name != "NoBuilder"
+
+    def load(self):
+        if self.name == "QuickBuilder":
+            return
+        compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0)
+        (PLACE / "pids").write_text(f"{os.getpid()} {compiler.pid}")
+        compiler.wait()
+
+class Accelerator:
+    def get_op_builder(self, name):
+        return lambda: Builder(name)
+
+def get_accelerator():
+    return Accelerator()
+"""
+BUILD = """
+import os, sys
+from zerofit.launch.ops import build_ops
+build_ops([sys.argv[1]], dict(os.environ), print)
+"""
+
+
+@pytest.fixture
+def env(tmp_path):
+    (tmp_path / "lib" / "deepspeed").mkdir(parents=True)
+    (tmp_path / "lib" / "deepspeed" / "__init__.py").touch()
+    (tmp_path / "lib" / "deepspeed" / "accelerator.py").write_text(ACCELERATOR)
+    (tmp_path / "ops").mkdir()
+    place = {"PLACE": str(tmp_path), "PYTHONPATH": str(tmp_path / "lib")}
+    return {**os.environ, **place, "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+
+
+def wait_for(path: Path) -> str:
+    end = time.monotonic() + 20
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < end, f"no {path.name}"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_build_ends_with_its_command_compilers_and_all(env, tmp_path, number):
+    with subprocess.Popen([sys.executable, "-c", BUILD, "SlowBuilder"], env=env, stderr=subprocess.DEVNULL) as asking:
+        pids = [int(pid) for pid in wait_for(tmp_path / "pids").split()]
+        processes = [psutil.Process(pid) for pid in pids]
+        asking.send_signal(number)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert len(pids) == 2 and not alive
+
+
+def test_what_cannot_be_built_says_why(env):
+    said: list[str] = []
+    build_ops(["QuickBuilder"], env, said.append)
+    assert any("compiling DeepSpeed's Quick op" in words for words in said)
+    with pytest.raises(RunFailed) as failed:
+        build_ops(["NoBuilder"], env, said.append)
+    assert "NoBuilder is not compatible" in failed.value.problem.message
+
+
+BATON = """
+import sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+print(1, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path):
+    """With torch's own lock, held by another process that is then killed."""
+    op = tmp_path / "ops" / "cpu_adam"
+    op.mkdir()
+    said: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", BATON, str(op / "lock")], stdout=subprocess.PIPE) as owner:
+        try:
+            owner.stdout.readline()
+            assert stale.owner(op / "lock") == f"process {owner.pid}"
+            start = time.monotonic()
+
+            def show(words: str) -> None:
+                said.append(words)
+                if time.monotonic() - start > 1.0:
+                    owner.kill()
+
+            build_ops(["QuickBuilder"], env, show)
+        finally:
+            owner.kill()
+    assert f"waiting for process {owner.pid}, which compiles DeepSpeed's cpu_adam op" in said
+    assert not (op / "lock").exists() and time.monotonic() - start > 1.0
+
+
+def test_a_lock_of_a_killed_build_is_removed_at_once(env, tmp_path):
+    for name in ("cpu_adam", "async_io"):
+        (tmp_path / "ops" / name).mkdir()
+        (tmp_path / "ops" / name / "lock").touch()
+    with subprocess.Popen(["sleep", "600"], cwd=tmp_path / "ops" / "async_io") as compiler:
+        try:
+            assert stale.owner(tmp_path / "ops" / "cpu_adam" / "lock") is None
+            assert stale.owner(tmp_path / "ops" / "async_io" / "lock") == f"process {compiler.pid}"
+        finally:
+            compiler.kill()
+    start = time.monotonic()
+    stale.clear(tmp_path / "ops", lambda words: pytest.fail(words))
+    assert time.monotonic() - start < 2 and not list((tmp_path / "ops").glob("*/lock"))
+
+
+def test_on_a_shared_file_system_a_build_may_be_another_hosts(tmp_path, monkeypatch):
+    monkeypatch.setattr(stale, "_file_system", lambda path: "nfs4")
+    op = tmp_path / "cpu_adam"
+    op.mkdir()
+    (op / "lock").touch()
+    assert stale.owner(op / "lock") == "another host that shares this folder"
+    long_ago = time.time() - 2 * stale.QUIET_S
+    for path in (op / "lock", op):
+        os.utime(path, (long_ago, long_ago))
+    assert stale.owner(op / "lock") is None
+
+
+def test_the_kind_of_a_file_system_is_known(tmp_path):
+    said = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
+    assert stale._file_system(tmp_path)[:3] in (said[:3], "ove") and stale._file_system(Path("/proc/self")) == "proc"
