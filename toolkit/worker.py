@@ -38,6 +38,7 @@ def main() -> NoReturn:
         _leave_word(folder, rank, error)
         sys.stderr.flush()
         os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
+    folder.rank_stacks(rank).unlink(missing_ok=True)  # nobody has asked for them
     atexit._run_exitfuncs()  # what writers of records have left to do
     sys.stdout.flush()
     sys.stderr.flush()

@@ -101,7 +101,8 @@ def compare(name: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     files[0].write_text(json.dumps(asked.as_dict()))
     machine = this_machine()
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    env = environment(machine.accelerator, machine.cores, 1) | alone | {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    place = {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    env = environment(machine.accelerator, machine.cores, 1) | alone | place
     build_ops(needed_ops(asked.job.ds_config, machine), env, ranks.show)
     ranks.show("training")
     argv = [sys.executable, "-m", "benchmarks.meter.cuda", *map(str, files)]

@@ -4,12 +4,13 @@ each. Needs root, iproute2, iptables, openssh-server and pdsh. Used by tests and
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +91,8 @@ class Node:
         """Plug it in again, and let everything through."""
         run("ip", "link", "set", self.wire, "up")
         self.inside("iptables", "-F")
-        for device in ("eth0",):
-            subprocess.run(
-                ["ip", "netns", "exec", self.space, "tc", "qdisc", "del", "dev", device, "root"], check=False
-            )
+        undo = ["ip", "netns", "exec", self.space, "tc", "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(undo, check=False, capture_output=True)
 
     def deafen(self) -> None:
         """Nothing comes in any more, but for what it says to itself; what it sends goes out."""
@@ -136,11 +135,25 @@ class Hosts:
         return found
 
 
-def start_sshd(node: Node, place: Path) -> None:
-    """Start (or start again) the ssh server of a host."""
+def stop_sshd(node: Node) -> None:
+    """Kill a host's ssh server with all its sessions."""
+    for pid in run("ip", "netns", "pids", node.space).split():
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+                os.kill(int(pid), signal.SIGKILL)
+    assert node.sshd
+    node.sshd.wait()
+
+
+def start_sshd(node: Node, place: Path, over: Mapping[Path, Path] | None = None) -> None:
+    """Start (or start again) the ssh server of a host; `over`: files that its sessions see in place of others."""
     Path("/run/sshd").mkdir(exist_ok=True)
     sshd = shutil.which("sshd", path=os.environ["PATH"] + SBIN)
-    argv = ["ip", "netns", "exec", node.space, str(sshd), "-D", "-e", "-f", str(place / "sshd_config")]
+    server = [str(sshd), "-D", "-e", "-f", str(place / "sshd_config")]
+    if over:  # `ip netns exec` gives it a mount namespace of its own
+        mounts = [f"mount --bind {shlex.quote(str(fake))} {shlex.quote(str(real))}" for real, fake in over.items()]
+        server = ["sh", "-c", " && ".join([*mounts, f"exec {shlex.join(server)}"])]
+    argv = ["ip", "netns", "exec", node.space, *server]
     log = (place / f"sshd-{node.space}.log").open("ab")
     node.sshd = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + 20

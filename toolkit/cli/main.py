@@ -46,5 +46,6 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-for command in (train, launch, plan, check, schema, calibrate, doctor, models, plot, simulate, ckpt, evaluate, generate):
+COMMANDS = (train, launch, plan, simulate, check, schema, ckpt, evaluate, generate, doctor, calibrate, models, plot)
+for command in COMMANDS:
     main.add_command(command)

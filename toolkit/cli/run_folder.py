@@ -59,7 +59,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     The records of steps that will be made again go to logs/, and checkpoints of such steps get another name. Only
     what was never whole is deleted. Call it while no rank is at work in the folder.
     """
-    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request]:
+    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.orders]:
         path.unlink(missing_ok=True)
     step = start.step if start else 0
     store = Store(folder.checkpoints)

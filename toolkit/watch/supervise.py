@@ -7,7 +7,8 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from zerofit.spec.folder import RunFolder
@@ -38,7 +39,7 @@ def supervise(
             tick()
             verdict = watch.verdict()
             if verdict:
-                _make_an_end(verdict, watch, folder)
+                verdict = _make_an_end(verdict, watch, folder)
                 break
         else:
             watch.poll(0.0)
@@ -56,7 +57,8 @@ def _ending(watch: Watch) -> Any:
         watch.stop()
 
 
-def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> None:
+def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> Verdict:
+    """Keep stack traces where they tell something, end all ranks, note the fault; the verdict with their place."""
     decided = time.monotonic()
     if verdict.problem.kind in TRACED:
         watch.keep_stacks()
@@ -72,5 +74,20 @@ def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> None:
         "seen_after_s": verdict.unheard_s,
         "stopped_after_s": round(time.monotonic() - decided, 1),
     }
+    kept = _kept_stacks(folder)
     with folder.faults.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(fault) + "\n")
+        file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
+    return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
+
+
+def _kept_stacks(folder: RunFolder) -> Path | None:
+    """Put the stack traces where the next start does not write over them; their folder, None where there are none."""
+    found = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
+    if not found:
+        return None
+    number = 1 + len(list(folder.logs.glob("fault-*")))
+    kept = folder.logs / f"fault-{number}"
+    kept.mkdir()
+    for path in found:
+        path.rename(kept / path.name)
+    return kept
