@@ -98,7 +98,13 @@ time.sleep(600)
 """
 
 
-def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path):
+@pytest.fixture
+def old_torch(monkeypatch):
+    """A torch for which a lock file that exists is held."""
+    monkeypatch.setattr(stale, "by_existence", lambda: True)
+
+
+def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path, old_torch):
     """With torch's own lock, held by another process that is then killed."""
     op = tmp_path / "ops" / "cpu_adam"
     op.mkdir()
@@ -121,9 +127,9 @@ def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path):
     assert not (op / "lock").exists() and time.monotonic() - start > 1.0
 
 
-def test_a_lock_of_a_killed_build_is_removed_at_once(env, tmp_path):
+def test_a_lock_of_a_killed_build_is_removed_at_once(tmp_path, old_torch):
     for name in ("cpu_adam", "async_io"):
-        (tmp_path / "ops" / name).mkdir()
+        (tmp_path / "ops" / name).mkdir(parents=True)
         (tmp_path / "ops" / name / "lock").touch()
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path / "ops" / "async_io") as compiler:
         try:
@@ -134,6 +140,21 @@ def test_a_lock_of_a_killed_build_is_removed_at_once(env, tmp_path):
     start = time.monotonic()
     stale.clear(tmp_path / "ops", lambda words: pytest.fail(words))
     assert time.monotonic() - start < 2 and not list((tmp_path / "ops").glob("*/lock"))
+
+
+def test_a_lock_in_the_kernel_needs_no_clearing(tmp_path):
+    """torch 2.14: what killed builds leave is no lock, and removing what another host holds would end it."""
+    import inspect
+
+    from torch.utils import cpp_extension
+
+    assert stale.by_existence() == ("FileBaton" in inspect.getsource(cpp_extension))
+    if not stale.by_existence():
+        assert "FileLock(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension)
+        (tmp_path / "cpu_adam").mkdir()
+        (tmp_path / "cpu_adam" / "lock").touch()
+        stale.clear(tmp_path, lambda words: pytest.fail(words))
+        assert (tmp_path / "cpu_adam" / "lock").exists()
 
 
 def test_on_a_shared_file_system_a_build_may_be_another_hosts(tmp_path, monkeypatch):

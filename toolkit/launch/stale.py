@@ -1,12 +1,14 @@
 """Lock files of op builds: held by a process that lives, or left by one that was killed.
 
-torch creates `FOLDER/OP/lock` for a build, keeps it open, and removes it at the end (torch.utils.file_baton); who finds
-one waits for it without a word, for ever if its owner was killed. The file does not name its owner, but the kernel
-knows who has it open.
+torch 2.14 locks `FOLDER/OP/lock` in the kernel, which forgets the lock with its holder: there is nothing to clear.
+Older ones create the file for a build, keep it open, and remove it at the end (torch.utils.file_baton); who finds one
+waits for it without a word, for ever if its owner was killed. It does not name its owner, but the kernel knows who has
+it open.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -19,8 +21,17 @@ QUIET_S = 600.0  # without a change, after which a build on another host that sh
 POLL_S = 0.5
 
 
+def by_existence() -> bool:
+    """Whether the installed torch takes a lock file that exists for a lock that is held."""
+    spec = importlib.util.find_spec("torch")
+    assert spec and spec.origin
+    return "FileBaton" in (Path(spec.origin).parent / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
+
+
 def clear(folder: Path, show: Callable[[str], None]) -> None:
     """Remove each lock whose owner is dead, and wait for those whose owner lives."""
+    if not by_existence():
+        return
     for lock in sorted(folder.glob("*/lock")):
         while lock.exists():
             user = owner(lock)
