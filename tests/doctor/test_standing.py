@@ -21,6 +21,7 @@ def well(facts):
     found = put(facts, "tools", tools) | {"compilers": {"g++": "13.2", "nvcc": "13.0", "newest_g++": 15}}
     found["libaio"] = {"header": True, "library": True}
     found["limits"] = {"nofile": 65536, "nproc": None, "memlock": None}
+    found["infiniband"] = ["mlx5_0"]
     found["shared_memory"] = {"total_bytes": 2**34, "free_bytes": 2**34}
     found["versions"] |= {"torch": "2.14.1+cu130", "torchvision": "0.29.1", "deepspeed": "0.19.8", "nccl": "2.30.7"}
     return found
@@ -78,6 +79,7 @@ def test_without_gpus_nothing_of_cuda_is_asked_for(well):
     told = put(put(well, "gpus", []), "driver", None)
     told = put(put(put(told, "tools/nvcc", None), "versions/nccl", "2.29.2"), "limits/memlock", 65536)
     assert bad(told) == [] and bad(put(told, "tools/pdsh", None), many=False) == []
+    assert bad(put(put(well, "limits/memlock", 65536), "infiniband", [])) == []
     assert bad(put(told, "gpu_error", "no driver")) == [("gpus", FAIL)]
 
 

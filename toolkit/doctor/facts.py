@@ -36,6 +36,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "code": {"zerofit": software.own_code(), "model": _of(question.get("code"), software.code_hash)},
             "run_file": _of(question.get("run_file"), software.file_hash),
             "addresses": network.addresses(),
+            "infiniband": network.infiniband(),
             "asked_from": network.asked_from(),
             "memory": system.memory(),
             "shared_memory": system.shared_memory(),

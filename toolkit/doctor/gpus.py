@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
@@ -17,8 +18,9 @@ def gpus() -> dict[str, Any]:
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": None, "gpu_error": None}
     try:
-        rows = _asked("gpu", FIELDS)
-        users = _asked("compute-apps", USERS) if rows else []
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(_asked, "gpu", FIELDS), pool.submit(_asked, "compute-apps", USERS)]
+        rows, users = (one.result() for one in asked)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", None) or str(error)
         return {"gpus": [], "driver": None, "gpu_error": " ".join(str(said).split())[:300]}

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,6 +36,11 @@ def addresses() -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def infiniband() -> list[str]:
+    """Names of the InfiniBand and RoCE adapters."""
+    return sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
 def _prefix(netmask: str | None) -> int | None:

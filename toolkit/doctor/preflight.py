@@ -79,7 +79,7 @@ async def _preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
         if asked.run_folder is not None:
             token = left_token(asked.run_folder)
             stack.callback(token.unlink, missing_ok=True)
-            question |= {"run_folder": str(asked.run_folder.absolute()), "token": token.name}
+            question = question | {"run_folder": str(asked.run_folder.absolute()), "token": token.name}
         async with conversations(names, asked.ssh_port) as opened:
             there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
             answers = await ask_all(there, question)

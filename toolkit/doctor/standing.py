@@ -89,8 +89,8 @@ def _remote(host: str, facts: Facts, *, many: bool) -> Iterator[Check]:
 
 
 def _limits(host: str, facts: Facts) -> Iterator[Check]:
-    gpus = bool(facts["gpus"])
-    least = {"nofile": NOFILE, "nproc": NPROC} | ({"memlock": MEMLOCK} if gpus else {})
+    locks = facts["gpus"] and facts["infiniband"]
+    least = {"nofile": NOFILE, "nproc": NPROC} | ({"memlock": MEMLOCK} if locks else {})
     for name, value in least.items():
         has = facts["limits"][name]
         low = has is not None and has < value
