@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ import torch
 from zerofit.doctor import gpus
 from zerofit.doctor.facts import collect
 from zerofit.doctor.serve import MARK
+from zerofit.doctor.software import code_hash, model_code
 
 
 def ask(*questions: dict[str, object], env: dict[str, str] | None = None) -> list[dict]:
@@ -99,6 +101,24 @@ def test_hashes_follow_the_bytes(tmp_path):
     assert before["code"]["zerofit"] == after["code"]["zerofit"]
     (missing,) = ask({**asked, "code": str(tmp_path / "no"), "run_file": str(tmp_path / "no")})
     assert missing["code"]["model"] is None and missing["run_file"] is None
+
+
+def test_the_code_of_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "single.py").touch()
+    assert model_code("own.nets:make") == Path("own") and model_code("single:Net") == Path("single.py")
+    assert [model_code(name) for name in ("gpt2", "/models/x:y", "no_such_thing:make", "a b:c")] == [None] * 4
+    (tmp_path / "own" / "net.py").write_text("x = 1")
+    before = code_hash(tmp_path)
+    for aside in (".git", "__pycache__", "venv"):
+        (tmp_path / aside).mkdir()
+        (tmp_path / aside / "a.py").touch()
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    (tmp_path / "run.json").touch()
+    assert code_hash(tmp_path) == before
+    (tmp_path / "own" / "more.py").touch()
+    assert code_hash(tmp_path) != before
 
 
 def test_a_run_folder_is_the_same_one_or_not(tmp_path):

@@ -49,7 +49,7 @@ FAULTS = [
     ("gpus/0/used_bytes", 2 * GIB, "gpu-memory", WARN, "GPU 0: 2.00 GiB in use", "end what is on it"),
     ("gpus/0/processes", [USER], "gpu-memory", WARN, "by /usr/bin/python (process 815)", "end what is on it"),
     ("gpus/0/name", "NVIDIA A100-SXM4-80GB", "gpu-kind", WARN, "A100", "slowest sets the pace"),
-    ("strays", [STRAY], "processes", WARN, "python 4711 of ann (run that-run)", "kill 4711"),
+    ("strays", [STRAY], "processes", WARN, "1 of ann (run that-run)", "kill 4711"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from zerofit.launch.hostfile import Host
 SAME = ("zerofit", "torch", "torch_git", "deepspeed", "cuda", "hip", "nccl")  # ranks that differ fail or hang
 ALIKE = ("python", "transformers", "torchvision", "numpy")
 HASH = 12  # digits shown
+PIDS = 8
 Facts = dict[str, dict[str, Any]]
 
 
@@ -89,15 +91,10 @@ def _run_file(host: str, one: dict[str, Any], own: dict[str, Any]) -> Iterator[C
 
 
 def _strays(host: str, one: dict[str, Any]) -> Check:
-    found = one["strays"]
-    shown = [f"{s['name']} {s['pid']} of {s['user']}" + (f" (run {s['run']})" if s["run"] else "") for s in found[:4]]
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return check(
-        "processes",
-        host,
-        ", ".join(shown) + more,
-        "no other run",
-        WARN,
-        expected="no rank of another run",
-        hint="wait for that run, or end it there: kill " + " ".join(str(s["pid"]) for s in found[:8]),
-    )
+    """Processes of other runs, as many as each run has."""
+    count = Counter((stray["user"], stray["run"]) for stray in one["strays"])
+    shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
+    pids = " ".join(str(stray["pid"]) for stray in one["strays"][:PIDS])
+    hint = f"wait for that run, or end it there: kill {pids}" + (" ..." if len(one["strays"]) > PIDS else "")
+    expected = "no rank of another run"
+    return check("processes", host, ", ".join(shown), "no other run", WARN, expected=expected, hint=hint)

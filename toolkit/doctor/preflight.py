@@ -27,7 +27,7 @@ class Asked:
 
     run_folder: Path | None = None  # exists on the asking side; has to be the same folder everywhere
     run_file: Path | None = None
-    code: Path | None = None  # file or package folder of the user's own model
+    code: Path | None = None  # file or package folder of the user's own model: see `software.model_code`
     checkpoint_bytes: int | None = None  # that one checkpoint will take
     accelerator: str | None = None  # "cuda" or "cpu"; None: what the hosts have
     master: str | None = None  # host name or address that ranks meet at; None: the best one of the first host's

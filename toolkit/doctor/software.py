@@ -6,7 +6,9 @@ import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -58,16 +60,26 @@ def own_code() -> str:
     return _hashed(
         (f"{name}/{p.relative_to(top)}", p)
         for name, top in folders
-        for p in _files(top)
+        for p in _files(top, CODE)
         if name != OURS[0] or not apart.intersection(p.parents)
     )
+
+
+def model_code(model: str) -> Path | None:
+    """File or top folder of the code of a `package.module:callable`, without importing it; None for other models."""
+    module, colon, _ = model.partition(":")
+    if not colon or not all(part.isidentifier() for part in module.split(".")):
+        return None
+    top = module.split(".")[0]
+    places = [Path(place or ".") / name for place in ("", *sys.path) for name in (top, f"{top}.py")]
+    return next((place for place in places if place.exists()), None)
 
 
 def code_hash(path: Path) -> str | None:
     """Hash of a module's file, or of the Python files of a package's folder; None where it does not exist."""
     if path.is_file():
         return _hashed([(path.name, path)])
-    return _hashed((str(p.relative_to(path)), p) for p in _files(path)) if path.is_dir() else None
+    return _hashed((str(p.relative_to(path)), p) for p in _files(path, {".py"})) if path.is_dir() else None
 
 
 def file_hash(path: Path) -> str | None:
@@ -78,16 +90,19 @@ def file_hash(path: Path) -> str | None:
         return None
 
 
-def _files(top: Path) -> list[Path]:
-    """Source files in a fixed order, without hidden folders and caches."""
-    found = []
-    for path in top.rglob("*"):
-        inner = path.relative_to(top).parts
-        if path.suffix in CODE and not any(part.startswith(".") or part == "__pycache__" for part in inner):
-            found.append(path)
-        if len(found) == AT_MOST:
+def _files(top: Path, kinds: set[str]) -> list[Path]:
+    """Files of these kinds in a fixed order, without hidden folders, caches and virtual environments."""
+    found: list[Path] = []
+    for folder, inner, names in os.walk(top):
+        inner[:] = sorted(n for n in inner if n[0] != "." and n != "__pycache__" and not _is_venv(folder, n))
+        found += [Path(folder, name) for name in sorted(names) if Path(name).suffix in kinds]
+        if len(found) >= AT_MOST:
             break
-    return sorted(found)
+    return found[:AT_MOST]
+
+
+def _is_venv(folder: str, name: str) -> bool:
+    return Path(folder, name, "pyvenv.cfg").exists()
 
 
 def _hashed(files: Iterable[tuple[str, Path]]) -> str:
