@@ -134,18 +134,12 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm, submit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(("--batch", "--signal=USR1"), id="as before the limit"),
-        pytest.param(("--signal=TERM",), id="as Slurm pre-empts by default: the ranks alone"),
-    ],
-)
-def test_training_goes_on_where_it_was_asked_to_stop(slurm, tmp_path, asked):
-    run = {"model": "lenet", "data": "digits", "steps": 300, "micro_batch": 16, "save_every": 0}
+@pytest.mark.parametrize("way", ["the job's shell is told", "the ranks are told"])
+def test_training_goes_on_where_it_was_pre_empted(slurm, submit, tmp_path, way):
+    run = {"model": "lenet", "data": "digits", "steps": 800, "micro_batch": 16, "save_every": 0}
     (tmp_path / "run.yaml").write_text(json.dumps(run))
     usual = {"name": "real", "run": "run.yaml", "output": "out", "nodes": 1, "slots": 2, "device": "cpu"}
-    job = SlurmJob(**usual, time="60", log="log-%j", setup=f"PATH={Path(sys.executable).parent}:$PATH")
+    job = SlurmJob(**usual, time="60", partition="low", log="log-%j", setup=f"PATH={Path(sys.executable).parent}:$PATH")
     (tmp_path / "job.sbatch").write_text(sbatch_text(job))
     number = slurm.submit(tmp_path / "job.sbatch")
     metrics = tmp_path / "out" / "metrics.jsonl"
@@ -153,11 +147,14 @@ def test_training_goes_on_where_it_was_asked_to_stop(slurm, tmp_path, asked):
     while not metrics.exists() or not metrics.read_text():
         assert time.monotonic() < deadline, (tmp_path / f"log-{number}").read_text()
         time.sleep(0.05)
-    slurm.call("scancel", *asked, number)
+    if way == "the job's shell is told":
+        submit(partition="high", slots=CPUS - 1)
+    else:  # what Slurm does at pre-emption without preempt_send_user_signal
+        slurm.call("scancel", "--signal=TERM", number)
     about = slurm.wait(number, "COMPLETED", "FAILED", patience_s=240)
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1"), (tmp_path / f"log-{number}").read_text()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 301))
+    assert steps == list(range(1, 801))
     assert json.loads((tmp_path / "out" / "result.json").read_text())["resumed_from"]
 
 
