@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zerofit.doctor.measured import Job, measured
+from zerofit.doctor.remote import INSIDE, ask_all, conversations
 from zerofit.launch import stale
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
@@ -172,3 +175,38 @@ def test_on_a_shared_file_system_a_build_may_be_another_hosts(tmp_path, monkeypa
 def test_the_kind_of_a_file_system_is_known(tmp_path):
     said = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
     assert stale._file_system(tmp_path)[:3] in (said[:3], "ove") and stale._file_system(Path("/proc/self")) == "proc"
+
+
+def test_hosts_are_asked_to_build(env, monkeypatch):
+    """The question that `--build-ops` puts to each host, and what it says on the way."""
+    for name in ("PLACE", "PYTHONPATH", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.setenv(name, env[name])
+    said: list[str] = []
+
+    async def ask():
+        async with conversations(["localhost"], module=INSIDE) as there:
+            question = {"ask": "build", "ops": ["QuickBuilder", "NoBuilder"]}
+            return (await ask_all(there, question, 60, said.append))["localhost"]
+
+    failed = asyncio.run(ask())["failed"]
+    assert failed.keys() == {"NoBuilder"} and failed["NoBuilder"]["kind"] == "op-build"
+    assert any("compiling DeepSpeed's Quick op" in words for words in said)
+
+
+def test_a_build_on_a_host_ends_with_the_connection(env, tmp_path):
+    question = '{"ask": "build", "ops": ["SlowBuilder"]}\n'
+    argv = [sys.executable, "-P", "-m", "zerofit.doctor.inside"]
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as there:
+        there.stdin.write(question)
+        there.stdin.flush()
+        pids = [int(pid) for pid in wait_for(tmp_path / "pids").split()]
+        processes = [psutil.Process(pid) for pid in pids]
+        there.stdin.close()
+        _, alive = psutil.wait_procs(processes, timeout=10)
+    assert len(pids) == 2 and not alive
+
+
+def test_a_rank_that_cannot_measure_is_named():
+    job = Job(ranks=1, threads=0, seconds=0.01)
+    with pytest.raises(RunFailed, match=r"rank 0 could not measure: .*set_num_threads expects a positive integer"):
+        measured(job, 1, lambda words: None)
