@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,4 +96,5 @@ def answer(question: dict[str, Any], _: ExitStack, say: Say) -> dict[str, Any]:
 
 if __name__ == "__main__":
     end_with_asker()
-    serve(answer, LIFE_S)
+    with suppress(KeyboardInterrupt):
+        serve(answer, LIFE_S)

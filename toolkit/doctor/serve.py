@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import select
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 MARK = "zerofit-answers "  # before each line of ours: a remote shell may print greetings of its own
+GRACE_S = 5.0  # to take away what it has made
 Say = Callable[[str], None]
 
 
@@ -37,12 +39,15 @@ def _say(**what: Any) -> None:
 
 
 def end_with_asker() -> None:
-    """From here on this process ends at once when the asking command is gone, in the middle of its work too."""
+    """From here on this process ends when the asking command is gone, in the middle of its work too, as with Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # and POLLHUP, which is always told
 
     def wait() -> None:
         hung_up.poll()
+        _thread.interrupt_main()
+        time.sleep(GRACE_S)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
