@@ -153,11 +153,6 @@ def stop_rank(made: Hosts) -> None:
     rank_on(made.nodes[1]).suspend()
 
 
-def sshd_sessions_gone(made: Hosts) -> None:
-    """The whole ssh server of a host, with the sessions that hold the launcher."""
-    stop_sshd(made.nodes[1])
-
-
 def mended(made: Hosts) -> None:
     """Put a host right again."""
     node = made.nodes[1]
@@ -175,6 +170,13 @@ class Fault:
     names: Callable[[Hosts], str]  # what its message must hold
 
 
+BEARABLE: dict[str, Callable[[Node], None]] = {
+    "link slowed to 1 Mbit/s": lambda node: node.slow("1mbit"),
+    "20 % of packets lost": lambda node: node.lose(0.2),
+    "sshd and all its sessions killed": stop_sshd,
+}
+
+
 def host_2(made: Hosts) -> str:
     return made.nodes[1].name
 
@@ -185,7 +187,6 @@ FAULTS = {
     "link cut both ways": Fault(cut, ("host-unreachable",), host_2),
     "link cut one way": Fault(cut_one_way, ("host-unreachable",), host_2),
     "SIGSTOP of a rank": Fault(stop_rank, ("rank-stopped",), lambda made: f"rank 1 on {host_2(made)}"),
-    "sshd and its sessions killed": Fault(sshd_sessions_gone, ("vanished",), host_2),
 }
 
 
@@ -229,12 +230,12 @@ def goes_on(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str, 
     trial.start()
     if not trial.until(lambda: trial.steps() >= STEPS_BEFORE, START_S):
         return {"fault": name, "problem": f"did not start: {trial.end()}"}
-    made.nodes[1].slow("1mbit") if "1 Mbit" in name else made.nodes[1].lose(0.2)
+    BEARABLE[name](made.nodes[1])
     began, before = time.monotonic(), trial.steps()
     trial.until(lambda: trial.steps() >= before + 60, 4 * heartbeat)
     steps, seconds = trial.steps() - before, time.monotonic() - began
     code, answer = trial.end()
-    made.nodes[1].mend()
+    mended(made)
     wrong = [] if code == 75 else [f"exit code {code}: {answer}"]
     return {
         "fault": name,
@@ -292,19 +293,16 @@ def throws(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str, A
 
 def full_disk(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str, Any]:
     """The file system of the run folder fills up while the run saves."""
-    trial = Trial(made, place, heartbeat, restarts=0)
-    trial.folder.path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(trial.folder.path)], check=True)
-    try:
+    with tempfile.TemporaryDirectory(dir=made.place.parent / "small") as small:
+        trial = Trial(made, Path(small), heartbeat, restarts=0)
         trial.start()
         if not trial.until(lambda: len(trial.events("saved")) >= 1, START_S):
             return {"fault": name, "problem": f"did not start: {trial.end()}"}
         filler = trial.folder.path / "filler"
-        with filler.open("wb") as file:
+        with filler.open("wb", buffering=0) as file:
             try:
                 while True:
                     file.write(b"\0" * 4096)
-                    file.flush()
             except OSError:
                 pass
         trial.until(lambda: trial.events("save-failed") or (trial.process and trial.process.poll() is not None), 60)
@@ -317,8 +315,17 @@ def full_disk(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str
         wrong += [] if code == 75 else [f"exit code {code}: {answer}"]
         said = [e["text"] for e in trial.events("save-failed")]
         return {"fault": name, "code": code, "message": said[:1], "wrong": wrong + left_behind(made, trial)}
+
+
+@contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """A file system of 400 MB, which hosts see that are made within the block."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(place)], check=True)
+    try:
+        yield
     finally:
-        subprocess.run(["umount", "-l", str(trial.folder.path)], check=False)
+        subprocess.run(["umount", "-l", str(place)], check=False)
 
 
 def left_behind(made: Hosts, trial: Trial) -> list[str]:
@@ -360,8 +367,7 @@ def other_version(node: Node, ssh: Path) -> Iterator[None]:
 
 
 SPECIAL = {
-    "link slowed to 1 Mbit/s": goes_on,
-    "20 % of packets lost": goes_on,
+    **dict.fromkeys(BEARABLE, goes_on),
     "master port taken": refused,
     "another version on one node": refused,
     "a rank throws in forward": throws,
@@ -380,7 +386,7 @@ def main() -> int:
     if missing():
         sys.exit(missing())
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as top, hosts(Path(top) / "ssh") as made:
+    with tempfile.TemporaryDirectory() as top, small_disk(Path(top) / "small"), hosts(Path(top) / "ssh") as made:
         for name in [n for n in (*FAULTS, *SPECIAL) if (asked.only or "") in n]:
             for number in range(asked.repetitions):
                 place = Path(top) / f"{len(rows)}"

@@ -17,7 +17,7 @@ from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import RunFolder, write_json
 from zerofit.train.pulse import Pulse, listen_for_dumps
 from zerofit.train.requests import Signals
-from zerofit.watch.orders import PULSE_NAME
+from zerofit.watch.orders import HOST_NAME, PULSE_NAME
 
 LINES = 3  # of a library's message: validators name the key in the second
 
@@ -74,7 +74,8 @@ def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
         problems = list(error.problems)
     else:
         problems = [translate(error, folder.rank_log(rank))]
-    word = {"rank": rank, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
+    host = {"host": os.environ[HOST_NAME]} if HOST_NAME in os.environ else {}
+    word = {"rank": rank, **host, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
     write_json(folder.rank_error(rank), word)
 
 

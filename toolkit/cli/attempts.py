@@ -15,14 +15,18 @@ import click
 from zerofit.cli.cluster import Wish, cluster_site, filled, look, machine_of
 from zerofit.cli.preflight_show import show_checks
 from zerofit.cli.prepare import prepare
+from zerofit.cli.remote_ops import build_on
 from zerofit.cli.run_folder import find_folder, finished_before, make_ready
 from zerofit.cli.start import run_once
 from zerofit.cli.view import View
 from zerofit.config.regroup import regroup, shown
 from zerofit.data import RichProgress
+from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
+from zerofit.doctor.storage import disk
 from zerofit.launch.hold import held
 from zerofit.launch.hostfile import Host
+from zerofit.launch.ops import needed_ops
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import Asked
@@ -64,6 +68,8 @@ class Attempts:
             machine = machine_of(self.hosts, found)
             job, folder, _ = prepare(self.asked, RichProgress(), machine)
             self.job, self.folder = job, folder
+            if found:
+                _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
             finished = finished_before(job, folder)
             if finished:
                 click.echo(f"note: all {job.steps} steps of this run are done", err=True)
@@ -73,6 +79,9 @@ class Attempts:
                     click.echo(f"note: {note}", err=True)
                 site = cluster_site(self.hosts, job.layout.world_size, self.wish, machine, found, folder)
                 with View(folder, job.run.log_every) as view:
+                    if self.wish.over_ssh:
+                        used = list(dict.fromkeys(site.hosts))
+                        build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, view.phase)
                     return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
 
     def _ready(self, port: int) -> Preflight | None:
@@ -82,13 +91,13 @@ class Attempts:
         folder = find_folder(self.asked.run)
         made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
-        found = look(self.hosts, self.wish, folder.path, self.run_file, port)
-        if found.findings:
-            show_checks(found.findings, len(self.hosts))
-        if found.failed:
+        found = look(self.hosts, self.wish, folder.path, self.asked.run.model, self.run_file, port)
+        try:
+            _refuse(found.findings, len(self.hosts))
+        except UserError:
             for path in made:
                 path.rmdir()
-            raise UserError(*_problems(found))
+            raise
         # from here on the run has this folder
         self.asked = _with(self.asked, output=folder.path)
         return found
@@ -112,7 +121,7 @@ class Attempts:
         assert self.folder
         deadline = time.monotonic() + self.wish.timeout_s
         while True:
-            found = look(self.hosts, self.wish, self.folder.path, None, 0)
+            found = look(self.hosts, self.wish, self.folder.path, self.asked.run.model, None, None)
             there = [host for host in self.hosts if host.name in found.facts]
             if len(there) == len(self.hosts) or time.monotonic() > deadline:
                 break
@@ -153,12 +162,23 @@ def _with(asked: Asked, **fields: Any) -> Asked:
     return replace(asked, run=asked.run.model_copy(update=fields))
 
 
-def _problems(found: Preflight) -> list[Problem]:
-    return [
-        Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
-        for one in found.findings
-        if one.status == "fail"
-    ]
+def _check_room(found: Preflight, checkpoint_bytes: int, hosts: int) -> None:
+    """Whether the run folder has room for checkpoints. Raises UserError."""
+    _refuse([one for one in disk(found.facts, checkpoint_bytes) if one.status != OK], hosts)
+
+
+def _refuse(findings: Sequence[Check], hosts: int) -> None:
+    """Show what was found, as one table. Raises UserError with what would make the run fail."""
+    if findings:
+        show_checks(findings, hosts)
+    failed = [one for one in findings if one.status == FAIL]
+    if failed:
+        raise UserError(
+            *(
+                Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
+                for one in failed
+            )
+        )
 
 
 def _say_failed(problem: Problem, attempt: int, allowed: int) -> None:

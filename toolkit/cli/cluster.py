@@ -15,13 +15,14 @@ import click
 from zerofit.doctor.preflight import Asked as Questions
 from zerofit.doctor.preflight import Preflight, preflight
 from zerofit.doctor.remote import Conversation, ask_all, conversations
+from zerofit.doctor.software import model_code
 from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
 from zerofit.launch.leftovers import TOKEN_NAME
 from zerofit.launch.machine import this_machine, usable_cores
-from zerofit.launch.runner import DEFAULT_PORT, allocated, runner, runner_environment
+from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
 from zerofit.launch.site import Site
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import RunFolder
 
@@ -48,18 +49,19 @@ class Wish:
         return self.node_rank is None and self.runner != "slurm"
 
 
-def look(hosts: Sequence[Host], wish: Wish, folder: Path, run_file: Path | None, port: int) -> Preflight:
-    """Ask all hosts what a start needs to know; `port`: where this command hears the ranks."""
-    callback = (own_address(hosts), port)
+def look(
+    hosts: Sequence[Host], wish: Wish, folder: Path, model: str, run_file: Path | None, port: int | None
+) -> Preflight:
+    """Ask all hosts what a start needs to know; `port`: where this command hears the ranks, if it does by now."""
     return preflight(
         hosts,
         Questions(
             run_folder=folder,
             run_file=run_file,
-            code=Path.cwd() if run_file is None else None,
+            code=model_code(model),
             master=wish.master_addr,
             master_port=wish.master_port or DEFAULT_PORT,
-            callback=callback,
+            callback=(own_address(hosts), port) if port else None,
             ssh_port=wish.ssh_port,
         ),
     )
@@ -99,7 +101,9 @@ def cluster_site(
     hosts: Sequence[Host], ranks: int, wish: Wish, machine: Machine, found: Preflight | None, folder: RunFolder
 ) -> Site:
     """Where `ranks` ranks run: the hosts in their order, each filled before the next."""
-    used = filled(hosts, ranks)
+    used, problems = filled(hosts, ranks), Problems()
+    check(wish.runner, used, wish.runner_args, problems)
+    problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
     own = own_address(used)
     master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)

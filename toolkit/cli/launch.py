@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.launch_files import file_options, write_file
 from zerofit.cli.options import run_options
 from zerofit.cli.train import asked_run, is_run_file, show
 from zerofit.spec.run import RunSpec
@@ -30,7 +32,7 @@ from zerofit.spec.run import RunSpec
 @click.option("--launcher-args", "runner_args", default="", help="handed on to pdsh, srun or mpirun")
 @click.option("--no-ssh", is_flag=True, help="this command runs on every node, and starts that node's ranks only")
 @click.option("--node-rank", type=click.IntRange(min=0), help="with --no-ssh: which line of the hostfile this node is")
-@click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, in place of --hostfile: how many there are")
+@click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, --slurm, --kubernetes: how many there are")
 @click.option("--slots", type=click.IntRange(min=1), help="with --nodes: ranks on each")
 @click.option("--master-addr", help="address where rank 0 listens [of the first host]")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="its port [29500]")
@@ -46,6 +48,7 @@ from zerofit.spec.run import RunSpec
     help="seconds without a sign of life after which all ranks are stopped",
 )
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
+@file_options
 @run_options()
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
@@ -64,6 +67,9 @@ def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> d
     from zerofit.cli.attempts import Attempts
     from zerofit.cli.launch_hosts import command, find_hosts, wish_of
 
+    if own["slurm"] or own["kubernetes"]:
+        activate = Path(sys.prefix, "bin", "activate")
+        return write_file(target, flags, own, f". {shlex.quote(str(activate))}" if activate.exists() else "")
     hosts, wish = find_hosts(own), wish_of(own)
     asked = asked_run(target, flags)
     if own["dry_run"]:
@@ -79,5 +85,7 @@ def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> d
 def _show_launched(result: dict[str, Any]) -> None:
     if "command" in result:
         click.echo(shlex.join(result["command"]))
-    elif "loss" in result or "steps" in result:
+    elif "written" in result:
+        click.echo(f"{result['written']}{'' if result['new'] else ' (as it was)'}; hand it in: {result['hand_in']}")
+    elif "steps" in result:
         show(result)

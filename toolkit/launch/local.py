@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from zerofit.launch.environment import environment
 from zerofit.launch.site import Site
@@ -20,6 +22,7 @@ from zerofit.spec.folder import RunFolder
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 HERE = "localhost"
+SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 GRACE_S = 10.0  # for a launcher whose ranks have ended
 GUARD = Path(__file__).parents[1] / "watch" / "guard.py"
 
@@ -61,8 +64,8 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher's process while the block runs; afterwards nothing of it is left here, however the block ends.
 
-    The first request to stop (SIGTERM, SIGUSR1, a closed terminal) is handed on to the ranks, which save and end; a
-    second one ends the block as Ctrl-C does, with KeyboardInterrupt.
+    The first request to stop (SIGTERM, SIGUSR1, a closed terminal) is handed on to the ranks, which save and end; one
+    that comes later ends the block as Ctrl-C does, with KeyboardInterrupt.
     """
     log = (folder.logs / "launcher.log").open("ab")
     process = subprocess.Popen(
@@ -70,10 +73,13 @@ def started(
     )
     log.close()
 
-    def hand_on(*_: object) -> None:
+    asked: list[float] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] > SAME_S:
+            signal.default_int_handler(number, frame)
         folder.stop_request.touch()
-        for one in REQUESTS:
-            signal.signal(one, signal.default_int_handler)
 
     former = {number: signal.signal(number, hand_on) for number in REQUESTS}
     try:

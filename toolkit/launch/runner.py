@@ -53,6 +53,8 @@ def runner(
     argv += ["--hostfile", str(hostfile), "--launcher", kind, "--no_local_rank", "--no_ssh_check"]
     if any(host.devices is not None for host in hosts):
         argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]
+    elif kind == "slurm":  # else srun takes any nodes of the allocation (SlurmRunner.get_cmd)
+        argv += ["--include", "@".join(h.name for h in hosts)]
     argv += [f"--launcher_args={runner_args}"] if runner_args else []
     argv += ["--ssh_port", str(ssh_port)] if ssh_port else []
     argv += ["--no_ssh", "--node_rank", str(node_rank)] if node_rank is not None else ["--force_multi"]
@@ -90,19 +92,12 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
     return env | {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def forwarded(asked: Sequence[str]) -> dict[str, str]:
+def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
     """Environment for the ranks: what training reads, what .deepspeed_env files say, what `asked` names.
 
     `asked`: NAME, or NAME=VALUE. Raises UserError for a name that is not set.
     """
-    env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
-    problems = Problems()
-    for file in ENV_FILES:
-        path = file.expanduser()
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                env[name.strip()] = value
+    env, problems = {} if only_asked else _usual(), Problems()
     for one in asked:
         name, equals, value = one.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -112,6 +107,18 @@ def forwarded(asked: Sequence[str]) -> dict[str, str]:
         else:
             env[name] = value if equals else os.environ[name]
     problems.raise_if_any()
+    return env
+
+
+def _usual() -> dict[str, str]:
+    """What is forwarded without being asked for."""
+    env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
+    for file in ENV_FILES:
+        path = file.expanduser()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                env[name.strip()] = value
     return env
 
 

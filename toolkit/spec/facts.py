@@ -20,6 +20,10 @@ class ModelFacts:
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
     own: bool = False  # the user's own model
 
+    def checkpoint_bytes(self, precision: str) -> int:
+        """About what one checkpoint takes on the disk: fp32 master weights, Adam's two moments, and the weights."""
+        return self.parameters * (12 + (4 if precision == "fp32" else 2))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

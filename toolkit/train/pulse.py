@@ -26,7 +26,7 @@ FLOWING = 1000  # bytes a second over the ranks' connections: more than what kee
 COLLECTIVES = "distributed_c10d.py"
 PYTHON_OF_OURS = ("zerofit", "toolkit")
 TCP_INFO_BYTES = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
-TCP_INFO_AT = 120
+TCP_INFO_AT, TCP_RETRANSMITS_AT = 120, 2  # bytes into it; tcpi_retransmits: since the last acknowledgement
 TRAINING = "training"
 ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
 PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
@@ -67,10 +67,10 @@ class Pulse:
 
     def look(self) -> dict[str, Any]:
         """One sign of life."""
-        frames = sys._current_frames()
+        frames, (flowed, resending) = sys._current_frames(), _connections()
         main = frames.get(self._main)
         stack = tuple((f.f_code, f.f_lasti) for f in _up(main))
-        now, cpu_s, flowed = time.monotonic(), _cpu_s(), _connections_bytes()
+        now, cpu_s = time.monotonic(), _cpu_s()
         seconds = max(now - self._last, 1e-3)
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         if stack != self._seen or busy or (flowed - self._bytes) / seconds > FLOWING:
@@ -82,6 +82,7 @@ class Pulse:
             "training": Now.phase == TRAINING,
             "collective": next((c for c in map(_collective, frames.values()) if c), None),
             "at": _place(main),
+            "resending": resending,
             "still_s": round(now - self._moved, 1),
         }
 
@@ -133,9 +134,9 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _connections_bytes() -> int:
-    """Bytes that have gone through this process's TCP connections."""
-    total = 0
+def _connections() -> tuple[int, bool]:
+    """Bytes that have gone through this process's TCP connections, and whether one sends again what was lost."""
+    total, resending = 0, False
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -146,4 +147,5 @@ def _connections_bytes() -> int:
             continue  # closed meanwhile, or no TCP
         if len(info) >= TCP_INFO_AT + TCP_INFO_BYTES.size:
             total += sum(TCP_INFO_BYTES.unpack_from(info, TCP_INFO_AT))
-    return total
+            resending |= info[TCP_RETRANSMITS_AT] > 0
+    return total, resending

@@ -25,6 +25,7 @@ from zerofit.checkpoint.store import Store, sync_file
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.folder import RunFolder, write_json
+from zerofit.spec.units import shown_bytes
 from zerofit.spec.versions import versions
 from zerofit.train import fragments, rank_state
 from zerofit.train.files import Files
@@ -34,7 +35,6 @@ from zerofit.train.sinks import Events
 WORDS = "words"
 POLL_S = 0.02
 SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
-BYTES_A_PARAMETER = 12  # fp32 master weights and Adam's two moments; the weights themselves come on top
 
 
 class Saver:
@@ -183,11 +183,11 @@ class Saver:
         """The folder aside, unless the disk has no room for one more checkpoint."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         known = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
-        weight = 4 if self._job.run.precision == "fp32" else 2
-        needed = known[-1] if known else self._job.facts.parameters * (BYTES_A_PARAMETER + weight)
+        needed = known[-1] if known else self._job.facts.checkpoint_bytes(self._job.run.precision or "fp32")
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed + SPARE_BYTES:
-            reason = f"it takes about {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
+            spare = f"beside {shown_bytes(SPARE_BYTES)} for logs and metrics"
+            reason = f"it takes about {shown_bytes(needed)} {spare}, and {shown_bytes(free)} are free"
             return _disk_problem(reason, self._folder.checkpoints)
         for part in ("ranks", WORDS):
             (aside / part).mkdir(parents=True)

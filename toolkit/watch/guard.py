@@ -25,7 +25,7 @@ from zerofit.launch.environment import environment
 from zerofit.launch.leftovers import TOKEN_NAME
 from zerofit.launch.machine import usable_cores
 from zerofit.launch.parent import end_with_parent
-from zerofit.watch.orders import PULSE_NAME, Orders, from_argument, rank_of
+from zerofit.watch.orders import HOST_NAME, PULSE_NAME, Orders, from_argument, rank_of
 from zerofit.watch.stacks import dump
 from zerofit.watch.wire import Lost, Wire
 
@@ -177,7 +177,14 @@ def _environment(orders: Orders, rank: int, local_rank: int) -> dict[str, str]:
     env = environment(orders.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         env.setdefault(name, interface or "")
-    place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": orders.world_size, "LOCAL_SIZE": local_size}
+    several = {HOST_NAME: orders.hosts[rank]} if len(set(orders.hosts)) > 1 else {}
+    place: dict[str, object] = {
+        **several,
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": orders.world_size,
+        "LOCAL_SIZE": local_size,
+    }
     place |= {"MASTER_ADDR": orders.master[0], "MASTER_PORT": orders.master[1]}
     return env | {name: str(value) for name, value in place.items()}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PULSE_NAME = "ZEROFIT_PULSE"  # in a rank's environment: the descriptor of the pipe to its guard
+HOST_NAME = "ZEROFIT_HOST"  # there, where ranks run on several hosts: the host's name in the hostfile
 RANK_NAMES = (  # who says which rank this is: the deepspeed launcher, Slurm, OpenMPI, MPICH
     ("RANK", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_LOCALID"),

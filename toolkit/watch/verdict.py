@@ -138,6 +138,9 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Ver
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
     steady = all(s.beat["training"] and s.beat["step"] > 0 for s in alive)
+    lossy = [s for s in alive if s.beat.get("resending")]
+    if lossy:
+        return _lossy(lossy, alive, now, timeout_s)
     limit = timeout_s if steady else timeout_s * PATIENT
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= limit:
@@ -151,6 +154,16 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Ver
         message += f", {'the others' if len(others) > 1 else others[0].name} at {others[0].where}"
     hint = "the stack traces show what each rank waits for; ranks that run different collectives wait forever"
     return _verdict("hang", message, hint, behind, now)
+
+
+def _lossy(lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """Ranks that are slow since the network loses what they send are given longer than those that wait for nothing."""
+    seconds = min(s.beat["still_s"] for s in alive)
+    if seconds <= timeout_s * PATIENT:
+        return None
+    message = f"no rank has moved for {seconds:.0f} s, and {lossy[0].name} sends the same again and again unanswered"
+    hint = f"the network of {lossy[0].host} loses packets: look at its link and its errors (ip -s link)"
+    return _verdict("network", message, hint, lossy, now)
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:

@@ -16,6 +16,7 @@ from zerofit.watch.wire import Lost, Wire
 HELLO_S = 10.0  # for a connection to say who it is
 WORDS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
+LOSSY_S = 3.0  # a packet that is lost now and then is no news
 
 
 class Watch:
@@ -88,6 +89,9 @@ class Watch:
         if here < len(self.states):
             return f"waiting for ranks ({here} of {len(self.states)} are there)"
         now = time.monotonic()
+        lossy = [s for s in self.states if s.ended is None and s.beat.get("resending") and s.beat["still_s"] > LOSSY_S]
+        if lossy:
+            return f"the network loses packets: {lossy[0].name} sends again what is not acknowledged"
         quiet = [s for s in self.states if s.ended is None and _quiet_s(s, now) > self._timeout_s / 4]
         if not quiet:
             return ""
