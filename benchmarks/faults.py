@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch.hosts import Hosts, Node, hosts, missing, start_sshd, stop_sshd
-from zerofit.checkpoint.verify import verify
 from zerofit.spec.folder import RunFolder
 from zerofit.spec.versions import versions
 
@@ -117,7 +116,7 @@ class Trial:
         except subprocess.TimeoutExpired:
             self.process.kill()
             out, err = self.process.communicate()
-        (self.place / "stderr.txt").write_text(err)
+        (self.made.place / "stderr.txt").write_text(err)
         lines = out.strip().splitlines()
         return self.process.returncode, json.loads(lines[-1]) if lines else {}
 
@@ -306,15 +305,21 @@ def full_disk(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str
             except OSError:
                 pass
         trial.until(lambda: trial.events("save-failed") or (trial.process and trial.process.poll() is not None), 60)
-        filler.unlink()
-        before = max((e["step"] for e in trial.events("saved")), default=0)
-        trial.until(lambda: max((e["step"] for e in trial.events("saved")), default=0) > before, 60)
         code, answer = trial.end()
-        whole = [p for p in trial.folder.checkpoints.glob("step-*") if not verify(p)]
-        wrong = [] if whole else ["no whole checkpoint"]
-        wrong += [] if code == 75 else [f"exit code {code}: {answer}"]
-        said = [e["text"] for e in trial.events("save-failed")]
-        return {"fault": name, "code": code, "message": said[:1], "wrong": wrong + left_behind(made, trial)}
+        error = answer.get("error", {})
+        said = error.get("kind") in ("disk-full", "save-failed") and code == 3
+        wrong = [] if said else [f"exit code {code}: {answer}"]
+        saved = max(e["step"] for e in trial.events("saved"))
+        filler.unlink()
+        starts = len(trial.events("training"))
+        trial.start()
+        trial.until(lambda: len(trial.events("training")) > starts, START_S)
+        trial.until(lambda: trial.steps() >= saved + STEPS_AFTER, START_S)
+        code, answer = trial.end()
+        wrong += [] if code == 75 else [f"next start: exit code {code}: {answer}"]
+        again = trial.events("training")[-1].get("done", 0)
+        wrong += [] if again >= saved else [f"went on from step {again}, step {saved} was saved"]
+        return {"fault": name, "message": error.get("message"), "wrong": wrong + left_behind(made, trial)}
 
 
 @contextmanager
@@ -397,7 +402,7 @@ def main() -> int:
                     rows.append(SPECIAL[name](name, made, place, asked.heartbeat))
                 print(f"{datetime.datetime.now():%H:%M:%S} {number + 1}: {json.dumps(rows[-1])}", flush=True)
                 if rows[-1].get("wrong") or "problem" in rows[-1]:
-                    print((place / "stderr.txt").read_text()[-3000:], flush=True)
+                    print((made.place / "stderr.txt").read_text()[-3000:], flush=True)
     good = not any(row.get("wrong") or "problem" in row for row in rows)
     summary = {name: summed([r for r in rows if r["fault"] == name]) for name in {r["fault"]: 0 for r in rows}}
     about = {"date": datetime.date.today().isoformat(), "versions": versions(), "cpu_cores": os.cpu_count()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -30,13 +32,13 @@ def main() -> NoReturn:
     signals = Signals()
     signals.listen()
     listen_for_dumps(folder.rank_stacks(rank))
-    Pulse(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda").start()
+    pulse = Pulse(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda")
+    pulse.start()
     try:
         with alive(folder):
             _train(folder, signals)
     except BaseException as error:
-        _leave_word(folder, rank, error)
-        sys.stderr.flush()
+        _leave_word(folder, rank, error, pulse)
         os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
     folder.rank_stacks(rank).unlink(missing_ok=True)  # nobody has asked for them
     atexit._run_exitfuncs()  # what writers of records have left to do
@@ -66,8 +68,11 @@ def _train(folder: RunFolder, signals: Signals) -> None:
     stop()
 
 
-def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
-    traceback.print_exc()
+def _leave_word(folder: RunFolder, rank: int, error: BaseException, pulse: Pulse) -> None:
+    """Say what this rank dies of: in its log, in the run folder, and to its guard, since the disk may be full."""
+    with suppress(OSError):
+        traceback.print_exc()
+        sys.stderr.flush()
     if isinstance(error, RunFailed):
         problems = [error.problem]
     elif isinstance(error, UserError):
@@ -76,7 +81,10 @@ def _leave_word(folder: RunFolder, rank: int, error: BaseException) -> None:
         problems = [translate(error, folder.rank_log(rank))]
     host = {"host": os.environ[HOST_NAME]} if HOST_NAME in os.environ else {}
     word = {"rank": rank, **host, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
-    write_json(folder.rank_error(rank), word)
+    with suppress(OSError):
+        pulse.say({"word": word})
+    with suppress(OSError):
+        write_json(folder.rank_error(rank), word)
 
 
 def translate(error: BaseException, log: Path) -> Problem:
@@ -87,6 +95,11 @@ def translate(error: BaseException, log: Path) -> Problem:
         hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
         hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
         return Problem(kind="out-of-memory", message=f"out of memory: {first}", hint=hint, where=str(log))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room there; the same command goes on from the newest checkpoint"
+        return Problem(
+            kind="disk-full", message=f"no room on the disk: {first}", hint=hint, where=str(log.parent.parent)
+        )
     lost = ("Connection closed by peer", "Timed out waiting", "Watchdog caught", "Connection reset by peer")
     if any(sign in text for sign in lost):
         return Problem(

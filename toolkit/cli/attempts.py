@@ -32,7 +32,7 @@ from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import Asked
 from zerofit.watch.watch import Watch
 
-NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed")  # what would only happen again
+NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full")  # what would only happen again
 BACK_S = 5.0  # between two looks for a host that does not answer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,16 @@ from zerofit.spec.errors import Problem, RunFailed, Stopped
 from zerofit.spec.folder import RunFolder
 
 
-def outcome(folder: RunFolder, code: int, seen: Problem | None = None) -> dict[str, Any]:
-    """The result that rank 0 left. `seen`: what was seen to go wrong from outside.
+def outcome(
+    folder: RunFolder, code: int, seen: Problem | None = None, heard: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """The result that rank 0 left. `seen`: what was seen to go wrong from outside; `heard`: what ranks said they died
+    of, besides what lies in the folder (whose disk may be full).
 
     Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
     """
-    words = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
+    written = [json.loads(path.read_text()) for path in folder.logs.glob("rank-*.error.json")]
+    words = list({word["rank"]: word for word in [*written, *heard]}.values())
     words.sort(key=lambda w: w["time_s"])
     # a rank that lost its peers is a consequence; the cause is the first of the others, or what was seen from outside
     causes = [word for word in words if word["problems"][0]["kind"] != "peer-lost"]

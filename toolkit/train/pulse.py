@@ -47,7 +47,7 @@ class Pulse:
 
     def __init__(self, descriptor: int, on_gpu: bool):
         """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
-        self._pipe, self._on_gpu = os.fdopen(descriptor, "w", buffering=1), on_gpu
+        self._pipe, self._on_gpu, self._turn = descriptor, on_gpu, threading.Lock()
         self._main = threading.main_thread().ident
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
@@ -60,10 +60,17 @@ class Pulse:
     def _beat(self) -> None:
         while True:
             try:
-                self._pipe.write(json.dumps(self.look()) + "\n")
+                self.say(self.look())
             except OSError:
                 return  # the guard is gone, and the kernel ends this process
             time.sleep(EVERY_S)
+
+    def say(self, what: dict[str, Any]) -> None:
+        """Write one line to the guard. Raises OSError."""
+        data = json.dumps(what).encode() + b"\n"
+        with self._turn:
+            while data:
+                data = data[os.write(self._pipe, data) :]
 
     def look(self) -> dict[str, Any]:
         """One sign of life."""

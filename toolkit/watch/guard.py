@@ -44,6 +44,7 @@ class Guard:
         self._pulse, self._half = pulse, b""
         os.set_blocking(pulse, False)
         self._last: dict[str, Any] = {}
+        self._word: dict[str, Any] | None = None  # what the rank said it died of
         self._heard = time.monotonic()
         self._wire: Wire | None = None
 
@@ -105,8 +106,12 @@ class Guard:
         except BlockingIOError:
             return True
         *lines, self._half = (self._half + data).split(b"\n")
-        if lines:
-            self._last, self._heard = json.loads(lines[-1]), time.monotonic()
+        for line in map(json.loads, lines):
+            self._heard = time.monotonic()
+            if "word" in line:
+                self._word = line["word"]
+            else:
+                self._last = line
         return bool(data)
 
     def _beat(self) -> dict[str, Any]:
@@ -126,7 +131,8 @@ class Guard:
     def _report_end(self, code: int, wire: Wire) -> int:
         """Say how the rank ended. After a failure stay until told to go: the launcher would end the other ranks, and
         what they have to say would be lost."""
-        wire.send({"ended": code, "last": self._last})
+        self._hear()
+        wire.send({"ended": code, "last": self._last, "word": self._word})
         if code == 0:
             return 0
         deadline = time.monotonic() + self._orders.timeout_s

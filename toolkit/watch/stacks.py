@@ -27,8 +27,11 @@ def dump(pid: int, path: Path) -> str:
         except (OSError, subprocess.TimeoutExpired):
             done = None
         if done and done.returncode == 0:
-            with path.open("ab") as file:
-                file.write(done.stdout)
+            try:
+                with path.open("ab") as file:
+                    file.write(done.stdout)
+            except OSError as error:
+                return str(error)
             return "py-spy"
     before = path.stat().st_size if path.exists() else 0
     try:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Ended:
 
     code: int  # of the launcher
     verdict: Verdict | None  # what the watch has seen go wrong
+    words: tuple[dict[str, Any], ...]  # what ranks said that they died of
 
 
 def supervise(
@@ -45,7 +46,8 @@ def supervise(
             watch.poll(0.0)
             verdict = watch.verdict()  # what came with the launcher's own end
         tick()
-    return Ended(code=process.returncode, verdict=verdict)
+    words = tuple(state.word for state in watch.states if state.word)
+    return Ended(code=process.returncode, verdict=verdict, words=words)
 
 
 @contextmanager
@@ -75,7 +77,8 @@ def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> Verdict:
         "stopped_after_s": round(time.monotonic() - decided, 1),
     }
     kept = _kept_stacks(folder)
-    with folder.faults.open("a", encoding="utf-8") as file:
+    # the disk may be full: that is no reason to hide the verdict
+    with suppress(OSError), folder.faults.open("a", encoding="utf-8") as file:
         file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
     return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
 

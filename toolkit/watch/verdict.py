@@ -25,6 +25,7 @@ class RankState:
     here: bool = False  # its guard has reported
     beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.pulse`, `guard`)
     ended: int | None = None  # exit code of the rank; negative: the signal
+    word: dict[str, Any] | None = None  # what it said that it died of
     lost: bool = False  # the connection to its guard has gone without the rank's end being reported
     busy: bool = False  # it used a core between its last two signs of life
 

@@ -146,6 +146,7 @@ class Watch:
             state.busy = (state.beat["cpu_s"] - before) / seconds > BUSY_CPU
         if "ended" in message:
             state.ended, state.beat = message["ended"], {**state.beat, **message.get("last", {})}
+            state.word = message.get("word")
         if "stacks" in message:
             self._stacks.add(state.rank)
         state.heard = now
