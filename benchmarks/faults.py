@@ -317,7 +317,7 @@ def full_disk(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str
         trial.until(lambda: trial.steps() >= saved + STEPS_AFTER, START_S)
         code, answer = trial.end()
         wrong += [] if code == 75 else [f"next start: exit code {code}: {answer}"]
-        again = trial.events("training")[-1].get("done", 0)
+        again = max(e.get("done", 0) for e in trial.events("training")[starts:])
         wrong += [] if again >= saved else [f"went on from step {again}, step {saved} was saved"]
         return {"fault": name, "message": error.get("message"), "wrong": wrong + left_behind(made, trial)}
 

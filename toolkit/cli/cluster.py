@@ -42,6 +42,7 @@ class Wish:
     master_port: int | None = None
     timeout_s: float = 60.0
     forwarded: dict[str, str]
+    again: str = "zerofit launch"  # with its hosts, for hints
 
     @property
     def over_ssh(self) -> bool:
@@ -125,6 +126,7 @@ def cluster_site(
         cwd="/",
         forwarded=wish.forwarded,
         interfaces=found.interfaces if found else {},
+        again=wish.again,
         timeout_s=wish.timeout_s,
         sweep=(lambda token: sweep([h.name for h in used], token, wish.ssh_port)) if wish.over_ssh else None,
     )

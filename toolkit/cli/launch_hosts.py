@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +73,15 @@ def wish_of(options: dict[str, Any]) -> Wish:
         master_port=options["master_port"],
         timeout_s=options["heartbeat_timeout"],
         forwarded=forwarded(options["env"]),
+        again=_again(options),
     )
+
+
+def _again(options: dict[str, Any]) -> str:
+    words = ["zerofit", "launch"]
+    words += ["--hostfile", str(options["hostfile"])] if options["hostfile"] else []
+    words += ["--launcher", options["runner"]] if options["runner"] != "pdsh" else []
+    return shlex.join(words)
 
 
 def command(run: RunSpec, hosts: Sequence[Host], wish: Wish) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def run_once(folder: RunFolder, site: Site, watch: Watch, view: View, attempt: i
         folder.orders.unlink(missing_ok=True)
         for note in site.sweep(orders.token) if site.sweep else ():
             click.echo(f"note: {note}", err=True)
-    return outcome(folder, ended.code, ended.verdict.problem if ended.verdict else None, ended.words)
+    seen = ended.verdict.problem if ended.verdict else None
+    return outcome(folder, ended.code, site.again, seen, ended.words)
 
 
 def _orders(folder: RunFolder, site: Site, port: int, attempt: int) -> Orders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +14,13 @@ from zerofit.spec.folder import RunFolder
 
 
 def outcome(
-    folder: RunFolder, code: int, seen: Problem | None = None, heard: Sequence[dict[str, Any]] = ()
+    folder: RunFolder,
+    code: int,
+    again: str = "zerofit train",
+    seen: Problem | None = None,
+    heard: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The result that rank 0 left. `seen`: what was seen to go wrong from outside; `heard`: what ranks said they died
+    """The result that rank 0 left. `again`: the command that goes on with a run folder. `seen`: what was seen to go wrong from outside; `heard`: what ranks said they died
     of, besides what lies in the folder (whose disk may be full).
 
     Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
@@ -32,7 +37,7 @@ def outcome(
     if words:
         raise RunFailed(_said(folder, words[0]))
     if folder.stopped.exists():
-        raise Stopped(_stopped(folder, json.loads(folder.stopped.read_text())))
+        raise Stopped(_stopped(folder, again, json.loads(folder.stopped.read_text())))
     if folder.result.exists():
         return json.loads(folder.result.read_text())
     raise RunFailed(_silent_end(folder, code))
@@ -45,11 +50,11 @@ def _said(folder: RunFolder, word: dict[str, Any]) -> Problem:
     return replace(problem, message=message, hint=problem.hint or f"its log: {folder.rank_log(word['rank'])}")
 
 
-def _stopped(folder: RunFolder, word: dict[str, int]) -> Problem:
+def _stopped(folder: RunFolder, again: str, word: dict[str, int]) -> Problem:
     return Problem(
         kind="stopped",
         message=f"stopped on request after step {word['step']} of {word['steps']}; a checkpoint of it is saved",
-        hint=f"`zerofit train {folder.path}` goes on from there",
+        hint=f"`{again} {shlex.quote(str(folder.path))}` goes on from there",
         where=str(folder.path),
     )
 
