@@ -130,7 +130,7 @@ class Attempts:
             time.sleep(BACK_S)
         if len(there) < (self.min_nodes or len(self.hosts)):
             missing = ", ".join(h.name for h in self.hosts if h not in there)
-            hint = f"mend {missing}, then `zerofit launch {self.folder.path}` goes on; "
+            hint = f"mend {missing}, then `{self.wish.again} {self.folder.path}` goes on; "
             hint += f"--min-nodes {max(len(there), 1)} goes on without"
             message = f"{failure.problem.message}; {missing} did not come back within {self.wish.timeout_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None

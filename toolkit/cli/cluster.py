@@ -162,7 +162,7 @@ async def _sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list
         if isinstance(answer, Unreachable):
             notes.append(f"{name} could not be cleared ({answer.message}); its ranks end by themselves")
         elif answer["ended"]:
-            notes.append(f"{answer['ended']} processes of this run were still there on {name}, and are ended")
+            notes.append(f"processes of this run that were still there on {name}: {answer['ended']}; they are ended")
     return notes
 
 

@@ -20,8 +20,10 @@ def outcome(
     seen: Problem | None = None,
     heard: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The result that rank 0 left. `again`: the command that goes on with a run folder. `seen`: what was seen to go wrong from outside; `heard`: what ranks said they died
-    of, besides what lies in the folder (whose disk may be full).
+    """The result that rank 0 left.
+
+    `again`: the command that goes on with a run folder. `seen`: what was seen to go wrong from outside. `heard`: what
+    ranks said they died of, besides what lies in the folder (whose disk may be full).
 
     Raises RunFailed with the one cause that a user should see, and Stopped where the ranks were asked to stop.
     """
