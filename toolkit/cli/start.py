@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from zerofit.cli.view import View
-from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.leftovers import TOKEN_NAME, end_all
 from zerofit.launch.local import started
 from zerofit.launch.outcome import outcome
 from zerofit.launch.site import Site
@@ -33,6 +33,7 @@ def run_once(folder: RunFolder, site: Site, watch: Watch, view: View, attempt: i
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
         folder.orders.unlink(missing_ok=True)
+        end_all(orders.token)  # pdsh gives each ssh a session of its own
         for note in site.sweep(orders.token) if site.sweep else ():
             click.echo(f"note: {note}", err=True)
     seen = ended.verdict.problem if ended.verdict else None

@@ -29,6 +29,7 @@ FORWARDED = (
     *("WANDB_", "TENSORBOARD_", "ZEROFIT_CACHE"),
 )
 NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "DS_ENV_FILE")
+ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # an ssh whose host is gone ends by itself
 ENV_FILES = (Path("~/.deepspeed_env"), Path(".deepspeed_env"))  # the deepspeed launcher's own places
 
 
@@ -89,7 +90,9 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(EXPORTED)}
     env["PATH"] = os.pathsep.join(p for p in env.get("PATH", os.defpath).split(os.pathsep) if PLAIN.fullmatch(p))
     # an absolute path stays what it is when the runner puts its two folders before it (runner.py, main)
-    return env | {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    env["PDSH_SSH_ARGS_APPEND"] = f"{env.get('PDSH_SSH_ARGS_APPEND', '')} {ALIVE}".strip()
+    return env
 
 
 def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
