@@ -77,7 +77,7 @@ class Attempts:
             with held(folder, lambda text: click.echo(text, err=True)):
                 for note in make_ready(folder, job.start):
                     click.echo(f"note: {note}", err=True)
-                site = cluster_site(self.hosts, job.layout.world_size, self.wish, machine, found, folder)
+                site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
                 with View(folder, job.run.log_every) as view:
                     if self.wish.over_ssh:
                         used = list(dict.fromkeys(site.hosts))
@@ -119,7 +119,8 @@ class Attempts:
         if not self.wish.over_ssh:
             return list(self.hosts)
         assert self.folder
-        deadline = time.monotonic() + self.wish.timeout_s
+        patience_s = self.asked.run.heartbeat_timeout
+        deadline = time.monotonic() + patience_s
         while True:
             found = look(self.hosts, self.wish, self.folder.path, self.asked.run.model, None, None)
             there = [host for host in self.hosts if host.name in found.facts]
@@ -132,7 +133,7 @@ class Attempts:
             missing = ", ".join(h.name for h in self.hosts if h not in there)
             hint = f"mend {missing}, then `{self.wish.again} {self.folder.path}` goes on; "
             hint += f"--min-nodes {max(len(there), 1)} goes on without"
-            message = f"{failure.problem.message}; {missing} did not come back within {self.wish.timeout_s:.0f} s"
+            message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
         return there
 

@@ -24,7 +24,7 @@ from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner
 from zerofit.launch.site import Site
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.facts import Machine
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.folder import Job, RunFolder
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
 STEM = "127."
@@ -40,7 +40,6 @@ class Wish:
     node_rank: int | None = None  # of this node where each one starts its own ranks (no ssh)
     master_addr: str | None = None
     master_port: int | None = None
-    timeout_s: float = 60.0
     forwarded: dict[str, str]
     again: str = "zerofit launch"  # with its hosts, for hints
 
@@ -99,10 +98,10 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
 
 
 def cluster_site(
-    hosts: Sequence[Host], ranks: int, wish: Wish, machine: Machine, found: Preflight | None, folder: RunFolder
+    hosts: Sequence[Host], job: Job, wish: Wish, machine: Machine, found: Preflight | None, folder: RunFolder
 ) -> Site:
-    """Where `ranks` ranks run: the hosts in their order, each filled before the next."""
-    used, problems = filled(hosts, ranks), Problems()
+    """Where the job's ranks run: the hosts in their order, each filled before the next."""
+    used, problems = filled(hosts, job.layout.world_size), Problems()
     check(wish.runner, used, wish.runner_args, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
@@ -127,7 +126,7 @@ def cluster_site(
         forwarded=wish.forwarded,
         interfaces=found.interfaces if found else {},
         again=wish.again,
-        timeout_s=wish.timeout_s,
+        timeout_s=job.run.heartbeat_timeout,
         sweep=(lambda token: sweep([h.name for h in used], token, wish.ssh_port)) if wish.over_ssh else None,
     )
 

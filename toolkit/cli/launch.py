@@ -40,13 +40,6 @@ from zerofit.spec.run import RunSpec
 @click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="forward to all ranks; may be repeated")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="begin again so often after a failure [0]")
 @click.option("--min-nodes", type=click.IntRange(min=1), help="go on without lost nodes while so many are left")
-@click.option(
-    "--heartbeat-timeout",
-    type=click.FloatRange(min=5),
-    default=60.0,
-    show_default=True,
-    help="seconds without a sign of life after which all ranks are stopped",
-)
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
 @file_options
 @run_options()

@@ -17,7 +17,7 @@ from zerofit.launch.written import write_once
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import RunSpec
 
-HANDED_ON = ("max_restarts", "min_nodes", "heartbeat_timeout")  # of launch's own flags
+HANDED_ON = ("max_restarts", "min_nodes")  # of launch's own flags
 NEEDED = {
     "slurm": ("nodes", "slots", "time"),
     "kubernetes": ("nodes", "slots", "image", "claim"),
@@ -86,9 +86,8 @@ def _slurm_job(common: dict[str, Any], flags: Mapping[str, Any], own: Mapping[st
 
 
 def _kubernetes_job(common: dict[str, Any], flags: Mapping[str, Any], own: Mapping[str, Any]) -> KubernetesJob:
-    handed = tuple(_words(flags) + _words({"heartbeat_timeout": own["heartbeat_timeout"]}))
     restarts = {"max_restarts": own["max_restarts"]} if own["max_restarts"] else {}
-    return KubernetesJob(**common, **restarts, image=own["image"], claim=own["claim"], flags=handed)
+    return KubernetesJob(**common, **restarts, image=own["image"], claim=own["claim"], flags=tuple(_words(flags)))
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,6 @@ def wish_of(options: dict[str, Any]) -> Wish:
         node_rank=options["node_rank"] if options["no_ssh"] else None,
         master_addr=options["master_addr"],
         master_port=options["master_port"],
-        timeout_s=options["heartbeat_timeout"],
         forwarded=forwarded(options["env"]),
         again=_again(options),
     )

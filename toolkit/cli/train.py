@@ -111,7 +111,7 @@ def _run(job: Any, folder: RunFolder, machine: Any) -> dict[str, Any]:
     from zerofit.watch.watch import Watch
 
     with View(folder, job.run.log_every) as view, closing(Watch("127.0.0.1")) as watch:
-        site = local_site(job.layout.world_size, machine)
+        site = local_site(job, machine)
         build_ops(needed_ops(job.ds_config, machine), site.env(""), view.phase)
         return run_once(folder, site, watch, view)
 

@@ -18,7 +18,7 @@ from types import FrameType
 from zerofit.launch.environment import environment
 from zerofit.launch.site import Site
 from zerofit.spec.facts import Machine
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.folder import Job, RunFolder
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 HERE = "localhost"
@@ -38,8 +38,9 @@ def launcher(ranks: int, port: int) -> list[str]:
     return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
 
 
-def local_site(ranks: int, machine: Machine) -> Site:
+def local_site(job: Job, machine: Machine) -> Site:
     """The devices of this machine."""
+    ranks = job.layout.world_size
     port, env = free_port(), environment(machine.accelerator, machine.cores, ranks)
     return Site(
         hosts=(HERE,) * ranks,
@@ -48,6 +49,7 @@ def local_site(ranks: int, machine: Machine) -> Site:
         accelerator=machine.accelerator,
         argv=lambda orders: [*launcher(ranks, port), str(GUARD), orders],
         env=lambda token: env,
+        timeout_s=job.run.heartbeat_timeout,
     )
 
 

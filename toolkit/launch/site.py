@@ -20,5 +20,5 @@ class Site:
     forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks beside what their host sets
     interfaces: Mapping[str, str] = field(default_factory=dict)  # for each host: the network interface to the others
     again: str = "zerofit train"  # the command that goes on with the run folder, given after it
-    timeout_s: float = 60.0  # without a sign of life for so long, an end is made
+    timeout_s: float  # without a sign of life for so long, an end is made
     sweep: Callable[[str], list[str]] | None = None  # ends what bears a token on all hosts; what to tell the user

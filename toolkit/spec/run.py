@@ -115,6 +115,9 @@ class RunSpec(BaseModel):
     eval_samples: PositiveInt | None = Field(
         None, description="validation samples an evaluation looks at (default: all)"
     )
+    heartbeat_timeout: float = Field(
+        60.0, ge=5, description="seconds without a sign of life of a rank after which all ranks are stopped"
+    )
     log_every: PositiveInt = Field(10, description="steps between plain progress lines when there is no terminal")
     tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
     wandb: str | None = Field(None, description="Weights & Biases project to log to")

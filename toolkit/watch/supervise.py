@@ -43,7 +43,7 @@ def supervise(
                 verdict = _make_an_end(verdict, watch, folder)
                 break
         else:
-            watch.poll(0.0)
+            watch.words()
             verdict = watch.verdict()  # what came with the launcher's own end
         tick()
     words = tuple(state.word for state in watch.states if state.word)
@@ -62,10 +62,11 @@ def _ending(watch: Watch) -> Any:
 def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> Verdict:
     """Keep stack traces where they tell something, end all ranks, note the fault; the verdict with their place."""
     decided = time.monotonic()
+    if verdict.problem.kind == "rank-ended":
+        watch.words()  # where a rank has lost a peer, the word on the peer may come later
+        verdict = watch.verdict() or verdict
     if verdict.problem.kind in TRACED:
         watch.keep_stacks()
-    else:
-        watch.words()
     watch.stop()
     fault = {
         "time_s": round(time.time(), 1),

@@ -58,28 +58,32 @@ class Verdict:
 def judge(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
     """The first thing that is wrong, or None. The most certain causes come first."""
     checks: tuple[Callable[[Sequence[RankState], float, float], Verdict | None], ...]
-    checks = (_ended, _vanished, _unheard, _silent, _all_still)
+    checks = (_killed, _vanished, _ended, _unheard, _silent, _all_still)
     return next((verdict for check in checks if (verdict := check(states, now, timeout_s))), None)
 
 
+def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    killed = [s for s in states if (s.ended or 0) < 0]
+    if not killed:
+        return None
+    first, number = killed[0], -(killed[0].ended or 0)
+    if number == signal.SIGKILL:
+        message = f"{first.name} was killed from outside (SIGKILL) in {first.where}"
+        hint = "most often by the kernel for want of host memory: lower --micro-batch, take fewer ranks on this host, "
+        return _verdict("killed", message, hint + "or look into the kernel's log (dmesg)", killed, now)
+    message = f"{first.name} was ended by {_signal(number)} in {first.where}"
+    hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: its log says where"
+    return _verdict("rank-ended", message, hint, killed, now)
+
+
 def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+    """Ranks that ended by themselves; those that have only lost a peer come here too."""
     failed = [s for s in states if s.ended]
     if not failed:
         return None
-    failed.sort(key=lambda s: (s.ended or 0) > 0)  # those that lost a killed peer end by themselves
     first = failed[0]
-    killed = first.ended == -signal.SIGKILL
-    if killed:
-        message = f"{first.name} was killed from outside (SIGKILL) in {first.where}"
-        hint = "most often by the kernel for want of host memory: lower --micro-batch, take fewer ranks on this host, "
-        hint += "or look into the kernel's log (dmesg)"
-    elif first.ended is not None and first.ended < 0:
-        message = f"{first.name} was ended by {_signal(-first.ended)} in {first.where}"
-        hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: its log and stack traces say where"
-    else:
-        message = f"{first.name} ended with exit code {first.ended} in {first.where}"
-        hint = "its log says why"
-    return _verdict("killed" if killed else "rank-ended", message, hint, failed, now)
+    message = f"{first.name} ended with exit code {first.ended} in {first.where}"
+    return _verdict("rank-ended", message, "its log says why", failed, now)
 
 
 def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:

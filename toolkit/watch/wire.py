@@ -22,7 +22,7 @@ class Wire:
         """`timeout_s`: after so long without an answer of the other side's kernel the connection counts as lost."""
         self.socket = connection
         connection.setblocking(False)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
         self._in, self._out = b"", b""
 

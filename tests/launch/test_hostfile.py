@@ -1,0 +1,77 @@
+"""Hostfiles: what the deepspeed launcher reads is read alike; what it would misread is refused with line and column."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed.launcher import runner
+
+from tests.launch.hostile import HOSTILE
+from zerofit.launch.hostfile import Host, read_hostfile, select, write_hostfile
+from zerofit.spec.errors import UserError
+
+GOOD = "# two racks\nnode-1 slots=4\n\nnode_2.lan   slots=2  # half of it\n"
+
+
+def written(tmp_path, text):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    return path
+
+
+def problems_of(tmp_path, text):
+    with pytest.raises(UserError) as error:
+        read_hostfile(written(tmp_path, text))
+    return error.value.problems
+
+
+def test_it_is_read_as_deepspeed_reads_it(tmp_path):
+    path = written(tmp_path, GOOD)
+    hosts = read_hostfile(path)
+    assert {h.name: h.slots for h in hosts} == dict(runner.fetch_hostfile(str(path)))
+    write_hostfile(tmp_path / "again", hosts)
+    assert dict(runner.fetch_hostfile(str(tmp_path / "again"))) == {"node-1": 4, "node_2.lan": 2}
+
+
+def test_every_fault_is_named_with_line_and_column(tmp_path):
+    found = problems_of(tmp_path, "a slots=2\n  b slots=x\na slots=1\nc\nd slots=0\ne slots=2 gpu\n")
+    places = [p.where.rpartition("hosts:")[2] for p in found]
+    assert places == ["2:5", "3:1", "4:2", "5:3", "6:11"]
+    assert "after line 1" in found[1].message
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "-oProxyCommand=x", "a,b", "u@h", "h%n", "[1-3]"])
+def test_no_name_that_a_shell_or_ssh_would_read(tmp_path, name):
+    if name.startswith("#") or not name.strip():
+        return
+    found = problems_of(tmp_path, f"{name} slots=1\n")
+    assert found
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_an_empty_one_and_a_missing_one(tmp_path, text):
+    assert "names no host" in problems_of(tmp_path, text)[0].message
+    with pytest.raises(UserError, match="cannot read the hostfile"):
+        read_hostfile(tmp_path / "nowhere")
+
+
+FILTERS = [("a", None), ("a@c:0,2", None), (None, "b"), (None, "a:1@c"), ("c:1", None), (None, "a:0")]
+
+
+@pytest.mark.parametrize(("include", "exclude"), FILTERS)
+def test_filters_leave_what_deepspeeds_filters_leave(include, exclude):
+    hosts = [Host("a", 2), Host("b", 4), Host("c", 3)]
+    pool = {h.name: list(range(h.slots)) for h in hosts}
+    theirs = runner.parse_resource_filter(pool, include or "", exclude or "")
+    assert {h.name: list(h.ids) for h in select(hosts, include, exclude)} == dict(theirs)
+
+
+@pytest.mark.parametrize("include", ["d", "a:2", "a:x", "a:", "", "b@", "$(touch x)"])
+def test_filters_that_name_nothing(include):
+    hosts = [Host("a", 2), Host("b", 4)]
+    if not include:
+        assert select(hosts, include, None) == tuple(hosts)
+        return
+    with pytest.raises(UserError):
+        select(hosts, include, None)
+    with pytest.raises(UserError):
+        select(hosts, None, "a@b")
