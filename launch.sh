@@ -2,6 +2,7 @@
 # Finds or makes the environment, then hands on to `zerofit`.
 #   ./launch.sh              the default job: a small Llama learns the standard library's source code
 #   ./launch.sh test ARGS    the test suite (ARGS go to pytest)
+#   ./launch.sh --hostfile hosts run.yaml    zerofit launch: on many hosts
 #   ./launch.sh ARGS         zerofit ARGS
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -24,5 +25,7 @@ fi
 case ${1-} in
     '') exec "$python" -P -m zerofit.cli train ;;
     test) shift && cd -- "$here" && exec "$python" -m pytest "$@" ;;
+    -h | --help | --version) exec "$python" -P -m zerofit.cli "$@" ;;
+    -*) exec "$python" -P -m zerofit.cli launch "$@" ;;
     *) exec "$python" -P -m zerofit.cli "$@" ;;
 esac

@@ -153,3 +153,27 @@ def test_weights_and_biases_offline_gets_every_step(tmp_path, monkeypatch):
     assert len(steps) == 3
     assert all(json.dumps(step["loss"]).encode() in content for step in steps)
     assert content.count(b"train/loss") >= 3
+
+
+def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os, time, torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(64, 10)\n        self.calls = 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        if self.calls > 200 and os.environ['RANK'] == '1':\n            time.sleep(1000)\n"
+        "        return super().forward(x.flatten(1))\n"
+    )
+    arguments = ["mine:Net", "--data", "digits", "--json", "--output", "run", "--heartbeat-timeout", "5"]
+    process = zerofit(*arguments, "--steps", "100000", cwd=tmp_path)
+    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    workers = workers_of(process)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 3, err
+    error = json.loads(out.strip().splitlines()[-1])["error"]
+    assert error["kind"] == "hang"
+    assert "rank 1 on localhost is at step 201, forward (train/driver.py" in error["message"]
+    assert "rank 0 on localhost at step 201, backward, in all_reduce" in error["message"]
+    assert "forward (" in (Path(error["where"]) / "rank-1.stacks.txt").read_text()
+    assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,145 @@
+"""Runs on three hosts: network namespaces with addresses of their own, a real sshd in each, pdsh, DeepSpeed's runner.
+
+What breaks is measured at length by benchmarks/faults.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import hosts, missing
+
+WHY_NOT = missing()
+pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "hosts can be made")]
+BAD_NAME = """it's $(touch PWNED) `touch PWNED`; touch PWNED "&" ü"""
+BAD_VALUE = "'\"; touch PWNED; $(touch PWNED) `touch PWNED`\nsecond line %n ,x"
+MINE = """
+import os, torch
+def net(expected):
+    if "RANK" in os.environ:
+        assert os.environ["HOSTILE"] == os.environ["NCCL_HOSTILE"] == expected, os.environ["HOSTILE"]
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+"""
+JOB = ["--data", "pysource", "--ds-config", "zero2", "--micro-batch", "2", "--seq-len", "64", "--lr", "3e-3"]
+JOB += ["--eval-samples", "8"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    with hosts(tmp_path_factory.mktemp("hosts") / "ssh") as three:
+        yield three
+
+
+def launch(made, place, *args, env=None, wait=True):
+    argv = [sys.executable, "-m", "zerofit.cli", "launch", *args, "--hostfile", str(made.hostfile()), "--json"]
+    process = subprocess.Popen(
+        argv, env={**made.env, **(env or {})}, cwd=place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    return ended(process) if wait else process
+
+
+def ended(process):
+    out, err = process.communicate(timeout=300)
+    lines = out.strip().splitlines()
+    return process.returncode, json.loads(lines[-1]) if lines else {}, err
+
+
+def losses(folder: Path):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def nothing_left(made):
+    assert made.left() == {}
+    assert [node.listening() for node in made.nodes] == [[], [], []]
+
+
+def test_the_default_job_has_the_same_losses_as_on_one_host(made, tmp_path):
+    job = ["llama-tiny", *JOB, "--steps", "5"]
+    code, answer, err = launch(made, tmp_path, *job, "--output", "many")
+    assert code == 0, err
+    assert answer["layout"]["dp"] == answer["world_size"] == 3
+    nothing_left(made)
+    argv = [sys.executable, "-m", "zerofit.cli", "train", *job, "--ranks", "3", "--output", "one"]
+    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    log = (tmp_path / "many" / "logs" / "launcher.log").read_text()
+    for node in made.nodes:
+        assert f"{node.name}: " in log
+
+
+def test_hostile_strings_reach_no_shell(made, tmp_path):
+    place = tmp_path / BAD_NAME
+    place.mkdir()
+    (place / "mine.py").write_text(MINE)
+    arguments = ["--model-args", json.dumps({"expected": BAD_VALUE}), "--env", f"HOSTILE={BAD_VALUE}"]
+    env = {"NCCL_HOSTILE": BAD_VALUE, "PYTHONHOSTILE": "$(touch PWNED)"}
+    code, _, err = launch(
+        made, place, "mine:net", "--data", "digits", "--steps", "3", "--output", BAD_NAME, *arguments, env=env
+    )
+    assert code == 0, err
+    assert len(losses(place / BAD_NAME)) == 3
+    around = {place, tmp_path, Path.home(), Path("/"), Path.cwd(), made.place}
+    assert [folder for folder in around if (folder / "PWNED").exists()] == []
+
+
+def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
+    process = launch(
+        made,
+        tmp_path,
+        *("mlp", "--data", "digits", "--global-batch", "48", "--steps", "60", "--save-every", "10", "--output", "run"),
+        *("--heartbeat-timeout", "5", "--max-restarts", "1", "--min-nodes", "2"),
+        wait=False,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 15):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    made.nodes[2].cut()
+    try:
+        code, answer, err = ended(process)
+    finally:
+        made.nodes[2].mend()
+    assert code == 0, err
+    assert "nothing has been heard of " + made.nodes[2].name in err
+    assert f"going on without {made.nodes[2].name}" in err
+    assert "2 data parallel ranks x micro batch 8 x 3 accumulation steps = 48 samples a step" in err
+    assert (answer["world_size"], answer["steps"], answer["samples"]) == (2, 60, 60 * 48)
+    assert int(answer["resumed_from"][-8:]) >= 10
+    found = losses(tmp_path / "run")
+    assert len(found) == 60
+    undone = [json.loads(line) for p in (tmp_path / "run" / "logs").glob("metrics-undone-*") for line in p.open()]
+    assert undone  # the same steps, before on three hosts
+    assert [found[r["step"] - 1] for r in undone] == pytest.approx([r["loss"] for r in undone], rel=1e-4)
+    fault = json.loads((tmp_path / "run" / "logs" / "faults.jsonl").read_text().splitlines()[0])
+    assert (fault["kind"], fault["ranks"]) == ("host-unreachable", [2])
+    stacks = sorted(p.name for p in (tmp_path / "run" / fault["stacks"]).iterdir())
+    assert "rank-0.stacks.txt" in stacks
+    assert "train_step" in (tmp_path / "run" / fault["stacks"] / "rank-0.stacks.txt").read_text()
+    nothing_left(made)
+
+
+def test_what_is_wrong_with_hosts_is_said_before_a_rank_starts(made, tmp_path):
+    taker = "import socket, time; s = socket.create_server(('', 29500)); print(flush=True); time.sleep(60)"
+    taken = ["ip", "netns", "exec", made.nodes[0].space, sys.executable, "-c", taker]
+    with subprocess.Popen(taken, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        made.nodes[1].cut()
+        code, answer, err = launch(made, tmp_path, "mlp", "--data", "digits", "--output", "run")
+        made.nodes[1].mend()
+        process.kill()
+    assert code == 2
+    said = {(p["where"], p["kind"]): p for p in answer["errors"]}
+    assert "29500" in said[made.nodes[0].name, "host-master-port"]["message"], said
+    assert (made.nodes[1].name, "host-reachable") in said
+    assert "how to mend it" in err
+    assert not (tmp_path / "run").exists()
+    assert os.listdir(tmp_path) == []

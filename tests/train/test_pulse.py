@@ -1,0 +1,88 @@
+"""What a rank's sign of life says, looked at from a thread while the main thread is somewhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from zerofit.train.pulse import Now, Pulse, _connections
+from zerofit.train.sinks import Events
+
+
+@pytest.fixture
+def pulse():
+    reading, writing = os.pipe()
+    yield Pulse(writing, on_gpu=False)
+    os.close(reading)
+    os.close(writing)
+
+
+def seen(pulse, what, looks=1, apart_s=0.0):
+    """The last of some looks that another thread takes while this one does something."""
+    found = []
+
+    def look():
+        time.sleep(0.3)
+        for _ in range(looks):
+            found.append(pulse.look())
+            time.sleep(apart_s)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    what()
+    thread.join()
+    return found[-1]
+
+
+def test_waiting_is_still_and_work_is_not(pulse):
+    assert seen(pulse, lambda: time.sleep(2.5), looks=4, apart_s=0.5)["still_s"] >= 1.0
+
+    def work():
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            sum(range(1000))
+
+    assert seen(pulse, work, looks=3, apart_s=0.4)["still_s"] == 0.0
+
+
+def test_the_collective_that_a_rank_waits_in(pulse, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    inside = dist.distributed_c10d._rank_not_in_group
+    try:
+        assert pulse.look()["collective"] is None
+        dist.distributed_c10d._rank_not_in_group = lambda group: time.sleep(1) or inside(group)  # a barrier that waits
+        assert seen(pulse, dist.barrier)["collective"] == "barrier"
+    finally:
+        dist.distributed_c10d._rank_not_in_group = inside
+        dist.destroy_process_group()
+
+
+def test_phases_follow_the_events(pulse):
+    events = Events(None)
+    try:
+        events("phase", text="reading the data")
+        assert (pulse.look()["phase"], pulse.look()["training"]) == ("reading the data", False)
+        events("training", steps=3)
+        assert (pulse.look()["phase"], pulse.look()["training"]) == ("between steps", True)
+    finally:
+        Now.phase = "starting"
+
+
+def test_bytes_that_flow_through_connections():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        before, resending = _connections()
+        assert not resending
+        one.sendall(b"x" * 100_000)
+        got = 0
+        while got < 100_000:
+            got += len(other.recv(1 << 16))
+        time.sleep(0.1)
+        assert _connections()[0] - before >= 200_000  # sent and acknowledged on one side, received on the other
+        other.close()
