@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import socket
 import sys
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +30,8 @@ def main() -> NoReturn:
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
     _log_to(folder.rank_log(rank))
+    place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
+    print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {place}, process {os.getpid()}", flush=True)
     signals = Signals()
     signals.listen()
     listen_for_dumps(folder.rank_stacks(rank))

@@ -100,6 +100,14 @@ def test_work_that_may_take_long_is_given_longer():
     assert said(*[(r, still(300.0, step=0)) for r in range(4)]) is None  # the first step compiles and connects
 
 
+def test_a_long_step_on_a_gpu_is_no_hang():
+    long = [(r, still(100.0, longest_still_s=50.0)) for r in range(4)]
+    assert said(*long) is None
+    assert said(*[(r, still(151.0, longest_still_s=50.0)) for r in range(4)]).problem.kind == "hang"
+    disk = [(r, still(700.0, training=False, state="disk-sleep" if r == 2 else "sleeping")) for r in range(4)]
+    assert said(*disk) is None
+
+
 def test_a_network_that_loses_packets_is_no_hang():
     lossy = [(r, still(300.0, resending=r == 1)) for r in range(4)]
     assert said(*lossy) is None

@@ -20,6 +20,7 @@ from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
 from zerofit.launch.leftovers import TOKEN_NAME
 from zerofit.launch.machine import this_machine, usable_cores
+from zerofit.launch.route import address_to
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
 from zerofit.launch.site import Site
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -27,7 +28,7 @@ from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
-STEM = "127."
+LOOPBACK = "127."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def cluster_site(
     check(wish.runner, used, wish.runner_args, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
-    own = own_address(used)
+    own = wish.master_addr or "" if wish.node_rank is not None else own_address(used)
     master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
     meeting = (master, wish.master_port or DEFAULT_PORT)
 
@@ -168,16 +169,10 @@ async def _sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list
 def own_address(hosts: Sequence[Host]) -> str:
     """This machine's address as the last of the hosts sees it."""
     for host in reversed(hosts):
-        try:
-            address = socket.gethostbyname(host.name)
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, 9))  # sends nothing
-                own = probe.getsockname()[0]
-        except OSError:
-            continue
-        if not own.startswith(STEM) or len(hosts) == 1:
+        own = address_to(host.name)
+        if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):
             return own
-    return "127.0.0.1"
+    return LOOPBACK + "0.0.1"
 
 
 def address_of(name: str, hosts: Sequence[Host]) -> str:
@@ -187,7 +182,7 @@ def address_of(name: str, hosts: Sequence[Host]) -> str:
     except OSError as error:
         problem = Problem(kind="hostfile", message=f"{name} is not known: {error}", hint="give --master-addr")
         raise UserError(problem) from None
-    return own_address(hosts) if address.startswith(STEM) and len(hosts) > 1 else address
+    return own_address(hosts) if address.startswith(LOOPBACK) and len(hosts) > 1 else address
 
 
 def slurm_hosts() -> tuple[Host, ...]:

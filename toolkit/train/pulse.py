@@ -51,6 +51,7 @@ class Pulse:
         self._main = threading.main_thread().ident
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
+        self._longest = 0.0  # that it has been still while training and moved again
         self._cpu_s, self._bytes = _cpu_s(), 0
 
     def start(self) -> None:
@@ -81,6 +82,8 @@ class Pulse:
         seconds = max(now - self._last, 1e-3)
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         if stack != self._seen or busy or (flowed - self._bytes) / seconds > FLOWING:
+            if Now.phase == TRAINING:
+                self._longest = max(self._longest, self._last - self._moved)
             self._moved = now
         self._seen, self._last, self._cpu_s, self._bytes = stack, now, cpu_s, flowed
         return {
@@ -91,6 +94,7 @@ class Pulse:
             "at": _place(main),
             "resending": resending,
             "still_s": round(now - self._moved, 1),
+            "longest_still_s": round(self._longest, 1),
         }
 
 

@@ -25,6 +25,7 @@ from zerofit.launch.environment import environment
 from zerofit.launch.leftovers import TOKEN_NAME
 from zerofit.launch.machine import usable_cores
 from zerofit.launch.parent import end_with_parent
+from zerofit.launch.route import interface_to
 from zerofit.watch.orders import HOST_NAME, PULSE_NAME, Orders, from_argument, rank_of
 from zerofit.watch.stacks import dump
 from zerofit.watch.wire import Lost, Wire
@@ -179,6 +180,8 @@ def _environment(orders: Orders, rank: int, local_rank: int) -> dict[str, str]:
     """What the rank gets: what is set on its host, what the command forwards, and its place among the ranks."""
     local_size = orders.local_size(rank)
     interface = orders.interfaces.get(orders.hosts[rank])
+    if interface is None and len(set(orders.hosts)) > 1:
+        interface = interface_to(orders.master[0])
     forwarded = orders.environment | {TOKEN_NAME: orders.token}
     env = environment(orders.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():

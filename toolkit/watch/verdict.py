@@ -11,6 +11,8 @@ from zerofit.spec.errors import Problem
 
 COMING_S = 180.0  # until a guard must have reported: ssh, Python and file systems on their first day
 PATIENT = 10  # times the timeout: where work may rightly take long without a sign
+USUAL = 3  # times the longest stillness that was none
+DISK_S = 1800.0  # a large file on its way to a slow disk shows no other sign
 STOPPED_STATES = ("stopped", "tracing-stop")
 BUSY_CPU = 0.05  # cores
 
@@ -147,6 +149,10 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Ver
     if lossy:
         return _lossy(lossy, alive, now, timeout_s)
     limit = timeout_s if steady else timeout_s * PATIENT
+    # a long step on a GPU is one long wait for Python
+    limit = max(limit, USUAL * max(s.beat.get("longest_still_s", 0.0) for s in alive))
+    if any(s.beat.get("state") == "disk-sleep" for s in alive):
+        limit = max(limit, DISK_S)
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= limit:
         return None
