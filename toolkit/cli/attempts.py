@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from zerofit.checkpoint.store import Store
 from zerofit.cli.cluster import Wish, cluster_site, filled, look, machine_of
 from zerofit.cli.preflight_show import show_checks
 from zerofit.cli.prepare import prepare
@@ -96,7 +97,8 @@ class Attempts:
             _refuse(found.findings, len(self.hosts))
         except UserError:
             for path in made:
-                path.rmdir()
+                with suppress(OSError):  # somebody else has put something there
+                    path.rmdir()
             raise
         # from here on the run has this folder
         self.asked = _with(self.asked, output=folder.path)
@@ -105,14 +107,16 @@ class Attempts:
     def _once_more(self, failure: RunFailed, failed: float) -> None:
         """Make the next start possible: in the same folder, with the hosts that are there."""
         assert self.job and self.folder
-        self.asked = _with(self.asked, output=self.folder.path, resume="auto")
+        self.asked = _with(self.asked, output=self.folder.path)
+        if self.asked.run.resume == "never" or Store(self.folder.checkpoints).entries():
+            self.asked = _with(self.asked, resume="auto")
         there = self._hosts_back(failure)
         missing = [host.name for host in self.hosts if host not in there]
         if missing:
             self._leave_out(there, missing)
-        restart = {"restarting_after_s": round(time.time() - failed, 1), "left_out": missing}
+        restart = {"cause": failure.problem.message, "restarting_after_s": round(time.time() - failed, 1)}
         with self.folder.faults.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(restart) + "\n")
+            file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
         """The hosts that answer, once all do or the patience is at its end. Raises the failure where too few do."""

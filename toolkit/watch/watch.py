@@ -16,6 +16,7 @@ from zerofit.watch.wire import Lost, Wire
 HELLO_S = 10.0  # for a connection to say who it is
 WORDS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
+IN_REACH_S = 4.0  # guards speak once a second
 LOSSY_S = 3.0  # a packet that is lost now and then is no news
 
 
@@ -74,14 +75,15 @@ class Watch:
     def keep_stacks(self) -> None:
         """Have the stack traces of all ranks that can be reached written to the logs."""
         self._order({"do": "stacks"})
-        asked = {self._known[wire] for wire in self._known if self.states[self._known[wire]].ended is None}
+        asked = {state.rank for state in self._in_reach() if state.ended is None}
         self._until(lambda: asked <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
         """Order an end; whether all guards that can be reached have made one."""
+        in_reach = {state.rank for state in self._in_reach()}
         self._order({"do": "kill"})
-        self._until(lambda: not self._known, STACKS_S)
-        return not self._known
+        self._until(lambda: not in_reach & set(self._known.values()), STACKS_S)
+        return not in_reach & set(self._known.values())
 
     def summary(self) -> str:
         """How the ranks are, in one short line; empty while there is nothing to say."""
@@ -97,6 +99,11 @@ class Watch:
             return ""
         worst = max(quiet, key=lambda s: _quiet_s(s, now))
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
+
+    def _in_reach(self) -> list[RankState]:
+        """Ranks whose guard has been heard just now; the others get orders too, but nobody waits for them."""
+        now = time.monotonic()
+        return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
 
     def _until(self, done: Any, seconds: float) -> None:
         deadline = time.monotonic() + seconds
