@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+WHOLE_SUITE = 1000  # tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 
 
@@ -19,6 +22,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cache")
     os.environ["ZEROFIT_CACHE"] = str(path)
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def op_in_background(request: pytest.FixtureRequest, cache: Path) -> None:
+    """Where all tests run, the op that some need is compiled on one core while others, of one process, run before."""
+    if len(request.session.items) > WHOLE_SUITE:
+        threading.Thread(target=_compile, daemon=True).start()
+
+
+def _compile() -> None:
+    from zerofit.launch.ops import build_ops
+    from zerofit.spec.errors import RunFailed
+
+    with suppress(RunFailed):  # the tests that need it say why
+        build_ops(["AsyncIOBuilder"], {**os.environ, "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}, lambda _: None)
 
 
 @pytest.fixture(scope="session")

@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "infer": {"spec", "models", "data", "checkpoint"},
     "plan": {"spec"},
     "report": {"spec"},
+    "tune": {"plan"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
-        *("infer", "doctor", "watch"),
+        *("infer", "doctor", "tune", "watch"),
     },
 }
 

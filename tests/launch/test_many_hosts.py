@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -124,6 +125,16 @@ def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
     stacks = sorted(p.name for p in (tmp_path / "run" / fault["stacks"]).iterdir())
     assert "rank-0.stacks.txt" in stacks
     assert "train_step" in (tmp_path / "run" / fault["stacks"] / "rank-0.stacks.txt").read_text()
+    nothing_left(made)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs OpenMPI (Debian: openmpi-bin)")
+def test_openmpi_starts_the_ranks(made, tmp_path):
+    how = ["--launcher", "openmpi", "--launcher-args", "--allow-run-as-root", "--exclude", made.nodes[2].name]
+    code, answer, err = launch(made, tmp_path, "mlp", "--data", "digits", "--steps", "3", "--output", "run", *how)
+    assert code == 0, err
+    assert (answer["world_size"], answer["steps"]) == (2, 3)
+    assert "cmd = mpirun" in (tmp_path / "run" / "logs" / "launcher.log").read_text()
     nothing_left(made)
 
 

@@ -18,6 +18,7 @@ from zerofit.cli.plan import plan
 from zerofit.cli.plot import plot
 from zerofit.cli.simulate import simulate
 from zerofit.cli.train import train
+from zerofit.cli.tune import tune
 from zerofit.spec.errors import Problem
 
 
@@ -46,6 +47,7 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-COMMANDS = (train, launch, plan, simulate, check, schema, ckpt, evaluate, generate, doctor, calibrate, models, plot)
-for command in COMMANDS:
+RUNS = (train, launch, tune, ckpt, evaluate, generate, plot, models)
+JUDGES = (plan, simulate, check, schema, doctor, calibrate)
+for command in (*RUNS, *JUDGES):
     main.add_command(command)

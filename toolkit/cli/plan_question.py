@@ -65,10 +65,10 @@ def fewest(question: Question, cluster: Cluster, full: int | None = None) -> Clu
     forecast = forecast_of(question.profile, cluster)
 
     def wants(gpus: int, nodes: int) -> float:
-        return pressure(question.profile, _of_size(cluster, gpus, nodes), question.wish, forecast)
+        return pressure(question.profile, of_size(cluster, gpus, nodes), question.wish, forecast)
 
     found = inverse.fewest(wants, full or cluster.gpus)
-    return _of_size(cluster, *found) if found else None
+    return of_size(cluster, *found) if found else None
 
 
 def precision_of(asked: str | None, cluster: Cluster, stored: Profile | None = None) -> str:
@@ -115,8 +115,11 @@ def remedies(question: Question, cluster: Cluster) -> list[str]:
     return found
 
 
-def _of_size(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
-    """Host memory of the catalogue comes by the device; a CPU's ranks share all of it."""
+def of_size(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
+    """The same kind of cluster, of another size.
+
+    Host memory of the catalogue comes by the device; a CPU's ranks share all of it.
+    """
     if cluster.on_cpu:
         whole = cluster.device.memory_bytes * cluster.gpus
         device = replace(cluster.device, memory_bytes=whole // gpus)

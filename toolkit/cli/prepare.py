@@ -42,6 +42,19 @@ def prepare(asked: Asked, progress: Progress, machine: Machine | None = None) ->
     problems = Problems()
     machine = machine or this_machine()
     folder = problems.attempt(lambda: find_folder(asked.run))
+    job, ds_source = decided(asked, progress, machine, problems)
+    assert folder
+    with Line() as line:
+        job = replace(job, start=find_start(job, folder, _note, line.show))
+    _make(folder, job, ds_source, machine)
+    return job, folder, machine
+
+
+def decided(asked: Asked, progress: Progress, machine: Machine, problems: Problems) -> tuple[Job, dict[str, Any]]:
+    """The job with everything decided, and the DeepSpeed JSON as the user has it; no folder is made.
+
+    Raises UserError with all that is wrong, and what `problems` has by now.
+    """
     source = problems.attempt(lambda: find_model(asked))
     document = problems.attempt(lambda: ds_document(asked.run))
     task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
@@ -53,7 +66,7 @@ def prepare(asked: Asked, progress: Progress, machine: Machine | None = None) ->
         decision = decide(asked, document, ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
-    assert source and task and document and decision and data_name and folder
+    assert source and task and document and decision and data_name
     for warning in decision.warnings:
         click.echo(f"warning: {warning.message}. {warning.why}", err=True)
         click.echo(f"     at: {where(warning, document, ds_place(asked.run))}", err=True)
@@ -74,10 +87,7 @@ def prepare(asked: Asked, progress: Progress, machine: Machine | None = None) ->
     job = Job(
         run=decision.run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config
     )
-    with Line() as line:
-        job = replace(job, start=find_start(job, folder, _note, line.show))
-    _make(folder, job, document.config, machine)
-    return job, folder, machine
+    return job, document.config
 
 
 def find_model(asked: Asked) -> ModelSource:

@@ -33,6 +33,13 @@ class Line:
             print(text, file=sys.stderr, flush=True)
             self._said = time.monotonic()
 
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._status:
+            self._status.console.print(text, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -1,0 +1,75 @@
+"""`zerofit tune`: real trials, some of which fail; killed, it goes on; what it writes trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+MINE = """
+import os, signal, torch
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+    def forward(self, x):
+        if "RANK" in os.environ and len(x) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        if "RANK" in os.environ and len(x) == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x.flatten(1))
+"""
+SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": False, "micro_batch": [2, 4, 8]}
+SPACE |= {"activation_checkpointing": False}
+
+
+def tune(place: Path, *args: str, env=None):
+    argv = [sys.executable, "-m", "zerofit.cli", "tune", "run.yaml", "--space", "space.yaml", "--json", *args]
+    done = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=400, env=env)
+    lines = done.stdout.strip().splitlines()
+    return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
+
+
+def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text("model: mine:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 20\n")
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
+    code, answer, err = tune(tmp_path, "--minutes", "6", "--output", "tuned")
+    assert code == 0, err
+    status = {row["micro_batch"]: row["status"] for row in answer["trials"]}
+    assert status[8] == "ok"
+    assert status.get(2, "oom") == "oom"
+    assert status.get(4, "crash") == "crash"
+    assert answer["best"]["micro_batch"] == 8
+    assert answer["best"]["step_s"] > 0
+    assert answer["regret"]["gap"] == 0.0 or answer["regret"]["untried"]
+    assert {Path(path).name for path in answer["written"]} == {
+        "ds_config.json",
+        "run.yaml",
+        "trials.json",
+        "trials.png",
+    }
+
+    code, again, err = tune(tmp_path, "--output", "tuned")  # as a tuner that was killed at its end
+    assert code == 0, err
+    assert f"{len(answer['trials'])} trials of this run are known" in err
+    assert [row["measured_step_s"] for row in again["trials"]] == [row["measured_step_s"] for row in answer["trials"]]
+
+    argv = [sys.executable, "-m", "zerofit.cli", "train", "tuned/run.yaml", "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (trained["steps"], trained["samples"]) == (20, 20 * 16)
+    config = json.loads((Path(trained["run_dir"]) / "ds_config.json").read_text())
+    assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (8, 1)
+
+
+def test_a_space_that_names_nothing(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\n")
+    (tmp_path / "space.yaml").write_text("zero_stge: [1]\nmicro_batch: 4\nspeed: 9\n")
+    code, answer, _ = tune(tmp_path)
+    assert code == 2
+    assert [p["kind"] for p in answer["errors"]] == ["unknown-key", "unknown-key"]
+    assert "zero_stage" in answer["errors"][0]["hint"]

@@ -1,0 +1,74 @@
+"""`zerofit tune`: the fastest configuration that fits, measured in a handful of real runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+from zerofit.cli.train import asked_run
+
+LEAST_S = 20.0  # left of the time, below which no trial is begun
+
+
+@click.command()
+@click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
+@click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most so many in all")
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="at most so long")
+@click.option("--space", type=click.Path(path_type=Path), help="YAML: values that are allowed, by knob")
+@run_options()
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def tune(target: str | None, trials: int, minutes: float, space: Path | None, as_json: bool, **options: Any) -> None:
+    """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
+
+    Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
+    overlap, buckets, tensor, pipeline and sequence degrees. Precision and global batch stay. Killed, it goes on where
+    it was; trials are kept by what the run is. --output is the folder for results.
+    """
+    from zerofit.cli.tune_show import show
+
+    flags = {k: v for k, v in options.items() if v is not None}
+    answer(lambda: _tune(target, flags, trials, minutes, space), as_json, show)
+
+
+def _tune(target: str | None, flags: dict[str, Any], most: int, minutes: float, space: Path | None) -> dict[str, Any]:
+    click.echo("checking the run, the model and the data ...", err=True)
+    from zerofit.cli.progress import Line
+    from zerofit.cli.tune_job import TuneJob
+    from zerofit.cli.tune_kept import Kept
+    from zerofit.cli.tune_trial import run_trial
+    from zerofit.cli.tune_write import answer_of, find_output, write_results
+    from zerofit.tune.search import Search
+
+    output = find_output(flags.pop("output", None))
+    deadline = time.monotonic() + 60 * minutes
+    job = TuneJob.of(asked_run(target, flags), space)
+    kept = Kept(job)
+    search = Search(job.candidates, kept.trials())
+    if search.trials:
+        click.echo(f"note: {len(search.trials)} trials of this run are known ({kept.path})", err=True)
+    click.echo(f"{len(job.candidates)} configurations fit by the forecast", err=True)
+    with Line() as line:
+        while len(search.trials) < most and deadline - time.monotonic() > LEAST_S:
+            candidate = search.next()
+            if candidate is None:
+                break
+            name = f"trial {len(search.trials) + 1} of {most}: {job.shown(candidate)}"
+            best_s = search.best_step_s
+            trial = run_trial(job, candidate, best_s, deadline, lambda what, name=name: line.show(f"{name}: {what}"))
+            search.add(trial)
+            kept.keep(trial)
+            line.say(f"{name}: {_outcome(trial)}")
+    return answer_of(job, search, write_results(job, search, output))
+
+
+def _outcome(trial: Any) -> str:
+    if trial.status != "ok":
+        return f"{trial.status}: {trial.reason}"
+    sure = "" if trial.spread is None else f" +- {trial.spread:.1%}"
+    short = ", slower than the best: cut short" if trial.cut_short else ""
+    return f"{trial.measured_step_s:.4f} s a step{sure} (forecast {trial.forecast_step_s:.4f}){short}"

@@ -1,0 +1,58 @@
+"""What `zerofit tune` prints for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(result: dict[str, Any]) -> None:
+    """The trials, the best, and what may have been missed."""
+    console = Console(width=None if Console().is_terminal else 150)
+    table = Table("", "ZeRO", "offload", "dp x tp x pp x sp", "micro x acc", "ckpt", "overlap")
+    for name in ("forecast", "measured", "+-", ""):
+        table.add_column(name, justify="right")
+    best_s = result["best"]["step_s"]
+    for number, row in enumerate(result["trials"], start=1):
+        mark = "bold green" if row["measured_step_s"] == best_s else None
+        table.add_row(str(number), *layout_words(row), *_figures(row), style=mark)
+    console.print(table)
+    best = result["best"]
+    rate = (
+        f"{best['tokens_per_s']:,.0f} tokens/s" if best["tokens_per_s"] else f"{best['samples_per_s']:,.0f} samples/s"
+    )
+    console.print(f"best: {best['step_s']:.4f} s a step, {rate}", style="bold", highlight=False)
+    console.print(_regret(result["regret"]), highlight=False)
+    for path in result["written"]:
+        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+
+
+def layout_words(row: dict[str, Any]) -> tuple[str, ...]:
+    """The knobs of one configuration."""
+    return (
+        str(row["zero_stage"]),
+        row["offload"] if row["offload"] != "none" else "-",
+        f"{row['dp']} x {row['tp']} x {row['pp']} x {row['sp']}",
+        f"{row['micro_batch']} x {row['gradient_accumulation_steps']}",
+        "yes" if row["activation_checkpointing"] else "-",
+        "yes" if row["overlap_comm"] else "-",
+    )
+
+
+def _figures(row: dict[str, Any]) -> tuple[str, ...]:
+    forecast = f"{row['forecast_step_s']:.4f} s"
+    if row["status"] != "ok":
+        return forecast, row["status"], "", row["reason"][:60]
+    spread = "" if row["spread"] is None else f"{row['spread']:.1%}"
+    return forecast, f"{row['measured_step_s']:.4f} s", spread, "cut short" if row["cut_short"] else ""
+
+
+def _regret(regret: dict[str, Any]) -> str:
+    if not regret["untried"]:
+        return "regret: none: every configuration that fits was tried"
+    left = f"{regret['untried']} configurations were not tried; the best of them is expected to take "
+    left += f"{regret['untried_step_s']:.4f} s a step"
+    gain = f", {regret['gap']:.1%} less than the best that was measured" if regret["gap"] else ", no less than the best"
+    return f"regret: {left}{gain}; one chance in twenty that any saves more than {regret['at_most']:.1%}"

@@ -1,0 +1,1 @@
+"""The fastest configuration that fits, found by measuring few: what is known of candidates, and which one is next."""

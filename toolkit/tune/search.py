@@ -1,0 +1,129 @@
+"""Which configuration to measure next, and what may have been missed: no clock and no process, to be replayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zerofit.plan.choice import Choice
+from zerofit.plan.search import PLAIN, plain
+from zerofit.tune.learned import Learned
+from zerofit.tune.trial import Candidate, Trial
+
+ENOUGH = 0.005  # an expected gain below this share of the best step time is not worth a trial
+CRASHES = 2  # of one family, after which it is left alone
+OPTIMISTIC = 1.645  # standard deviations: one in twenty is faster than that
+
+
+class Regret(NamedTuple):
+    """What the best configuration may have missed."""
+
+    best_step_s: float  # measured
+    untried: int
+    untried_step_s: float | None  # expected of the best one that was not tried; None where all were
+    untried_key: str | None
+    gap: float  # share of the best's step time that trying it is expected to save; 0 where it is expected to be slower
+    at_most: float  # the same for the most that one of those not tried may save, but for one chance in twenty
+
+
+@dataclass
+class Search:
+    """Trials so far, and all candidates."""
+
+    candidates: Sequence[Candidate]
+    trials: list[Trial] = field(default_factory=list)
+
+    def next(self) -> Candidate | None:
+        """The candidate whose trial is expected to gain most; None where none is worth one.
+
+        Before anything is measured it is the plainest of those with the best forecast.
+        """
+        open_ones = self._open()
+        if not open_ones:
+            return None
+        best_s = self.best_step_s
+        if best_s is None:
+            least = min(c.forecast_step_s for c in open_ones)
+            near = [c for c in open_ones if c.forecast_step_s <= (1 + PLAIN) * least]
+            return min(near, key=lambda c: plain(c.choice))
+        learned = self._learned()
+        gains = [(_gain(*learned.expected(c.choice, c.forecast_step_s), best_s), c) for c in open_ones]
+        gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].choice))))
+        return candidate if gain >= ENOUGH else None
+
+    def add(self, trial: Trial) -> None:
+        """Note what a trial has come to."""
+        self.trials.append(trial)
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that was measured."""
+        return min(self._measured(), key=lambda t: t.measured_step_s or math.inf, default=None)
+
+    @property
+    def best_step_s(self) -> float | None:
+        """Its step time."""
+        return self.best.measured_step_s if self.best else None
+
+    def expected(self, candidate: Candidate) -> float:
+        """Step time in seconds that is expected of a candidate by now."""
+        return math.exp(self._learned().expected(candidate.choice, candidate.forecast_step_s)[0])
+
+    def regret(self) -> Regret | None:
+        """What was not tried, beside the best that was; None where nothing was measured."""
+        best_s = self.best_step_s
+        if best_s is None:
+            return None
+        learned, open_ones = self._learned(), self._open()
+        rows = [(*learned.expected(c.choice, c.forecast_step_s), c.key) for c in open_ones]
+        if not rows:
+            return Regret(best_s, 0, None, None, 0.0, 0.0)
+        mean, _, key = min(rows)
+        fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, _ in rows)
+        gap, most = (max(0.0, 1 - math.exp(one) / best_s) for one in (mean, fastest))
+        return Regret(best_s, len(rows), math.exp(mean), key, gap, most)
+
+    def _measured(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.status == "ok" and trial.measured_step_s]
+
+    def _learned(self) -> Learned:
+        by_key = {candidate.key: candidate for candidate in self.candidates}
+        rows = [
+            (by_key[t.key].choice, t.forecast_step_s, t.measured_step_s) for t in self._measured() if t.key in by_key
+        ]
+        return Learned(rows)  # type: ignore[arg-type]
+
+    def _open(self) -> list[Candidate]:
+        """Not tried, not larger than what ran out of memory, not of a family that keeps failing."""
+        tried = {trial.key for trial in self.trials}
+        by_key = {candidate.key: candidate for candidate in self.candidates}
+        failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
+        too_large = min((c.peak_bytes for c, status in failed if status == "oom"), default=math.inf)
+        crashed = [_family(c.choice) for c, status in failed if status in ("crash", "hang")]
+        return [
+            c
+            for c in self.candidates
+            if c.key not in tried and c.peak_bytes < too_large and crashed.count(_family(c.choice)) < CRASHES
+        ]
+
+
+def _family(choice: Choice) -> tuple:
+    """What decides which of DeepSpeed's code runs."""
+    return (choice.zero_stage, choice.offload_optimizer, choice.offload_param, choice.tp, choice.pp, choice.sp)
+
+
+def _gain(mean: float, deviation: float, best_s: float) -> float:
+    """Expected improvement as a share of the best step time, of a logarithm that is normally distributed.
+
+    E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2): Jones, Schonlau, Welch, "Efficient Global Optimization of
+    Expensive Black-Box Functions" (1998), for the logarithm.
+    """
+    edge = (math.log(best_s) - mean) / deviation
+    return _below(edge) - math.exp(mean + deviation**2 / 2) / best_s * _below(edge - deviation)
+
+
+def _below(x: float) -> float:
+    """Share of a standard normal distribution below x."""
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
