@@ -236,6 +236,7 @@ def goes_on(name: str, made: Hosts, place: Path, heartbeat: float) -> dict[str, 
     code, answer = trial.end()
     mended(made)
     wrong = [] if code == 75 else [f"exit code {code}: {answer}"]
+    wrong += [] if steps else ["it made no step"]
     return {
         "fault": name,
         "code": code,

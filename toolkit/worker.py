@@ -22,6 +22,10 @@ from zerofit.train.pulse import Pulse, listen_for_dumps
 from zerofit.train.requests import Signals
 from zerofit.watch.orders import HOST_NAME, PULSE_NAME
 
+# what gloo, NCCL and torch's store say when another rank is gone
+LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
+LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
+LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 LINES = 3  # of a library's message: validators name the key in the second
 
 
@@ -103,8 +107,7 @@ def translate(error: BaseException, log: Path) -> Problem:
         return Problem(
             kind="disk-full", message=f"no room on the disk: {first}", hint=hint, where=str(log.parent.parent)
         )
-    lost = ("Connection closed by peer", "Timed out waiting", "Watchdog caught", "Connection reset by peer")
-    if any(sign in text for sign in lost):
+    if any(sign in text for sign in LOST) or type(error).__name__ in LOST_TYPES:
         return Problem(
             kind="peer-lost",
             message=f"another rank is gone or busy elsewhere: {first}",

@@ -8,6 +8,7 @@ from zerofit.watch.verdict import RankState, judge
 
 NOW, TIMEOUT = 1000.0, 60.0
 TRAINING = {"step": 12, "phase": "backward", "training": True, "collective": "all_reduce", "at": "train/driver.py:1 f"}
+TRAINING |= {"warm": True}
 WELL = {**TRAINING, "still_s": 0.5, "silent_s": 0.4, "state": "running", "resending": False}
 
 
@@ -68,7 +69,11 @@ def test_a_stopped_rank_and_one_inside_cpp():
     verdict = said((1, {"beat": {"silent_s": 61.0, "state": "stopped"}}))
     assert (verdict.problem.kind, verdict.ranks) == ("rank-stopped", (1,))
     assert said((1, {"beat": {"silent_s": 61.0, "state": "running"}, "busy": True})) is None
-    assert said((1, {"beat": {"silent_s": 61.0, "state": "disk-sleep"}})).problem.kind == "hang"
+    assert said((1, {"beat": {"silent_s": 61.0, "state": "running"}})).problem.kind == "hang"
+    assert said((1, {"beat": {"silent_s": 1700.0, "state": "disk-sleep"}})) is None
+    assert said((1, {"beat": {"silent_s": 1801.0, "state": "disk-sleep"}})).problem.kind == "hang"
+    starting = {"silent_s": 300.0, "state": "running", "training": False}
+    assert said((1, {"beat": starting})) is None  # importing torch from a cold disk
     assert said((1, {"beat": {"silent_s": 601.0, "state": "running"}, "busy": True})).problem.kind == "hang"
 
 
@@ -78,9 +83,9 @@ def still(seconds, **beat):
 
 def test_the_rank_outside_the_collective_holds_the_others_up():
     held = [(r, still(61.0)) for r in (0, 1, 3)]
-    verdict = said(*held, (2, still(61.0, collective=None, phase="data", at="data/loader.py:9 micro_batches")))
+    verdict = said(*held, (2, still(61.0, collective=None, phase="forward", at="train/driver.py:9 _loss")))
     assert (verdict.problem.kind, verdict.ranks) == ("hang", (2,))
-    assert "rank 2 on b is at step 13, data (data/loader.py:9 micro_batches)" in verdict.problem.message
+    assert "rank 2 on b is at step 13, forward (train/driver.py:9 _loss)" in verdict.problem.message
     assert "the others at step 13, backward, in all_reduce" in verdict.problem.message
     assert said(*held, (2, still(3.0))) is None  # one that moves is no hang
 
@@ -97,7 +102,10 @@ def test_work_that_may_take_long_is_given_longer():
     saving = [(r, still(300.0, training=False, phase="saving step 12")) for r in range(4)]
     assert said(*saving) is None
     assert said(*[(r, still(601.0, training=False)) for r in range(4)]).problem.kind == "hang"
-    assert said(*[(r, still(300.0, step=0)) for r in range(4)]) is None  # the first step compiles and connects
+    assert said(*[(r, still(300.0, warm=False)) for r in range(4)]) is None  # the first step compiles and connects
+    reading = {"phase": "data", "collective": None}
+    assert said(*[(r, still(300.0, **(reading if r == 2 else {}))) for r in range(4)]) is None
+    assert said(*[(r, still(601.0, **(reading if r == 2 else {}))) for r in range(4)]).ranks == (2,)
 
 
 def test_a_long_step_on_a_gpu_is_no_hang():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from contextlib import closing
 
@@ -17,7 +18,15 @@ BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent
 
 
 def orders(port, **changes):
-    known = {"folder": "/run", "token": "secret", "attempt": 1, "hosts": ("a", "b"), "accelerator": "cpu"}
+    known = {
+        "folder": "/run",
+        "token": "secret",
+        "mark": "m",
+        "coming_s": 9.0,
+        "attempt": 1,
+        "hosts": ("a", "b"),
+        "accelerator": "cpu",
+    }
     known |= {"watch": {"a": ("127.0.0.1", port), "b": ("127.0.0.1", port)}, "master": ("127.0.0.1", 1)}
     return Orders(**{**known, "timeout_s": 5.0, **changes})
 
@@ -59,10 +68,12 @@ def test_ranks_come_beat_and_end(watch):
     until(watch, lambda: watch.states[0].beat)
     assert watch.states[0].where == "step 4, forward"
     first.send({"ended": 0, "last": {}})
-    first.close()
+    ending = threading.Thread(target=first.finish, args=(5,))  # with an answer to the beat unread
+    ending.start()
     second.send({"ended": 3, "last": {"step": 7}, "word": {"rank": 1, "problems": []}})
     until(watch, lambda: watch.states[1].ended is not None)
-    assert not watch.states[0].lost
+    until(watch, lambda: not ending.is_alive())
+    assert (watch.states[0].ended, watch.states[0].lost) == (0, False)
     assert watch.states[1].word == {"rank": 1, "problems": []}
     assert watch.verdict().ranks == (1,)
 
@@ -112,6 +123,8 @@ def test_a_rank_reports_once(watch):
 def test_orders_to_the_guards(watch):
     wire = guard(watch, 0)
     until(watch, lambda: watch.states[0].here)
+    wire.send({"beat": BEAT})
+    assert received(watch, wire) == [{"heard": True}]
     watch._order({"do": "stacks"})
     assert received(watch, wire) == [{"do": "stacks"}]
     wire.close()

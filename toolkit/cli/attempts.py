@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,16 @@ from zerofit.data import RichProgress
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
 from zerofit.doctor.storage import disk
-from zerofit.launch.hold import held
+from zerofit.launch.hold import held, wait_for_ranks
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import needed_ops
-from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
 from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import Asked
 from zerofit.watch.watch import Watch
 
-NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full")  # what would only happen again
+# what would only happen again
+NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
 BACK_S = 5.0  # between two looks for a host that does not answer
 
 
@@ -52,38 +55,52 @@ class Attempts:
 
     def run(self) -> dict[str, Any]:
         """The result of the start that comes to the end. Raises UserError, RunFailed and Stopped."""
-        for attempt in range(1, self.max_restarts + 2):
-            try:
-                return self._start(attempt)
-            except RunFailed as failure:
-                failed = time.time()
-                if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
-                    raise
-                _say_failed(failure.problem, attempt, self.max_restarts)
-                self._once_more(failure, failed)
+        with ExitStack() as stack:  # the run folder is held over all starts
+            for attempt in range(1, self.max_restarts + 2):
+                try:
+                    return self._start(attempt, stack)
+                except RunFailed as failure:
+                    failed = time.time()
+                    if self.job is None or self.folder is None:
+                        raise
+                    if self.folder.stop_request.exists():
+                        _stop_after(failure.problem, self.folder)
+                    if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
+                        raise
+                    _say_failed(failure.problem, attempt, self.max_restarts)
+                    self._once_more(failure, failed)
         raise AssertionError("the last start returns or raises")
 
-    def _start(self, attempt: int) -> dict[str, Any]:
+    def _start(self, attempt: int, stack: ExitStack) -> dict[str, Any]:
         with closing(Watch("")) as watch:
-            found = self._ready(watch.port)
+            try:
+                found = self._ready(watch.port)
+            except UserError as error:
+                if attempt == 1:
+                    raise
+                raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
             job, folder, _ = prepare(self.asked, RichProgress(), machine)
-            self.job, self.folder = job, folder
             if found:
                 _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
             finished = finished_before(job, folder)
             if finished:
                 click.echo(f"note: all {job.steps} steps of this run are done", err=True)
+                os.utime(folder.result)  # nodes that start by themselves look at its age
                 return {"run_dir": str(folder.path), **finished}
-            with held(folder, lambda text: click.echo(text, err=True)):
-                for note in make_ready(folder, job.start):
-                    click.echo(f"note: {note}", err=True)
-                site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
-                with View(folder, job.run.log_every) as view:
-                    if self.wish.over_ssh:
-                        used = list(dict.fromkeys(site.hosts))
-                        build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, view.phase)
-                    return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
+            if self.folder is None:
+                stack.enter_context(held(folder, _say))
+            else:
+                wait_for_ranks(folder, _say)
+            self.job, self.folder = job, folder
+            for note in make_ready(folder, job.start):
+                click.echo(f"note: {note}", err=True)
+            site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
+            with View(folder, job.run.log_every) as view:
+                if self.wish.over_ssh:
+                    used = list(dict.fromkeys(site.hosts))
+                    build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, view.phase)
+                return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
 
     def _ready(self, port: int) -> Preflight | None:
         """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
@@ -127,7 +144,8 @@ class Attempts:
         deadline = time.monotonic() + patience_s
         while True:
             found = look(self.hosts, self.wish, self.folder.path, self.asked.run.model, None, None)
-            there = [host for host in self.hosts if host.name in found.facts]
+            failing = {check.host for check in found.checks if check.status == FAIL}
+            there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
             if len(there) == len(self.hosts) or time.monotonic() > deadline:
                 break
             missing = ", ".join(h.name for h in self.hosts if h not in there)
@@ -135,7 +153,8 @@ class Attempts:
             time.sleep(BACK_S)
         if len(there) < (self.min_nodes or len(self.hosts)):
             missing = ", ".join(h.name for h in self.hosts if h not in there)
-            hint = f"mend {missing}, then `{self.wish.again} {self.folder.path}` goes on; "
+            again = f"{self.wish.again} {shlex.quote(str(self.folder.path))}"
+            hint = f"mend {missing}, then `{again}` goes on; "
             hint += f"--min-nodes {max(len(there), 1)} goes on without"
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
@@ -161,6 +180,19 @@ class Attempts:
             gradient_accumulation_steps=smaller.accumulation,
             global_batch=smaller.total,
         )
+
+
+def _stop_after(problem: Problem, folder: RunFolder) -> None:
+    """Ranks that were asked to stop have failed instead: raise Stopped if there is a checkpoint to go on from."""
+    known = Store(folder.checkpoints).entries()
+    if known:
+        message = f"asked to stop, and failed before all was saved ({problem.message}); step {known[-1].step} is saved"
+        hint = "the same command goes on from there"
+        raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
 
 
 def _with(asked: Asked, **fields: Any) -> Asked:

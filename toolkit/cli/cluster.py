@@ -18,7 +18,7 @@ from zerofit.doctor.remote import Conversation, ask_all, conversations
 from zerofit.doctor.software import model_code
 from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
-from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.leftovers import MARK_NAME
 from zerofit.launch.machine import this_machine, usable_cores
 from zerofit.launch.route import address_to
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
@@ -28,6 +28,7 @@ from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder
 
 FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
+COMING_S, ALONE_S = 180.0, 1800.0  # until a guard must have reported; where nodes start by themselves
 LOOPBACK = "127."
 
 
@@ -120,15 +121,16 @@ def cluster_site(
         master=meeting,
         accelerator=machine.accelerator,
         argv=argv,
-        env=lambda token: runner_environment(
-            folder.logs, {TOKEN_NAME: token, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
+        env=lambda mark: runner_environment(
+            folder.logs, {MARK_NAME: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
         ),
         cwd="/",
         forwarded=wish.forwarded,
         interfaces=found.interfaces if found else {},
         again=wish.again,
+        coming_s=COMING_S if wish.over_ssh else ALONE_S,
         timeout_s=job.run.heartbeat_timeout,
-        sweep=(lambda token: sweep([h.name for h in used], token, wish.ssh_port)) if wish.over_ssh else None,
+        sweep=(lambda mark: sweep([h.name for h in used], mark, wish.ssh_port)) if wish.over_ssh else None,
     )
 
 
@@ -147,16 +149,16 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
     return tuple(used)
 
 
-def sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list[str]:
+def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
     """End every process of a start on its hosts, wherever it can be reached; a line for each host where there was
     something to do or nothing could be done."""
-    return asyncio.run(_sweep(hosts, token, ssh_port))
+    return asyncio.run(_sweep(hosts, mark, ssh_port))
 
 
-async def _sweep(hosts: Sequence[str], token: str, ssh_port: int | None) -> list[str]:
+async def _sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
     async with conversations(hosts, ssh_port) as opened:
         there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
-        answers = await ask_all(there, {"ask": "sweep", "token": token})
+        answers = await ask_all(there, {"ask": "sweep", "mark": mark})
     notes = []
     for name, answer in {**opened, **answers}.items():
         if isinstance(answer, Unreachable):

@@ -17,7 +17,7 @@ from zerofit.launch.written import write_once
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import RunSpec
 
-HANDED_ON = ("max_restarts", "min_nodes")  # of launch's own flags
+HANDED_ON = ("max_restarts",)  # of launch's own flags
 NEEDED = {
     "slurm": ("nodes", "slots", "time"),
     "kubernetes": ("nodes", "slots", "image", "claim"),

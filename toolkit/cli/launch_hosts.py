@@ -55,6 +55,9 @@ def _conflicts(options: dict[str, Any], problems: Problems) -> None:
         problems.add("conflict", "--nodes without --no-ssh: no host has a name", "give --hostfile", "--nodes")
     if ("no_ssh" in given) != node:
         problems.add("conflict", "--no-ssh and --node-rank belong together", "give both", "--no-ssh")
+    if "min_nodes" in given and ("no_ssh" in given or options["runner"] == "slurm"):
+        message = "--min-nodes needs hosts that can be asked over ssh whether they are there"
+        problems.add("conflict", message, "leave it out: the scheduler replaces lost nodes", "--min-nodes")
     if "no_ssh" in given and "master_addr" not in given:
         hint = "give --master-addr, an address of node 0 that all nodes reach"
         problems.add("conflict", "--no-ssh without --master-addr", hint, "--master-addr")

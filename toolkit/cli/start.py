@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from zerofit.cli.view import View
-from zerofit.launch.leftovers import TOKEN_NAME, end_all
+from zerofit.launch.leftovers import MARK_NAME, end_all
 from zerofit.launch.local import started
 from zerofit.launch.outcome import outcome
 from zerofit.launch.site import Site
@@ -25,7 +25,7 @@ def run_once(folder: RunFolder, site: Site, watch: Watch, view: View, attempt: i
     orders.write(folder.orders)
     watch.expect(orders)
     view.phase("starting the ranks")
-    env = {**site.env(orders.token), TOKEN_NAME: orders.token}
+    env = {**site.env(orders.mark), MARK_NAME: orders.mark}
     ranks = started(folder, site.argv(as_argument(folder.orders)), env, site.cwd)
     try:
         ended = supervise(ranks, watch, folder, _Ticks(view, watch, folder))
@@ -33,8 +33,8 @@ def run_once(folder: RunFolder, site: Site, watch: Watch, view: View, attempt: i
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
         folder.orders.unlink(missing_ok=True)
-        end_all(orders.token)  # pdsh gives each ssh a session of its own
-        for note in site.sweep(orders.token) if site.sweep else ():
+        end_all(orders.mark)  # pdsh gives each ssh a session of its own
+        for note in site.sweep(orders.mark) if site.sweep else ():
             click.echo(f"note: {note}", err=True)
     seen = ended.verdict.problem if ended.verdict else None
     return outcome(folder, ended.code, site.again, seen, ended.words)
@@ -44,11 +44,13 @@ def _orders(folder: RunFolder, site: Site, port: int, attempt: int) -> Orders:
     return Orders(
         folder=str(folder.path),
         token=secrets.token_hex(16),
+        mark=secrets.token_hex(8),
         attempt=attempt,
         hosts=site.hosts,
         watch={host: (address, port) for host, address in site.addresses.items()},
         master=site.master,
         accelerator=site.accelerator,
+        coming_s=site.coming_s,
         timeout_s=site.timeout_s,
         environment=dict(site.forwarded),
         interfaces=dict(site.interfaces),

@@ -4,7 +4,7 @@
 
     {"ask": "facts", "run_folder", "token", "run_file", "code": paths, "compilers": false}     `collect`
     {"ask": "listen", "port": 29500}             listen there until the end (0: any free port)
-    {"ask": "sweep", "token": ...}     end every process of that start of a run
+    {"ask": "sweep", "mark": ...}     end every process of that start of a run
     {"ask": "reach", "targets": [["10.0.0.1", 29500], ...]}     connect to each
 """
 
@@ -86,7 +86,7 @@ def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> dict[str, An
     if asked == "reach":
         return _reach(question)
     if asked == "sweep":
-        return {"ended": end_all(str(question["token"]))}
+        return {"ended": end_all(str(question["mark"]))}
     return {"error": f"unknown question {asked!r}"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.leftovers import MARK_NAME
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -124,7 +124,7 @@ def _run_of(pid: int) -> str | None:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
-    key = f"{TOKEN_NAME}=".encode()
+    key = f"{MARK_NAME}=".encode()
     values = [one[len(key) :] for one in raw.split(b"\0") if one.startswith(key)]
     return os.fsdecode(values[0]) if values else None
 

@@ -84,10 +84,11 @@ def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems
 
 
 def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
-    """The runner's own environment: this one without whatever it would export, and a file of plain exports."""
+    """The runner's own environment: this one without what it would export in more than plain words, and a file of
+    further exports."""
     file = logs / "launch.env"
     file.write_text("".join(f"{name}={value}\n" for name, value in plain.items()), encoding="utf-8")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(EXPORTED)}
+    env = {k: v for k, v in os.environ.items() if PLAIN.fullmatch(v) or not k.startswith(EXPORTED)}
     env["PATH"] = os.pathsep.join(p for p in env.get("PATH", os.defpath).split(os.pathsep) if PLAIN.fullmatch(p))
     # an absolute path stays what it is when the runner puts its two folders before it (runner.py, main)
     env |= {"DS_ENV_FILE": str(file), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

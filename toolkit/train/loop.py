@@ -78,6 +78,7 @@ class Loop:
         seen: list[np.ndarray] = []
         batches = self._noting(self._weighted(), seen)
         figures: dict[str, float] = {}
+        Now.first = self.first
         for step in range(self.first, job.steps):
             Now.step = step
             lr = self.driver.engine.get_lr()[0]

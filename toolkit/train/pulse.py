@@ -22,7 +22,9 @@ from typing import Any
 
 EVERY_S = 1.0
 BUSY = 0.05  # of one core: a process that uses more is at work
-FLOWING = 1000  # bytes a second over the ranks' connections: more than what keeps them open
+FLOWING = 1000  # bytes a second over one connection: more than what keeps it open
+READING = 100_000  # bytes a second from and to files: more than logs and signs of life
+FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
 COLLECTIVES = "distributed_c10d.py"
 PYTHON_OF_OURS = ("zerofit", "toolkit")
 TCP_INFO_BYTES = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
@@ -39,6 +41,7 @@ class Now:
     """Where this rank is; the loop and its events write, the pulse reads."""
 
     step = 0  # optimizer steps done
+    first = 0  # of them before this start
     phase = "starting"
 
 
@@ -52,7 +55,7 @@ class Pulse:
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
         self._longest = 0.0  # that it has been still while training and moved again
-        self._cpu_s, self._bytes = _cpu_s(), 0
+        self._cpu_s, self._io, self._flows = _cpu_s(), _io_bytes(), {}
 
     def start(self) -> None:
         """Beat until the process ends."""
@@ -60,8 +63,9 @@ class Pulse:
 
     def _beat(self) -> None:
         while True:
+            beat = self.look()
             try:
-                self.say(self.look())
+                self.say(beat)
             except OSError:
                 return  # the guard is gone, and the kernel ends this process
             time.sleep(EVERY_S)
@@ -75,21 +79,27 @@ class Pulse:
 
     def look(self) -> dict[str, Any]:
         """One sign of life."""
-        frames, (flowed, resending) = sys._current_frames(), _connections()
+        frames, (flows, resending) = sys._current_frames(), _connections()
         main = frames.get(self._main)
-        stack = tuple((f.f_code, f.f_lasti) for f in _up(main))
-        now, cpu_s = time.monotonic(), _cpu_s()
+        stack = (Now.step, *((f.f_code, f.f_lasti) for f in _up(main)))
+        now, cpu_s, io = time.monotonic(), _cpu_s(), _io_bytes()
         seconds = max(now - self._last, 1e-3)
+        if seconds > FROZEN_S:  # the whole process was: that says nothing of its main thread
+            self._moved += seconds
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
-        if stack != self._seen or busy or (flowed - self._bytes) / seconds > FLOWING:
+        busy |= (io - self._io) / seconds > READING
+        # each connection by itself: what keeps hundreds of them open adds up
+        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in flows.items())
+        if stack != self._seen or busy:
             if Now.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
             self._moved = now
-        self._seen, self._last, self._cpu_s, self._bytes = stack, now, cpu_s, flowed
+        self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, flows
         return {
             "step": Now.step,
             "phase": _part(main) if Now.phase == TRAINING else Now.phase,
             "training": Now.phase == TRAINING,
+            "warm": Now.step > Now.first,  # the first step connects and compiles
             "collective": next((c for c in map(_collective, frames.values()) if c), None),
             "at": _place(main),
             "resending": resending,
@@ -145,18 +155,38 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _connections() -> tuple[int, bool]:
-    """Bytes that have gone through this process's TCP connections, and whether one sends again what was lost."""
-    total, resending = 0, False
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+def _io_bytes() -> int:
+    """Bytes that this process has read and written, network file systems included."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def _connections() -> tuple[dict[str, int], bool]:
+    """Bytes through each of this process's TCP connections, and whether one sends again what was lost."""
+    flows: dict[str, int] = {}
+    resending = False
+    if socket.getdefaulttimeout() is not None:
+        return flows, resending  # a socket object would make the connection itself non-blocking
+    for name in _listed("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if not link.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_AT + TCP_INFO_BYTES.size)
         except OSError:
             continue  # closed meanwhile, or no TCP
         if len(info) >= TCP_INFO_AT + TCP_INFO_BYTES.size:
-            total += sum(TCP_INFO_BYTES.unpack_from(info, TCP_INFO_AT))
+            flows[link] = sum(TCP_INFO_BYTES.unpack_from(info, TCP_INFO_AT))
             resending |= info[TCP_RETRANSMITS_AT] > 0
-    return total, resending
+    return flows, resending
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # no Linux, or no descriptor left
+        return []

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from zerofit.launch.environment import environment
-from zerofit.launch.leftovers import TOKEN_NAME
+from zerofit.launch.leftovers import MARK_NAME
 from zerofit.launch.machine import usable_cores
 from zerofit.launch.parent import end_with_parent
 from zerofit.launch.route import interface_to
@@ -32,6 +32,8 @@ from zerofit.watch.wire import Lost, Wire
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
+FROZEN_S = 5.0
+LAST_WORDS_S = 3.0  # for the command to read them
 FAILED = 3
 LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # the rank answers them, not its guard
 
@@ -44,6 +46,7 @@ class Guard:
         self._host = orders.hosts[rank]
         self._pulse, self._half = pulse, b""
         os.set_blocking(pulse, False)
+        self._answered = True  # whether the command has heard the last beat
         self._last: dict[str, Any] = {}
         self._word: dict[str, Any] | None = None  # what the rank said it died of
         self._heard = time.monotonic()
@@ -82,8 +85,11 @@ class Guard:
         with selectors.DefaultSelector() as selector:
             selector.register(wire, selectors.EVENT_READ)
             selector.register(self._pulse, selectors.EVENT_READ)
-            next_beat = 0.0
+            next_beat, looked = 0.0, time.monotonic()
             while True:
+                if time.monotonic() - looked > FROZEN_S:  # all processes here were stopped
+                    self._heard += time.monotonic() - looked
+                looked = time.monotonic()
                 for key, _ in selector.select(0.1):
                     if key.fileobj is wire:
                         for order in wire.receive():
@@ -97,7 +103,8 @@ class Guard:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     wire.flush()
-                    if not wire.waiting:  # else the command is not reading: one line is enough
+                    if self._answered:  # else the command is stopped, and unread lines would pile up
+                        self._answered = False
                         wire.send({"beat": self._beat()})
 
     def _hear(self) -> bool:
@@ -125,6 +132,7 @@ class Guard:
 
     def _obey(self, order: dict[str, Any], wire: Wire) -> bool:
         """Do what is ordered; whether that is to make an end."""
+        self._answered |= "heard" in order
         if order.get("do") == "stacks":
             wire.send({"stacks": dump(self._process.pid, self._stacks)})
         return order.get("do") == "kill"
@@ -150,9 +158,7 @@ class Guard:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
         if self._wire:
-            with suppress(Lost):
-                self._wire.flush()
-            self._wire.close()
+            self._wire.finish(LAST_WORDS_S)
 
 
 def main() -> None:
@@ -182,7 +188,7 @@ def _environment(orders: Orders, rank: int, local_rank: int) -> dict[str, str]:
     interface = orders.interfaces.get(orders.hosts[rank])
     if interface is None and len(set(orders.hosts)) > 1:
         interface = interface_to(orders.master[0])
-    forwarded = orders.environment | {TOKEN_NAME: orders.token}
+    forwarded = orders.environment | {MARK_NAME: orders.mark}
     env = environment(orders.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         env.setdefault(name, interface or "")

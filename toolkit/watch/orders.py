@@ -27,12 +27,14 @@ class Orders:
     """One start of a run on its hosts."""
 
     folder: str  # the run folder
-    token: str  # secret of this start
+    token: str  # secret of this start: who knows it is heard
+    mark: str  # in the environment of all its processes, so that leftovers can be told
     attempt: int  # 1, and one more for each restart
     hosts: tuple[str, ...]  # one a rank
     watch: dict[str, tuple[str, int]]  # for each host: address and port of the command that watches
     master: tuple[str, int]  # address and port where rank 0 listens
     accelerator: str  # "cuda" or "cpu"
+    coming_s: float  # until a guard must have reported
     timeout_s: float  # without a word from the other side for so long, an end is made
     environment: dict[str, str] = field(default_factory=dict)  # for all ranks
     interfaces: dict[str, str] = field(default_factory=dict)  # for each host: the network interface to the master

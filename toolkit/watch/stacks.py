@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 DUMP = signal.SIGUSR2  # the rank's faulthandler answers to it (`zerofit.train.pulse`)
-PATIENCE_S = 8.0
+PATIENCE_S = 4.0
 SETTLE_S = 0.5
 
 

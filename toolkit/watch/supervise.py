@@ -77,10 +77,11 @@ def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> Verdict:
         "seen_after_s": verdict.unheard_s,
         "stopped_after_s": round(time.monotonic() - decided, 1),
     }
-    kept = _kept_stacks(folder)
-    # the disk may be full: that is no reason to hide the verdict
-    with suppress(OSError), folder.faults.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
+    kept = None
+    with suppress(OSError):  # the disk may be full: that is no reason to hide the verdict
+        kept = _kept_stacks(folder)
+        with folder.faults.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**fault, "stacks": str(kept.relative_to(folder.path)) if kept else None}) + "\n")
     return replace(verdict, problem=replace(verdict.problem, where=str(kept))) if kept else verdict
 
 
@@ -89,8 +90,9 @@ def _kept_stacks(folder: RunFolder) -> Path | None:
     found = [path for path in folder.logs.glob("rank-*.stacks.txt") if path.stat().st_size]
     if not found:
         return None
-    number = 1 + len(list(folder.logs.glob("fault-*")))
-    kept = folder.logs / f"fault-{number}"
+    number = 1
+    while (kept := folder.logs / f"fault-{number}").exists():
+        number += 1
     kept.mkdir()
     for path in found:
         path.rename(kept / path.name)

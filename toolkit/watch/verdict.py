@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from zerofit.spec.errors import Problem
@@ -57,10 +58,13 @@ class Verdict:
     unheard_s: float  # since when nothing had been heard or had moved, when this was decided
 
 
-def judge(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
-    """The first thing that is wrong, or None. The most certain causes come first."""
+def judge(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S) -> Verdict | None:
+    """The first thing that is wrong, or None. The most certain causes come first.
+
+    `timeout_s`: without a sign of life; `coming_s`: until a guard must have reported.
+    """
     checks: tuple[Callable[[Sequence[RankState], float, float], Verdict | None], ...]
-    checks = (_killed, _vanished, _ended, _unheard, _silent, _all_still)
+    checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)
     return next((verdict for check in checks if (verdict := check(states, now, timeout_s))), None)
 
 
@@ -104,9 +108,9 @@ def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Verd
     return _verdict("vanished", message, hint, mine, now)
 
 
-def _unheard(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> Verdict | None:
     """Guards that say nothing, though nobody has closed the connection."""
-    coming = max(COMING_S, timeout_s)
+    coming = max(coming_s, timeout_s)
     unheard = [
         s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming)
     ]
@@ -129,10 +133,12 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Verdic
         seconds = state.beat.get("silent_s", 0.0)
         if state.ended is not None or seconds <= timeout_s:
             continue
+        disk = state.beat.get("state") == "disk-sleep"
+        limit = DISK_S if disk else timeout_s * PATIENT if state.busy or not state.beat.get("training") else timeout_s
         if state.beat.get("state") in STOPPED_STATES:
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
             return _verdict("rank-stopped", message, "kill -CONT, or end the debugger", [state], now)
-        if seconds > timeout_s * PATIENT or not state.busy:
+        if seconds > limit:
             message = f"{state.name} has given no sign of life for {seconds:.0f} s, in {state.where}"
             hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
             return _verdict("hang", message, hint, [state], now)
@@ -144,7 +150,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Ver
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
-    steady = all(s.beat["training"] and s.beat["step"] > 0 for s in alive)
+    steady = all(s.beat["training"] and s.beat["warm"] and s.beat["phase"] != "data" for s in alive)
     lossy = [s for s in alive if s.beat.get("resending")]
     if lossy:
         return _lossy(lossy, alive, now, timeout_s)

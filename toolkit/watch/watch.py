@@ -16,6 +16,7 @@ from zerofit.watch.wire import Lost, Wire
 HELLO_S = 10.0  # for a connection to say who it is
 WORDS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
+FROZEN_S = 5.0  # between two looks
 IN_REACH_S = 4.0  # guards speak once a second
 LOSSY_S = 3.0  # a packet that is lost now and then is no news
 
@@ -33,7 +34,8 @@ class Watch:
         self._known: dict[Wire, int] = {}
         self._stacks: set[int] = set()
         self.states: list[RankState] = []
-        self._token, self._timeout_s = "", 0.0
+        self._token, self._timeout_s, self._coming_s = "", 0.0, 0.0
+        self._polled = time.monotonic()
 
     @property
     def port(self) -> int:
@@ -42,7 +44,7 @@ class Watch:
 
     def expect(self, orders: Orders) -> None:
         """From now on these ranks are expected to report."""
-        self._token, self._timeout_s = orders.token, orders.timeout_s
+        self._token, self._timeout_s, self._coming_s = orders.token, orders.timeout_s, orders.coming_s
         now = time.monotonic()
         self.states = [RankState(rank, host, now) for rank, host in enumerate(orders.hosts)]
 
@@ -55,6 +57,10 @@ class Watch:
 
     def poll(self, seconds: float) -> None:
         """Take what has come, waiting for something at most so long."""
+        gap = time.monotonic() - self._polled
+        if gap > FROZEN_S:  # this command was stopped (Ctrl-Z): nobody could be heard
+            for state in self.states:
+                state.heard += gap
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -63,10 +69,11 @@ class Watch:
         for wire, since in list(self._strangers.items()):
             if time.monotonic() - since > HELLO_S:
                 self._forget(wire)
+        self._polled = time.monotonic()
 
     def verdict(self) -> Verdict | None:
         """What is wrong by now."""
-        return judge(self.states, time.monotonic(), self._timeout_s)
+        return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
     def words(self) -> None:
         """After a failure: a moment for other ranks to say what they died of."""
@@ -129,6 +136,8 @@ class Watch:
                     self._greet(wire, message)
                 else:
                     self._note(self.states[self._known[wire]], message)
+                    if "beat" in message:
+                        wire.send({"heard": True})  # the guard says no more before
         except Lost:
             if wire in self._known:
                 state = self.states[self._known[wire]]
@@ -138,7 +147,7 @@ class Watch:
     def _greet(self, wire: Wire, message: dict[str, Any]) -> None:
         rank = message.get("rank")
         known = isinstance(rank, int) and 0 <= rank < len(self.states) and not self.states[rank].here
-        if not known or not hmac.compare_digest(str(message.get("hello")), self._token):
+        if not known or not hmac.compare_digest(str(message.get("hello")).encode(), self._token.encode()):
             raise Lost("a stranger")
         assert isinstance(rank, int)
         del self._strangers[wire]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 CHUNK = 65536
@@ -24,6 +26,9 @@ class Wire:
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(timeout_s / 4)))
         self._in, self._out = b"", b""
 
     def fileno(self) -> int:
@@ -70,7 +75,7 @@ class Wire:
         for line in lines:
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Lost("no JSON") from error
             if not isinstance(value, dict):
                 raise Lost("no JSON object")
@@ -78,6 +83,21 @@ class Wire:
         if closed:
             raise Lost("closed")
 
+    def finish(self, seconds: float) -> None:
+        """End the connection once the other side has read everything, or after so long.
+
+        Closed with something unread in it, a connection is reset, and what was sent last may be lost (RFC 2525, 2.17).
+        """
+        with suppress(OSError, Lost):
+            self.socket.setblocking(True)
+            self.socket.settimeout(seconds)
+            self.socket.sendall(self._out)
+            self.socket.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self.socket.recv(CHUNK):
+                pass
+        self.close()
+
     def close(self) -> None:
-        """End the connection."""
+        """End the connection at once."""
         self.socket.close()
