@@ -124,7 +124,7 @@ def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
     assert (fault["kind"], fault["ranks"]) == ("host-unreachable", [2])
     stacks = sorted(p.name for p in (tmp_path / "run" / fault["stacks"]).iterdir())
     assert "rank-0.stacks.txt" in stacks
-    assert "train_step" in (tmp_path / "run" / fault["stacks"] / "rank-0.stacks.txt").read_text()
+    assert "train/loop.py" in (tmp_path / "run" / fault["stacks"] / "rank-0.stacks.txt").read_text()
     nothing_left(made)
 
 
