@@ -87,13 +87,18 @@ def trace(wanted: Wanted, say: Callable[[str], None]) -> Profile:
     with models_say("MODEL"):
         inputs, config = _inputs(wanted, source, task)
         degrees = _degrees(wanted, config, getattr(inputs, "seq_len", None))
+        checkpointings = wanted.checkpointings
         while True:
             # the largest first: where one does not divide every layer, it shows at once
             ordered = sorted(degrees, reverse=True)
-            settings = [Setting(wanted.precision, c, d.tp, d.sp) for d in ordered for c in wanted.checkpointings]
+            settings = [Setting(wanted.precision, c, d.tp, d.sp) for d in ordered for c in checkpointings]
             try:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
+                if error.kind == "model-checkpointing" and len(checkpointings) > 1:
+                    say(f"left out: {error.message}")
+                    checkpointings = (False,)
+                    continue
                 if error.kind != "profile-tp" or wanted.degrees or ordered[0].tp == 1:
                     raise
                 say(f"left out: {error.message}")
