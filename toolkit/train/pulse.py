@@ -54,6 +54,7 @@ class Pulse:
         self._main = threading.main_thread().ident
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
+        self._resent = 0.0  # when a connection was last seen to send again what was lost
         self._longest = 0.0  # that it has been still while training and moved again
         self._cpu_s, self._io, self._flows = _cpu_s(), _io_bytes(), {}
 
@@ -94,6 +95,7 @@ class Pulse:
             if Now.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
             self._moved = now
+        self._resent = now if resending else self._resent
         self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, flows
         return {
             "step": Now.step,
@@ -102,7 +104,7 @@ class Pulse:
             "warm": Now.step > Now.first,  # the first step connects and compiles
             "collective": next((c for c in map(_collective, frames.values()) if c), None),
             "at": _place(main),
-            "resending": resending,
+            "resending": self._resent >= self._moved,
             "still_s": round(now - self._moved, 1),
             "longest_still_s": round(self._longest, 1),
         }
