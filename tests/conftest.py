@@ -16,17 +16,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token caches and the like go to a folder of this session; compiled ops stay where they are."""
-    from zerofit.launch.environment import ops_folder
-
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    _ops_stay()
     path = tmp_path_factory.mktemp("cache")
     os.environ["ZEROFIT_CACHE"] = str(path)
     return path
 
 
+def _ops_stay() -> None:
+    from zerofit.launch.environment import ops_folder
+
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+
+
 @pytest.fixture(scope="session", autouse=True)
-def op_in_background(request: pytest.FixtureRequest, cache: Path) -> None:
+def op_in_background(request: pytest.FixtureRequest) -> None:
     """Where all tests run, the op that some need is compiled on one core while others, of one process, run before."""
+    _ops_stay()
     if len(request.session.items) > WHOLE_SUITE:
         threading.Thread(target=_compile, daemon=True).start()
 

@@ -15,13 +15,11 @@ class Net(torch.nn.Linear):
     def __init__(self):
         super().__init__(64, 10)
     def forward(self, x):
-        if "RANK" in os.environ and len(x) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        if "RANK" in os.environ and len(x) == 4 and os.environ["RANK"] == "1":
+        if len(x) == 8 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x.flatten(1))
 """
-SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": False, "micro_batch": [2, 4, 8]}
+SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": False, "micro_batch": [2, 8]}
 SPACE |= {"activation_checkpointing": False}
 
 
@@ -39,10 +37,10 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     code, answer, err = tune(tmp_path, "--minutes", "6", "--output", "tuned")
     assert code == 0, err
     status = {row["micro_batch"]: row["status"] for row in answer["trials"]}
-    assert status[8] == "ok"
-    assert status.get(2, "oom") == "oom"
-    assert status.get(4, "crash") == "crash"
-    assert answer["best"]["micro_batch"] == 8
+    assert status == {8: "crash", 2: "ok"}  # the planner's favourite is tried first
+    (crash,) = [row["reason"] for row in answer["trials"] if row["status"] == "crash"]
+    assert "rank 1 on localhost was killed from outside (SIGKILL)" in crash
+    assert answer["best"]["micro_batch"] == 2
     assert answer["best"]["step_s"] > 0
     assert answer["regret"]["gap"] == 0.0 or answer["regret"]["untried"]
     assert {Path(path).name for path in answer["written"]} == {
@@ -63,7 +61,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     trained = json.loads(done.stdout.strip().splitlines()[-1])
     assert (trained["steps"], trained["samples"]) == (20, 20 * 16)
     config = json.loads((Path(trained["run_dir"]) / "ds_config.json").read_text())
-    assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (8, 1)
+    assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (2, 1)
 
 
 def test_a_space_that_names_nothing(tmp_path):
