@@ -25,6 +25,7 @@ from typing import Any
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from tests.ranks.pool import RankPool, Trained
+from tests.train.small import GPT2, LLAMA
 from zerofit.config.ds_json import bundled
 from zerofit.spec.errors import UserError
 from zerofit.spec.versions import versions
@@ -52,19 +53,7 @@ BASE = {
     "weight_decay": 0.1,
     "eval_samples": 8,
 }
-LLAMA = {
-    "model": "llama-tiny",
-    "model_args": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    },
-}
 TIED = {**LLAMA, "model_args": {**LLAMA["model_args"], "tie_word_embeddings": True}}
-SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-GPT2 = {"model": "gpt2", "model_args": {"n_embd": 32, "n_layer": 2, "n_head": 2, **SMALL}}
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = {"model": "bert-base", "model_args": BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
 # batch norm: the same micro batches in every layout, and steps so small that rounding does not decide the losses

@@ -18,9 +18,10 @@ from zerofit.launch.hold import alive
 from zerofit.launch.parent import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import RunFolder, write_json
-from zerofit.train.pulse import Pulse, listen_for_dumps
+from zerofit.train.pulse import Pulse
 from zerofit.train.requests import Signals
 from zerofit.watch.orders import HOST_NAME, PULSE_NAME
+from zerofit.watch.stacks import listen_for_dumps
 
 # what gloo, NCCL and torch's store say when another rank is gone
 LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")

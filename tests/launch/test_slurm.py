@@ -95,28 +95,26 @@ def test_an_exit_code_is_the_job_s(slurm, submit):
     assert slurm.wait(number, "FAILED", "COMPLETED")["ExitCode"] == "3:0"
 
 
-def test_pre_emption_leaves_time_to_save_and_the_job_goes_on(slurm, submit):
-    number, log = submit(partition="low", slots=CPUS - 2, work_s=600)
+def pre_empted(slurm, submit, partition):
+    """What a job's two starts say that a job of a higher partition has pushed aside."""
+    number, log = submit(partition=partition, slots=CPUS - 2, work_s=600)
     slurm.wait(number, "RUNNING")
     time.sleep(2)
     other, _ = submit(partition="high", slots=CPUS - 2)
     slurm.wait(other, "COMPLETED")
     about = slurm.wait(number, "COMPLETED", "FAILED", "PREEMPTED")
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1")
-    first, second = said(log)
+    return said(log)
+
+
+def test_pre_emption_leaves_time_to_save_and_the_job_goes_on(slurm, submit):
+    first, second = pre_empted(slurm, submit, "low")
     assert (first["got"], first["restarts"]) == ([10], 0)
     assert (second["got"], second["restarts"]) == ([], 1)
 
 
 def test_pre_emption_without_grace_is_queued_again_by_slurm(slurm, submit):
-    number, log = submit(partition="abrupt", slots=CPUS - 2, work_s=600)
-    slurm.wait(number, "RUNNING")
-    time.sleep(2)
-    other, _ = submit(partition="high", slots=CPUS - 2)
-    slurm.wait(other, "COMPLETED")
-    about = slurm.wait(number, "COMPLETED", "FAILED", "PREEMPTED")
-    assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "1")
-    first, second = said(log)
+    first, second = pre_empted(slurm, submit, "abrupt")
     assert first["got"][-1] == 15  # from Slurm to every process, here right after the signal that was asked for
     assert second["restarts"] == 1
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
+from tests.train.small import GPT2, LLAMA
 from zerofit.checkpoint.compatible import OBSTACLES, obstacles, unsavable
 from zerofit.checkpoint.reader import Whole
 
@@ -20,18 +21,6 @@ CLOSE = 1e-4  # the same of whole tensors: Adam divides by the root of small num
 COUNTED = ("step", "global_steps", "skipped_steps", "lr_scheduler")
 RUN = {"data": "synthetic:64", "seq_len": 16, "global_batch": 4, "steps": STEPS, "lr": 3e-3, "weight_decay": 0.1}
 RUN |= {"eval_samples": 4, "warmup_steps": 2}
-LLAMA = {
-    "model": "llama-tiny",
-    "model_args": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    },
-}
-SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-GPT2 = {"model": "gpt2", "model_args": {"n_embd": 32, "n_layer": 2, "n_head": 2, **SMALL}}  # with tied embeddings
 TENSOR, PIPE = {"tensor_parallel": 2}, {"pipeline": 2, "micro_batch": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stage 3 on two ranks to 0 on one": (LLAMA, {"ranks": 2, "ds_config": "zero3"}, {"ranks": 1, "ds_config": "zero0"}),

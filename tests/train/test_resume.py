@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from tests.ranks.pool import Trained
+from tests.train.small import LLAMA_SIZES
 from zerofit.checkpoint import safe
 
 STEPS, AT = 8, 5
 TEXT = {"data": "synthetic:64", "seq_len": 16, "micro_batch": 2, "steps": STEPS}
-LLAMA = {
-    "model": "llama-tiny",
-    "model_args": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-    },
-    **TEXT,
-}
+LLAMA = {"model": "llama-tiny", "model_args": {**LLAMA_SIZES, "vocab_size": 64}, **TEXT}
 # dropout draws from each rank's random state
 GPT2 = {
     "model": "gpt2",

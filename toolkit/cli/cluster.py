@@ -7,10 +7,8 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import click
 
 from zerofit.doctor.preflight import Asked as Questions
 from zerofit.doctor.preflight import Preflight, preflight
@@ -50,6 +48,16 @@ class Wish:
         """Whether hosts can be asked and cleared over ssh."""
         return self.node_rank is None and self.runner != "slurm"
 
+    @property
+    def port(self) -> int:
+        """Where rank 0 will listen."""
+        return self.master_port or DEFAULT_PORT
+
+    def argv(self, hosts: Sequence[Host], logs: Path, master: str, orders: str) -> list[str]:
+        """The launcher's command (`launch.runner.runner`)."""
+        options = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
+        return runner(self.runner, hosts, logs, (master, self.port), orders, **options)
+
 
 def look(
     hosts: Sequence[Host], wish: Wish, folder: Path, model: str, run_file: Path | None, port: int | None
@@ -62,7 +70,7 @@ def look(
             run_file=run_file,
             code=model_code(model),
             master=wish.master_addr,
-            master_port=wish.master_port or DEFAULT_PORT,
+            master_port=wish.port,
             callback=(own_address(hosts), port) if port else None,
             ssh_port=wish.ssh_port,
         ),
@@ -73,30 +81,16 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
     """All devices together: GPUs where every host has them, else CPUs. Without answers, hosts like this one."""
     devices = sum(host.slots for host in hosts)
     if found is None:
-        here = this_machine()
-        return Machine(
-            accelerator=here.accelerator,
-            devices=devices,
-            cores=here.cores,
-            device_name=here.device_name,
-            fp16=here.fp16,
-            bf16=here.bf16,
-        )
+        return replace(this_machine(), devices=devices)
     graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
     if graphics and all(one["gpus"] for one in found.facts.values()):
         capability = min(float(gpu["compute_capability"]) for gpu in graphics)
         able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
         name = graphics[0]["name"]
         return Machine(accelerator="cuda", devices=devices, cores=usable_cores(), device_name=name, **able)
-    here = this_machine()
-    return Machine(
-        accelerator="cpu",
-        devices=devices,
-        cores=here.cores,
-        device_name=f"CPU of {len(hosts)} hosts",
-        fp16=here.accelerator == "cpu" and here.fp16,
-        bf16=True,
-    )
+    here, name = this_machine(), f"CPU of {len(hosts)} hosts"
+    able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
+    return replace(here, accelerator="cpu", devices=devices, device_name=name, **able)
 
 
 def cluster_site(
@@ -109,18 +103,12 @@ def cluster_site(
     names = tuple(host.name for host in used for _ in range(host.slots))
     own = wish.master_addr or "" if wish.node_rank is not None else own_address(used)
     master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
-    meeting = (master, wish.master_port or DEFAULT_PORT)
-
-    def argv(orders: str) -> list[str]:
-        options = {"runner_args": wish.runner_args, "ssh_port": wish.ssh_port, "node_rank": wish.node_rank}
-        return runner(wish.runner, used, folder.logs, meeting, orders, **options)
-
     return Site(
         hosts=names,
         addresses={host.name: _seen_from(host.name, found) or own for host in used},
-        master=meeting,
+        master=(master, wish.port),
         accelerator=machine.accelerator,
-        argv=argv,
+        argv=lambda orders: wish.argv(used, folder.logs, master, orders),
         env=lambda mark: runner_environment(
             folder.logs, {MARK_NAME: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
         ),
@@ -206,8 +194,3 @@ def slurm_hosts() -> tuple[Host, ...]:
 def _seen_from(host: str, found: Preflight | None) -> str | None:
     """This machine's address as the ssh connection to a host had it."""
     return found.facts.get(host, {}).get("asked_from", {}).get("there") if found else None
-
-
-def note(text: str) -> None:
-    """A line for people, on standard error."""
-    click.echo(f"note: {text}", err=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.cli.cluster import Wish, filled, slurm_hosts
 from zerofit.launch.hostfile import Host, read_hostfile, select
-from zerofit.launch.runner import DEFAULT_PORT, check, forwarded, runner
+from zerofit.launch.runner import check, forwarded
 from zerofit.spec.errors import Problems
 from zerofit.spec.folder import RunFolder
 from zerofit.spec.run import RunSpec
@@ -89,9 +89,7 @@ def _again(options: dict[str, Any]) -> str:
 def command(run: RunSpec, hosts: Sequence[Host], wish: Wish) -> dict[str, Any]:
     """The command that would start the ranks, for --dry-run; no host is asked and nothing is kept."""
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
-    master = (wish.master_addr or used[0].name, wish.master_port or DEFAULT_PORT)
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
-    options = {"runner_args": wish.runner_args, "ssh_port": wish.ssh_port, "node_rank": wish.node_rank}
     with tempfile.TemporaryDirectory() as place:
-        argv = runner(wish.runner, used, Path(place), master, as_argument(folder.orders), **options)
+        argv = wish.argv(used, Path(place), wish.master_addr or used[0].name, as_argument(folder.orders))
         return {"command": [part.replace(place, str(folder.logs)) for part in argv]}

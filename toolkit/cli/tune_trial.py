@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from zerofit.cli.tune_job import TuneJob
+from zerofit.cli.view import Tail
 from zerofit.spec.folder import RunFolder
 from zerofit.tune.timing import Timing, timing
 from zerofit.tune.trial import Candidate, Status, Trial
@@ -37,13 +38,15 @@ def run_trial(
     known = {"key": candidate.key, "forecast_step_s": candidate.forecast_step_s}
     with tempfile.TemporaryDirectory(prefix="zerofit-trial-") as place:
         folder = RunFolder(Path(place) / "run")
+        metrics, records = Tail(folder.metrics), list[dict[str, Any]]()
         process = _start(job, candidate, Path(place))
         try:
-            found, cut_short = _watch(process, folder, best_s, deadline, show)
+            found, cut_short = _watch(process, metrics, records, best_s, deadline, show)
             late = process.poll() is None
         finally:
             _end(process)
-        peak = max((record["memory_bytes"] for record in _records(folder)), default=None)
+        records += metrics.read()
+        peak = max((record["memory_bytes"] for record in records), default=None)
         error = _error(Path(place))
     seconds = round(time.monotonic() - began, 1)
     if found is not None:
@@ -67,15 +70,20 @@ def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[
 
 def _watch(
     process: subprocess.Popen[str],
-    folder: RunFolder,
+    metrics: Tail,
+    records: list[dict[str, Any]],
     best_s: float | None,
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """The timing once it is sure or clearly worse than the best; None where the run ends or the time does before."""
+    """The timing once it is sure or clearly worse than the best; None where the run ends or the time does before.
+
+    `records`: takes the steps as they are read.
+    """
     began, first = time.monotonic(), None
     while process.poll() is None:
-        times = [record["step_s"] for record in _records(folder)]
+        records += metrics.read()
+        times = [record["step_s"] for record in records]
         now = time.monotonic()
         if times and first is None:
             first = now
@@ -120,11 +128,3 @@ def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, s
     if kind == "out-of-memory":
         return "oom", message
     return ("hang" if kind in HANGS else "crash"), message
-
-
-def _records(folder: RunFolder) -> list[dict[str, Any]]:
-    try:
-        lines = folder.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]

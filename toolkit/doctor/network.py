@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from zerofit.launch.route import interface_of
+
 CONNECT_S = 4.0
 
 
@@ -55,11 +57,6 @@ def asked_from() -> dict[str, str | None]:
     """Both ends of the ssh connection that this process was started over, as SSH_CONNECTION has them."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return {"there": words[0], "here": words[2]} if len(words) == 4 else {"there": None, "here": None}
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the interface that has this address."""
-    return next((one["interface"] for one in addresses() if one["address"] == address.split("%")[0]), None)
 
 
 def listen(port: int) -> socket.socket:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.leftovers import MARK_NAME
+from zerofit.launch.leftovers import mark_of, others
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -99,13 +99,10 @@ def libaio() -> dict[str, bool]:
 
 def strays() -> list[dict[str, Any]]:
     """Processes of zerofit runs and of DeepSpeed's launcher on this host, as far as this user may see them."""
-    mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     found = []
-    for process in psutil.process_iter():
-        if process.pid in mine:
-            continue
+    for process in others():
         try:
-            run, argv = _run_of(process.pid), process.cmdline()
+            run, argv = mark_of(process.pid), process.cmdline()
             if run is None and not any(word in RANKS for word in argv):
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -116,17 +113,6 @@ def strays() -> list[dict[str, Any]]:
             continue
         found.append({"pid": process.pid, "run": run, "rank": "zerofit.worker" in argv, **said})
     return found
-
-
-def _run_of(pid: int) -> str | None:
-    """The run that a process's environment names; None where there is none, or it is another user's process."""
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    key = f"{MARK_NAME}=".encode()
-    values = [one[len(key) :] for one in raw.split(b"\0") if one.startswith(key)]
-    return os.fsdecode(values[0]) if values else None
 
 
 def cores() -> dict[str, Any]:

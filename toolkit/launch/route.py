@@ -20,7 +20,10 @@ def address_to(other: str) -> str | None:
 def interface_to(other: str) -> str | None:
     """Name of this host's interface on the way to another one; None where there is no way but its own loopback."""
     own = address_to(other)
-    if own is None or own.startswith("127."):
-        return None
-    rows = psutil.net_if_addrs().items()
-    return next((name for name, all_of_it in rows if any(one.address == own for one in all_of_it)), None)
+    return None if own is None or own.startswith("127.") else interface_of(own)
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has this address of this host's."""
+    plain, rows = address.split("%")[0], psutil.net_if_addrs().items()
+    return next((name for name, found in rows if any(one.address.split("%")[0] == plain for one in found)), None)

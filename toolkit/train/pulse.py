@@ -5,11 +5,9 @@ What the main thread does is looked up from outside, by a thread of its own: tra
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import resource
-import signal
 import socket
 import struct
 import sys
@@ -34,7 +32,6 @@ ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
 PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
 PARTS |= {"_exec_forward_pass": "forward", "_exec_backward_pass": "backward", "_exec_load_micro_batch": "data"}
 LOADER = ("loader.py", "micro_batches")
-DUMP = signal.SIGUSR2  # what the guard sends (`zerofit.watch.stacks`)
 
 
 class Now:
@@ -108,11 +105,6 @@ class Pulse:
             "still_s": round(now - self._moved, 1),
             "longest_still_s": round(self._longest, 1),
         }
-
-
-def listen_for_dumps(path: Path) -> None:
-    """Have a signal write the stacks of all threads to a file, also while the main thread is inside C++."""
-    faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
 
 
 def _up(frame: FrameType | None) -> Iterator[FrameType]:

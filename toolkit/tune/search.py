@@ -67,10 +67,6 @@ class Search:
         """Its step time."""
         return self.best.measured_step_s if self.best else None
 
-    def expected(self, candidate: Candidate) -> float:
-        """Step time in seconds that is expected of a candidate by now."""
-        return math.exp(self._learned().expected(candidate.choice, candidate.forecast_step_s)[0])
-
     def regret(self) -> Regret | None:
         """What was not tried, beside the best that was; None where nothing was measured."""
         best_s = self.best_step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -10,9 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-DUMP = signal.SIGUSR2  # the rank's faulthandler answers to it (`zerofit.train.pulse`)
+DUMP = signal.SIGUSR2  # the rank's faulthandler answers to it
 PATIENCE_S = 4.0
 SETTLE_S = 0.5
+
+
+def listen_for_dumps(path: Path) -> None:
+    """In a rank: have a signal write the stacks of all threads to a file, also while the main thread is inside C++."""
+    faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
 
 
 def dump(pid: int, path: Path) -> str:
