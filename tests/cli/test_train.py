@@ -175,5 +175,6 @@ def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):
     assert error["kind"] == "hang"
     assert "rank 1 on localhost is at step 201, forward (train/driver.py" in error["message"]
     assert "rank 0 on localhost at step 201, backward, in all_reduce" in error["message"]
-    assert "forward (" in (Path(error["where"]) / "rank-1.stacks.txt").read_text()
+    stacks = (Path(error["where"]) / "rank-1.stacks.txt").read_text()
+    assert "forward (mine.py" in stacks or 'mine.py", line 9 in forward' in stacks  # py-spy's words, or faulthandler's
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
