@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.host_options import host_options
 from zerofit.cli.launch_files import file_options, write_file
 from zerofit.cli.options import run_options
 from zerofit.cli.train import asked_run, is_run_file, show
@@ -18,26 +19,12 @@ from zerofit.spec.run import RunSpec
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
-@click.option("--hostfile", type=click.Path(path_type=Path), help="lines `node1 slots=8`")
-@click.option("--include", help="only these: node1@node2:0,2 is all of node1 and devices 0 and 2 of node2")
-@click.option("--exclude", help="all but these, written as for --include")
-@click.option(
-    "--launcher",
-    "runner",
-    type=click.Choice(["pdsh", "slurm", "openmpi", "mpich"]),
-    default="pdsh",
-    show_default=True,
-    help="what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation",
-)
-@click.option("--launcher-args", "runner_args", default="", help="handed on to pdsh, srun or mpirun")
+@host_options
 @click.option("--no-ssh", is_flag=True, help="this command runs on every node, and starts that node's ranks only")
 @click.option("--node-rank", type=click.IntRange(min=0), help="with --no-ssh: which line of the hostfile this node is")
 @click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, --slurm, --kubernetes: how many there are")
 @click.option("--slots", type=click.IntRange(min=1), help="with --nodes: ranks on each")
 @click.option("--master-addr", help="address where rank 0 listens [of the first host]")
-@click.option("--master-port", type=click.IntRange(1, 65535), help="its port [29500]")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of all hosts [as ~/.ssh/config says]")
-@click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="forward to all ranks; may be repeated")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="begin again so often after a failure [0]")
 @click.option("--min-nodes", type=click.IntRange(min=1), help="go on without lost nodes while so many are left")
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")

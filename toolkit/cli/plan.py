@@ -19,6 +19,7 @@ RUN_FIELDS = (
     *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
 PRECISIONS = ("fp32", "bf16", "fp16")
+FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the best, or of a plainer one less than 3% slower"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
@@ -35,6 +36,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--network", metavar="SIZE", help="bytes a second to other nodes, for each device")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
 @click.option("--profile", type=click.Path(path_type=Path), help="plan from a stored profile, without torch")
+@click.option("--from", "tuned", type=click.Path(path_type=Path), help=FROM_HELP)
 @click.option("--write", type=click.Path(path_type=Path), help=WRITE_HELP)
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
@@ -63,6 +65,7 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     from zerofit.cli.inputs import parse_image
     from zerofit.cli.plan_flags import early_problems
     from zerofit.cli.plan_hardware import Asked, clusters
+    from zerofit.cli.plan_tuned import read_tuned, refuse_other_device
     from zerofit.cli.plan_write import refuse_existing
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
@@ -82,6 +85,9 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
         problems.attempt(lambda: refuse_existing(options["write"]))
     names = ("kinds", "gpus", "nodes", "host_memory", "device_memory", "nvme", "network")
     found = problems.attempt(lambda: clusters(Asked(**{name: options[name] for name in names})))
+    options["tuned"] = problems.attempt(lambda: read_tuned(options["tuned"])) if options["tuned"] else None
+    for cluster in found or () if options["tuned"] else ():
+        problems.attempt(lambda cluster=cluster: refuse_other_device(options["tuned"], cluster.device.kind))
     problems.raise_if_any()
     result = _answered(model, options, found)
     result["total_s"] = round(time.perf_counter() - start, 3)
@@ -121,6 +127,7 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
     answered = questions.best(question, cluster)
     result = answer_json(answered, question.profile, question.wish.precision)
     result["top"] = options["top"]
+    result["tuned"] = options["tuned"].as_dict() if options["tuned"] else None
     result["profile"] = str(place) if place and options["maximum"] != "seq-len" else None
     if asked:
         result["asked"] = asked
@@ -147,9 +154,10 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
         sp=options["sequence_parallel"],
         checkpointing=options["activation_checkpointing"],
     )
+    asked = {"top": options["top"], "correct": options["tuned"].correct if options["tuned"] else None}
     if stored is not None:
         refuse_meaningless(stored, options)
-        return Question(profile=stored, wish=wish, top=options["top"]), options["profile"]
+        return Question(profile=stored, wish=wish, **asked), options["profile"]
     wanted = Wanted(
         model=model,
         precision=wish.precision,
@@ -162,7 +170,7 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
     profile, place = get_profile(wanted, lambda message: click.echo(message, err=True))
     refuse_meaningless(profile, options)
     wanted = replace(wanted, seq_len=profile.seq_len)
-    return Question(profile=profile, wish=wish, wanted=wanted, top=options["top"]), place
+    return Question(profile=profile, wish=wish, wanted=wanted, **asked), place
 
 
 def _box(result: dict[str, Any]) -> dict[str, Any]:

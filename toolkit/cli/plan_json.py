@@ -45,7 +45,7 @@ def layout_json(one: Ranked, profile: Profile) -> dict[str, Any]:
         "device_total_bytes": one.fit.device_there_bytes,
         "host_bytes": one.memory.host_bytes,
         "nvme_bytes": one.memory.nvme_bytes,
-        "step_s": one.choice.micro_batch * one.choice.accumulation * one.choice.dp / one.samples_per_s,
+        "step_s": one.choice.global_batch / one.samples_per_s,
         "time": {name: value for name, value in asdict(one.time).items() if name != "step_s"},
         "samples_per_s": one.samples_per_s,
         "tokens_per_s": tokens,
@@ -61,7 +61,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
         "offload": offload_name(choice),
         "micro_batch": choice.micro_batch,
         "gradient_accumulation_steps": choice.accumulation,
-        "global_batch": choice.micro_batch * choice.accumulation * choice.dp,
+        "global_batch": choice.global_batch,
         "dp": choice.dp,
         "tp": choice.tp,
         "pp": choice.pp,
@@ -70,6 +70,8 @@ def choice_json(choice: Choice) -> dict[str, Any]:
         "precision": choice.precision,
         "bucket_elements": choice.bucket,
         "overlap_comm": choice.overlap,
+        "prefetch_elements": choice.prefetch,
+        "persistence_elements": choice.persistence,
     }
 
 

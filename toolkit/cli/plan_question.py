@@ -12,7 +12,7 @@ from zerofit.plan.degrees import Degrees
 from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.reasons import Forecast
-from zerofit.plan.search import Answer, host_needed, pressure, search
+from zerofit.plan.search import Answer, Correct, host_needed, pressure, search
 from zerofit.plan.space import Wish
 from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
@@ -37,13 +37,14 @@ class Question:
     wish: Wish
     wanted: Wanted | None = None  # None: the profile came from a file
     top: int = 10
+    correct: Correct | None = None  # step times, by what a tuning has measured
 
 
 def best(question: Question, cluster: Cluster) -> Answer:
     """The best layouts on one cluster."""
     calibration = read_calibration(cluster.device.kind)
     forecast = forecast_of(question.profile, cluster)
-    return search(question.profile, cluster, question.wish, forecast, calibration, question.top)
+    return search(question.profile, cluster, question.wish, forecast, calibration, question.top, question.correct)
 
 
 def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:

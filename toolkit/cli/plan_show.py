@@ -20,6 +20,8 @@ def show(result: dict[str, Any]) -> None:
     console.print(_title(result, cluster), highlight=False)
     for note in cluster["assumed"]:
         console.print(f"  assumed {note}", style="dim", highlight=False)
+    if result["tuned"]:
+        console.print(_tuned(result["tuned"]), highlight=False)
     if result.get("boxes"):
         console.print(_boxes(result["boxes"]))
     if result.get("asked"):
@@ -45,6 +47,17 @@ def show(result: dict[str, Any]) -> None:
         console.print(words, highlight=False)
     if result.get("profile"):
         console.print(f"profile: {result['profile']}", style="dim", highlight=False)
+
+
+def _tuned(tuned: dict[str, Any]) -> str:
+    """How good the corrected step times are."""
+    errors = tuned["errors"]
+    words = f"  step times corrected by {tuned['trials']} trials of {tuned['model']}: there the plan was off by "
+    words += f"{errors['planned']['median']:.0%} in the middle and {errors['planned']['most']:.0%} at most"
+    if errors["learned"] is None:
+        return words
+    learned = errors["learned"]
+    return f"{words}, corrected by the other trials by {learned['median']:.1%} and {learned['most']:.1%}"
 
 
 def _title(result: dict[str, Any], cluster: dict[str, Any]) -> str:

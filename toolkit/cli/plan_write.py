@@ -10,6 +10,7 @@ import yaml
 
 from zerofit.config.ds_json import bundled
 from zerofit.plan.choice import Choice
+from zerofit.plan.space import stage3_sizes
 from zerofit.spec.derived import bucket_elements
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.profile import Profile
@@ -55,6 +56,9 @@ def ds_config(choice: Choice, profile: Profile, nvme_path: str) -> dict[str, Any
         if choice.bucket != bucket_elements(profile.parameters):
             for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
                 zero[key] = choice.bucket
+        if choice.zero_stage == 3 and choice.persistence > stage3_sizes(profile)["persistence"]:
+            zero["stage3_prefetch_bucket_size"] = choice.prefetch
+            zero["stage3_param_persistence_threshold"] = choice.persistence
     for key, device in (("offload_optimizer", choice.offload_optimizer), ("offload_param", choice.offload_param)):
         if device == "none":
             zero.pop(key, None)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.host_options import NAMES, host_arguments, host_options
 from zerofit.cli.options import run_options
 from zerofit.cli.train import asked_run
 
+if TYPE_CHECKING:
+    from zerofit.cli.tune_job import TuneJob
+    from zerofit.tune.search import Search
+
 LEAST_S = 20.0  # left of the time, below which no trial is begun
+# flags of `zerofit launch` that a tuning does not take; those of hosts where none is given
+ALONE = {"nodes": None, "slots": None, "no_ssh": False, "node_rank": None, "min_nodes": None, "master_addr": None}
+UNASKED = {**dict.fromkeys(NAMES), "runner": "pdsh"}
 
 
 @click.command()
@@ -21,33 +29,52 @@ LEAST_S = 20.0  # left of the time, below which no trial is begun
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="at most so long")
 @click.option("--space", type=click.Path(path_type=Path), help="YAML: values that are allowed, by knob")
 @run_options()
+@host_options
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def tune(target: str | None, trials: int, minutes: float, space: Path | None, as_json: bool, **options: Any) -> None:
     """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
     Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
-    overlap, buckets, tensor, pipeline and sequence degrees. Precision and global batch stay. Killed, it goes on where
-    it was; trials are kept by what the run is. --output is the folder for results.
+    overlap, bucket, prefetch and persistence sizes, tensor, pipeline and sequence degrees. Precision, global batch and
+    compile stay unless --space names them. With --hostfile trials run on those hosts. Killed, it goes on where it
+    was; trials are kept by what the run is. --output is the folder for results.
     """
     from zerofit.cli.tune_show import show
 
+    on_hosts = {name: options.pop(name) for name in NAMES}
     flags = {k: v for k, v in options.items() if v is not None}
-    answer(lambda: _tune(target, flags, trials, minutes, space), as_json, show)
+    answer(lambda: _tune(target, flags, trials, minutes, space, on_hosts), as_json, show)
 
 
-def _tune(target: str | None, flags: dict[str, Any], most: int, minutes: float, space: Path | None) -> dict[str, Any]:
+def _tune(
+    target: str | None,
+    flags: dict[str, Any],
+    most: int,
+    minutes: float,
+    space: Path | None,
+    on_hosts: dict[str, Any],
+) -> dict[str, Any]:
     click.echo("checking the run, the model and the data ...", err=True)
-    from zerofit.cli.progress import Line
+    from zerofit.cli.launch_hosts import find_hosts
     from zerofit.cli.tune_job import TuneJob
-    from zerofit.cli.tune_kept import Kept
-    from zerofit.cli.tune_trial import run_trial
     from zerofit.cli.tune_write import answer_of, find_output, write_results
-    from zerofit.tune.search import Search
 
     output = find_output(flags.pop("output", None))
-    deadline = time.monotonic() + 60 * minutes
-    job = TuneJob.of(asked_run(target, flags), space)
-    kept = Kept(job)
+    words = host_arguments(on_hosts)
+    hosts = find_hosts({**ALONE, **on_hosts}) if words != host_arguments(UNASKED) else ()
+    job = TuneJob.of(asked_run(target, flags), space, hosts, words)
+    search = tuned(job, most, minutes)
+    return answer_of(job, search, write_results(job, search, output))
+
+
+def tuned(job: TuneJob, most: int, minutes: float) -> Search:
+    """All trials of a job: those that are known, and new ones until there are `most`, or the time is over."""
+    from zerofit.cli.progress import Line
+    from zerofit.cli.tune_kept import Kept
+    from zerofit.cli.tune_trial import run_trial
+    from zerofit.tune.search import Search
+
+    deadline, kept = time.monotonic() + 60 * minutes, Kept(job)
     search = Search(job.candidates, kept.trials())
     if search.trials:
         click.echo(f"note: {len(search.trials)} trials of this run are known ({kept.path})", err=True)
@@ -58,12 +85,12 @@ def _tune(target: str | None, flags: dict[str, Any], most: int, minutes: float, 
             if candidate is None:
                 break
             name = f"trial {len(search.trials) + 1} of {most}: {job.shown(candidate)}"
-            best_s = search.best_step_s
+            best_s = search.best.sample_s * candidate.choice.global_batch if search.best else None
             trial = run_trial(job, candidate, best_s, deadline, lambda what, name=name: line.show(f"{name}: {what}"))
             search.add(trial)
             kept.keep(trial)
             line.say(f"{name}: {_outcome(trial)}")
-    return answer_of(job, search, write_results(job, search, output))
+    return search
 
 
 def _outcome(trial: Any) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
+from zerofit.cli.cluster import machine_of
 from zerofit.cli.plan_hardware import Asked as Hardware
 from zerofit.cli.plan_hardware import clusters
 from zerofit.cli.plan_json import choice_json
@@ -18,13 +19,16 @@ from zerofit.cli.plan_profile import Wanted, get_profile
 from zerofit.cli.plan_question import forecast_of, of_size
 from zerofit.cli.plan_write import ds_config as planned_config
 from zerofit.cli.prepare import decided
+from zerofit.cli.tune_space import allows, read_space
 from zerofit.data import NullProgress, RichProgress, open_data
+from zerofit.launch.hostfile import Host
 from zerofit.launch.machine import this_machine
-from zerofit.plan.choice import Choice
 from zerofit.plan.search import search
 from zerofit.plan.space import Wish
 from zerofit.spec.calibration import read_calibration
-from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.folder import Job
 from zerofit.spec.load import Asked
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import RunSpec
@@ -34,10 +38,6 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 # of the run: what a trial does not need
 QUIET = {"save_every": "0", "eval_every": 0, "eval_samples": 1, "tensorboard": False, "wandb": None, "epochs": None}
 ENDLESS = 10**9  # steps: a trial is ended when enough is known
-KNOBS = (
-    *("zero_stage", "offload", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp"),
-    *("activation_checkpointing", "overlap_comm", "bucket_elements"),
-)
 
 
 @dataclass(frozen=True)
@@ -47,110 +47,131 @@ class TuneJob:
     asked: Asked
     run: RunSpec  # everything filled in
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user has it
-    profile: Profile
+    profiles: dict[str, Profile]  # by precision
     candidates: tuple[Candidate, ...]
     device: str  # kind
+    hosts: tuple[Host, ...] = ()  # none: this machine
+    host_flags: tuple[str, ...] = ()  # of `zerofit launch`, for trials on hosts
 
     @classmethod
-    def of(cls, asked: Asked, space: Path | None) -> TuneJob:
+    def of(
+        cls, asked: Asked, space: Path | None, hosts: Sequence[Host] = (), host_flags: Sequence[str] = ()
+    ) -> TuneJob:
         """Check the run, trace its model, forecast every configuration. Raises UserError and ModelError."""
         allowed = read_space(space) if space else {}
-        job, source = decided(asked, RichProgress(), this_machine(), Problems())
-        run = job.run
-        (cluster,) = clusters(Hardware())
-        if cluster.ranks != job.layout.world_size:
-            cluster = of_size(cluster, job.layout.world_size, 1)
-        wanted = Wanted(
-            model=run.model,
-            precision=run.precision or "fp32",
-            device="cpu" if cluster.on_cpu else "cuda",
-            seq_len=run.seq_len,
-            image=_image(job),
-            model_args=dict(run.model_args),
-        )
-        profile, _ = get_profile(wanted, lambda text: click.echo(text, err=True))
-        degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
-        fixed = {name: degree for name, degree in degrees.items() if degree > 1}
-        wish = Wish(precision=wanted.precision, global_batch=job.batch.total, **fixed)
-        calibration = read_calibration(cluster.device.kind)
-        found = search(profile, cluster, wish, forecast_of(profile, cluster), calibration, top=10**6)
-        candidates = [
-            Candidate(choice=one.choice, forecast_step_s=one.time.step_s, peak_bytes=one.memory.peak_bytes)
-            for one in found.best
-            if allows(allowed, one.choice)
-        ]
+        machine = machine_of(hosts, None) if hosts else this_machine()
+        job, source = decided(asked, RichProgress(), machine, Problems())
+        run, cluster = job.run, _cluster(job, hosts)
+        precisions = allowed.get("precision") or [run.precision or "fp32"]
+        profiles = {precision: _profile(job, cluster, precision) for precision in precisions}
+        candidates, considered = list[Candidate](), 0
+        for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
+            found = _forecast(profiles[precision], cluster, _wish(run, precision, batch))
+            considered += found.considered
+            for one in found.best:
+                compiles = allowed.get("compile") or [run.compile]
+                times = {"forecast_step_s": one.time.step_s, "peak_bytes": one.memory.peak_bytes}
+                candidates += [Candidate(choice=one.choice, compiled=compiled, **times) for compiled in compiles]
+        candidates = [c for c in candidates if allows(allowed, candidate_json(c))]
         if not candidates:
-            message = f"none of {found.considered} configurations fits" + (f" and is in {space}" if space else "")
+            message = f"none of {considered} configurations fits" + (f" and is in {space}" if space else "")
             hint = "`zerofit plan` says what lacks" if not space else "allow more values"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=str(space or "MODEL")))
-        return cls(asked, run, source, profile, tuple(candidates), cluster.device.kind)
+        kind = cluster.device.kind
+        return cls(asked, run, source, profiles, tuple(candidates), kind, tuple(hosts), tuple(host_flags))
 
     def shown(self, candidate: Candidate) -> str:
         """A configuration in a few words."""
-        row = choice_json(candidate.choice)
+        row = candidate_json(candidate)
         batch = f"micro batch {row['micro_batch']} x {row['gradient_accumulation_steps']}"
         parts = [f"ZeRO {row['zero_stage']}", batch]
         parts += [f"{name} {row[name]}" for name in ("tp", "pp", "sp") if row[name] > 1]
         parts += [row["offload"]] if row["offload"] != "none" else []
         parts += ["checkpointing"] if row["activation_checkpointing"] else []
-        return ", ".join([*parts, *(["overlap"] if row["overlap_comm"] else [])])
+        parts += ["overlap"] if row["overlap_comm"] else []
+        parts += ["compile"] if row["compile"] else []
+        return ", ".join([*parts, *([row["precision"]] if len(self.profiles) > 1 else [])])
 
-    def ds_config(self, choice: Choice) -> dict[str, Any]:
+    def ds_config(self, candidate: Candidate) -> dict[str, Any]:
         """The user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""
-        config = copy.deepcopy(self.ds_source)
+        config, choice = copy.deepcopy(self.ds_source), candidate.choice
         for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size"):
             config.pop(key, None)
+        if choice.precision != self.run.precision:  # asked for by --space: run.yaml says which
+            for key in ("fp16", "bf16"):
+                config.pop(key, None)
         offload = config.get("zero_optimization", {}).get("offload_param", {})
-        planned = planned_config(choice, self.profile, offload.get("nvme_path") or "/local_nvme")
+        profile = self.profiles[choice.precision]
+        planned = planned_config(choice, profile, offload.get("nvme_path") or "/local_nvme")
         for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
             if key in planned:
                 config[key] = planned[key]
         return config
 
-    def knobs(self, choice: Choice) -> dict[str, Any]:
+    def knobs(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of run.yaml that this configuration sets."""
+        choice = candidate.choice
         degrees = {"tensor_parallel": choice.tp, "pipeline": choice.pp, "sequence_parallel": choice.sp}
         return {
             "ranks": choice.world_size,
             "micro_batch": choice.micro_batch,
             "gradient_accumulation_steps": choice.accumulation,
             "activation_checkpointing": choice.checkpointing,
+            "precision": choice.precision,
+            "compile": candidate.compiled,
             **{name: degree for name, degree in degrees.items() if degree > 1},
         }
 
-    def trial_run(self, choice: Choice) -> dict[str, Any]:
+    def trial_run(self, candidate: Candidate) -> dict[str, Any]:
         """run.yaml of a trial: the real run, without an end, saving and evaluating nothing."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
-        return {**run, **QUIET, **drop, **degrees, **self.knobs(choice), "ds_config": self.ds_config(choice)}
+        return {**run, **QUIET, **drop, **degrees, **self.knobs(candidate), "ds_config": self.ds_config(candidate)}
 
 
-def _image(job: Any) -> str | None:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """A configuration's knobs, as --json and --space name them."""
+    return {**choice_json(candidate.choice), "compile": candidate.compiled}
+
+
+def _cluster(job: Job, hosts: Sequence[Host]) -> Cluster:
+    """This machine, or hosts like it. Raises UserError where they differ in slots."""
+    (cluster,) = clusters(Hardware())
+    ranks, nodes = job.layout.world_size, max(1, len(hosts))
+    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
+        message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
+        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
+    return cluster if (cluster.ranks, nodes) == (ranks, 1) else of_size(cluster, ranks // nodes, nodes)
+
+
+def _profile(job: Job, cluster: Cluster, precision: str) -> Profile:
+    run = job.run
+    wanted = Wanted(
+        model=run.model,
+        precision=precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=run.seq_len,
+        image=_image(job),
+        model_args=dict(run.model_args),
+    )
+    return get_profile(wanted, lambda text: click.echo(text, err=True))[0]
+
+
+def _wish(run: RunSpec, precision: str, batch: int) -> Wish:
+    degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
+    fixed = {name: degree for name, degree in degrees.items() if degree > 1}
+    return Wish(precision=precision, global_batch=batch, every=True, **fixed)
+
+
+def _forecast(profile: Profile, cluster: Cluster, wish: Wish) -> Any:
+    calibration = read_calibration(cluster.device.kind)
+    return search(profile, cluster, wish, forecast_of(profile, cluster), calibration, top=10**6)
+
+
+def _image(job: Job) -> str | None:
     if job.facts.task != "image":
         return None
     inputs = open_data(job.run, "image", None, NullProgress()).inputs
     return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
-
-
-def read_space(path: Path) -> dict[str, list[Any]]:
-    """Allowed values by knob. Raises UserError with everything that is wrong in the file."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(Problem(kind="space", message=f"cannot read {path}: {error}", where="--space")) from None
-    if not isinstance(found, dict):
-        hint = "lines such as `zero_stage: [1, 2]`"
-        raise UserError(Problem(kind="space", message=f"{path} holds no mapping", hint=hint, where="--space"))
-    problems = Problems()
-    for key in found:
-        if key not in KNOBS:
-            problems.add("unknown-key", f"unknown knob {key!r}", nearest(str(key), KNOBS), str(path))
-    problems.raise_if_any()
-    return {key: value if isinstance(value, list) else [value] for key, value in found.items()}
-
-
-def allows(allowed: Mapping[str, list[Any]], choice: Choice) -> bool:
-    """Whether a configuration has only values that are allowed."""
-    row = choice_json(replace(choice))
-    return all(row[knob] in values for knob, values in allowed.items())

@@ -14,9 +14,9 @@ from zerofit.tune.trial import Trial
 # what a candidate sets, or what does not change a step's time
 FREE = {
     *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline", "sequence_parallel"),
-    *("activation_checkpointing", "steps", "epochs", "output", "resume", "seed", "lr", "log_every", "eval_every"),
-    *("eval_samples", "save_every", "save_async", "keep_last", "keep_every", "tensorboard", "wandb", "ds_config"),
-    *("warmup_steps", "schedule", "weight_decay", "heartbeat_timeout"),
+    *("activation_checkpointing", "precision", "global_batch", "compile", "steps", "epochs", "output", "resume"),
+    *("seed", "lr", "log_every", "eval_every", "eval_samples", "save_every", "save_async", "keep_last", "keep_every"),
+    *("tensorboard", "wandb", "ds_config", "warmup_steps", "schedule", "weight_decay", "heartbeat_timeout"),
 }
 
 
@@ -26,7 +26,8 @@ class Kept:
     def __init__(self, job: TuneJob):
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
         config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
-        content = [run, config, job.device, job.candidates[0].choice.world_size, versions()]
+        place = [job.device, job.candidates[0].choice.world_size, [host.name for host in job.hosts]]
+        content = [run, config, place, versions()]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:20]
         self.path: Path = cache_root() / "tune" / f"{digest}.jsonl"
 

@@ -11,7 +11,7 @@ from rich.table import Table
 def show(result: dict[str, Any]) -> None:
     """The trials, the best, and what may have been missed."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table("", "ZeRO", "offload", "dp x tp x pp x sp", "micro x acc", "ckpt", "overlap")
+    table = Table("", "ZeRO", "offload", "dp x tp x pp x sp", "micro x acc", "ckpt", "overlap", "compile")
     for name in ("forecast", "measured", "+-", ""):
         table.add_column(name, justify="right")
     best_s = result["best"]["step_s"]
@@ -38,6 +38,7 @@ def layout_words(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['micro_batch']} x {row['gradient_accumulation_steps']}",
         "yes" if row["activation_checkpointing"] else "-",
         "yes" if row["overlap_comm"] else "-",
+        "yes" if row["compile"] else "-",
     )
 
 

@@ -33,10 +33,14 @@ HANGS = ("hang", "rank-stopped", "host-unreachable", "not-started", "network")
 def run_trial(
     job: TuneJob, candidate: Candidate, best_s: float | None, deadline: float, show: Callable[[str], None]
 ) -> Trial:
-    """Train with this configuration until its step time is known, or it fails. `deadline`: of `time.monotonic`."""
+    """Train with this configuration until its step time is known, or it fails.
+
+    `best_s`: a step as long as the best one's for as many samples. `deadline`: of `time.monotonic`.
+    """
     began = time.monotonic()
     known = {"key": candidate.key, "forecast_step_s": candidate.forecast_step_s}
-    with tempfile.TemporaryDirectory(prefix="zerofit-trial-") as place:
+    shared = Path.cwd() if job.hosts else None  # hosts must see it, too
+    with tempfile.TemporaryDirectory(prefix=".zerofit-trial-", dir=shared) as place:
         folder = RunFolder(Path(place) / "run")
         metrics, records = Tail(folder.metrics), list[dict[str, Any]]()
         process = _start(job, candidate, Path(place))
@@ -59,9 +63,10 @@ def run_trial(
 
 def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[str]:
     file = place / "run.yaml"
-    file.write_text(yaml.safe_dump(job.trial_run(candidate.choice), sort_keys=False), encoding="utf-8")
-    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "zerofit.cli", "train", str(file)]
-    argv += ["--output", str(place / "run"), "--json"]
+    file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "zerofit.cli"]
+    argv += ["launch", *job.host_flags] if job.hosts else ["train"]
+    argv += [str(file), "--output", str(place / "run"), "--json"]
     with (place / "err").open("w") as err, (place / "out").open("w") as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True, start_new_session=True

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zerofit.cli.plan_json import choice_json
-from zerofit.cli.tune_job import TuneJob
+from zerofit.cli.tune_job import TuneJob, candidate_json
 from zerofit.report.tune_plot import draw_trials
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.folder import write_json
-from zerofit.tune.search import Search
+from zerofit.spec.versions import versions
+from zerofit.tune.search import Measured, Search
 
 NAMES = ("ds_config.json", "run.yaml", "trials.json", "trials.png")
 
@@ -37,29 +38,29 @@ def write_results(job: TuneJob, search: Search, output: Path) -> list[str]:
         tried = "; ".join(f"{t.status}: {t.reason}" for t in search.trials[:3]) or "no trial was made"
         hint = "raise --minutes, or see with `zerofit train` what a run of it says"
         raise RunFailed(Problem(kind="tune", message=f"no configuration could be measured: {tried}", hint=hint))
-    choice = next(c.choice for c in search.candidates if c.key == best.key)
     output.mkdir(parents=True, exist_ok=True)
     paths = [output / name for name in NAMES]
-    paths[0].write_text(json.dumps(job.ds_config(choice), indent=2) + "\n", encoding="utf-8")
+    paths[0].write_text(json.dumps(job.ds_config(best.candidate), indent=2) + "\n", encoding="utf-8")
     given = job.asked.run.model_dump(mode="json", include=set(job.asked.places) | {"model"})
-    tuned = {"global_batch": None, "output": None} | job.knobs(choice) | {"ds_config": str(paths[0])}
+    tuned = {"global_batch": None, "output": None} | job.knobs(best.candidate) | {"ds_config": str(paths[0])}
     run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
     paths[1].write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
-    write_json(paths[2], {"trials": trials_json(search), "regret": regret_json(search)})
-    draw_trials(trials_json(search), paths[3])
+    rows = trials_json(search)
+    measured = [{"choice": asdict(m.candidate.choice), **_pair(m)} for m in search.measured]
+    about = {"model": job.run.model, "device": job.device, "versions": versions()}
+    write_json(paths[2], {**about, "trials": rows, "regret": regret_json(search), "measured": measured})
+    draw_trials(rows, paths[3])
     return [str(path) for path in paths]
 
 
 def answer_of(job: TuneJob, search: Search, written: list[str]) -> dict[str, Any]:
     """What `--json` prints."""
     best = search.best
-    assert best and best.measured_step_s
-    choice = next(c.choice for c in search.candidates if c.key == best.key)
-    samples_per_s = choice.micro_batch * choice.accumulation * choice.dp / best.measured_step_s
-    tokens_per_s = samples_per_s * job.run.seq_len if job.run.seq_len else None
-    speed = {"step_s": best.measured_step_s, "samples_per_s": samples_per_s, "tokens_per_s": tokens_per_s}
+    assert best
+    tokens_per_s = job.run.seq_len / best.sample_s if job.run.seq_len else None
+    speed = {"step_s": best.step_s, "samples_per_s": 1 / best.sample_s, "tokens_per_s": tokens_per_s}
     return {
-        "best": {**choice_json(choice), **speed, "peak_bytes": best.peak_bytes, "fits": True},
+        "best": {**candidate_json(best.candidate), **speed, "peak_bytes": best.trial.peak_bytes, "fits": True},
         "trials": trials_json(search),
         "regret": regret_json(search),
         "considered": len(search.candidates),
@@ -71,7 +72,7 @@ def trials_json(search: Search) -> list[dict[str, Any]]:
     """All trials in their order, with what the search expects of their configuration by now."""
     by_key = {c.key: c for c in search.candidates}
     return [
-        {**choice_json(by_key[t.key].choice), **{k: v for k, v in t.as_dict().items() if k != "key"}}
+        {**candidate_json(by_key[t.key]), **{k: v for k, v in t.as_dict().items() if k != "key"}}
         for t in search.trials
         if t.key in by_key
     ]
@@ -85,4 +86,10 @@ def regret_json(search: Search) -> dict[str, Any] | None:
     found = regret._asdict()
     by_key = {c.key: c for c in search.candidates}
     key = found.pop("untried_key")
-    return {**found, "untried_best": choice_json(by_key[key].choice) if key else None}
+    return {**found, "untried_best": candidate_json(by_key[key]) if key else None}
+
+
+def _pair(measured: Measured) -> dict[str, Any]:
+    candidate = measured.candidate
+    forecast = {"forecast_step_s": candidate.forecast_step_s, "peak_bytes": candidate.peak_bytes}
+    return {"compiled": candidate.compiled, **forecast, "measured_step_s": measured.step_s}

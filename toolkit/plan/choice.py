@@ -34,6 +34,11 @@ class Choice:
         """Ranks in all."""
         return self.dp * self.tp * self.pp * self.sp
 
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.accumulation * self.dp
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:

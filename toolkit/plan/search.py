@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Profile, setting
 
+Correct = Callable[[Choice, float], float]
 PLAIN = 0.03  # a forecast of time is less exact than this share
 
 
@@ -61,7 +63,7 @@ class Answer:
 
     cluster: Cluster
     rates: Rates
-    best: list[Ranked]  # best first, those that differ in more than buckets and overlap
+    best: list[Ranked]  # best first, those that differ in more than buckets and overlap, or every one if so wished
     rejected: list[Rejected]
     considered: int
     fitting: int
@@ -80,8 +82,12 @@ def search(
     forecast: Forecast,
     calibration: Calibration | None = None,
     top: int = 10,
+    correct: Correct | None = None,
 ) -> Answer:
-    """Rank all layouts. Raises UserError where degrees or batches that were asked for cannot be."""
+    """Rank all layouts. Raises UserError where degrees or batches that were asked for cannot be.
+
+    `correct`: the step time of a choice whose forecast is given, both in seconds.
+    """
     start = time.perf_counter()
     refuse(profile, cluster, wish)
     space = space_of(profile, cluster, wish)
@@ -90,12 +96,12 @@ def search(
     rates = rates_of(cluster, wish.precision, calibration)
     fitting, misses = _judged(space.families, cluster, forecast)
     timer = Timer(profile, cluster, rates)
-    rated = sorted((_rated(choice, timer) for choice in fitting), key=_rank)
+    rated = sorted((_rated(choice, timer, correct) for choice in fitting), key=_rank)
     flops = model_flops(profile, wish.precision) if setting(wish.precision, False, 1, 1) in profile.costs else None
     return Answer(
         cluster=cluster,
         rates=rates,
-        best=[_ranked(one, cluster, forecast, rates, flops) for one in _distinct(rated, top)],
+        best=[_ranked(one, cluster, forecast, rates, flops) for one in _shown(rated, top, wish.every)],
         rejected=_rejected(misses, space, cluster, forecast),
         considered=sum(map(len, space.families)),
         fitting=len(fitting),
@@ -172,7 +178,7 @@ def _judged(
         fitting.append(family[0])
         spare = judged.device_there_bytes - judged.device_bytes
         for variant in family[1:]:
-            if _most_added(variant) > spare:
+            if variant.persistence != family[0].persistence or _most_added(variant) > spare:
                 memory, judged = _fit_of(variant, cluster, forecast)
                 if judged.short:
                     _note(misses, judged.short, 1, variant, memory, judged)
@@ -193,11 +199,12 @@ def _note(misses: dict, short: str, count: int, choice: Choice, memory: Memory, 
     misses[reason] = ((known[0] if known else 0) + count, *nearest)
 
 
-def _rated(choice: Choice, timer: Timer) -> Rated:
+def _rated(choice: Choice, timer: Timer, correct: Correct | None) -> Rated:
     """The speed in three digits, so that layouts which differ in the fourth alone are told apart by their plainness."""
     step = timer.step(choice)
-    samples = choice.micro_batch * choice.accumulation * choice.dp
-    return Rated(choice, step, float(f"{samples / step.step_s:.3g}"))
+    if correct:
+        step = step.stretched(correct(choice, step.step_s) / step.step_s)
+    return Rated(choice, step, float(f"{choice.global_batch / step.step_s:.3g}"))
 
 
 def _rank(one: Rated) -> tuple:
@@ -219,8 +226,10 @@ def plainest(best: list[Ranked]) -> int | None:
     return min(near, key=lambda n: plain(best[n].choice), default=None)
 
 
-def _distinct(rated: list[Rated], most: int) -> list[Rated]:
-    """The best ones that differ in more than buckets and overlap."""
+def _shown(rated: list[Rated], most: int, every: bool) -> list[Rated]:
+    """The best ones that differ in more than buckets and overlap; or all kinds of them."""
+    if every:
+        return rated[:most]
     seen: dict[tuple, Rated] = {}
     for one in rated:
         c = one.choice

@@ -16,6 +16,7 @@ from zerofit.spec.profile import Profile, setting
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
 IMAGES = 8
+MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,14 @@ class Wish:
     sp: int | None = None
     checkpointing: bool | None = None
     pipelines: bool = True  # whether the search may cut the model into pipeline stages
+    every: bool = False  # each variant is ranked by itself, and stage 3 with larger sizes is one
 
 
 @dataclass
 class Space:
     """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often.
 
-    A family's members differ in buckets and overlap alone; the first needs least memory.
+    A family's members differ in buckets, overlap and stage 3's sizes alone; the first needs least memory.
     """
 
     families: list[list[Choice]] = field(default_factory=list)
@@ -75,9 +77,9 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
                 offload_optimizer=optimizer,
                 offload_param=param,
                 bucket=bucket_elements(profile.parameters),
-                **_stage3_sizes(profile, stage),
+                **(stage3_sizes(profile) if stage == 3 else {}),
             )
-            space.families.append([first, *_variants(first, profile)])
+            space.families.append([first, *_variants(first, profile, wish.every)])
     return space
 
 
@@ -157,19 +159,21 @@ def _batches(
             yield micro, share // micro
 
 
-def _variants(first: Choice, profile: Profile) -> list[Choice]:
-    """The same with larger buckets, and with gradients reduced beside backward."""
+def _variants(first: Choice, profile: Profile, every: bool) -> list[Choice]:
+    """The same with larger buckets, with gradients reduced beside backward, and with more of a model kept gathered."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
     if profile.parameters > LARGE_BUCKET:
         variants += [replace(one, bucket=LARGE_BUCKET) for one in (first, variants[0])]
+    if every and first.zero_stage == 3:
+        sizes = {"prefetch": MORE_GATHERED * first.prefetch, "persistence": MORE_GATHERED * first.persistence}
+        variants.append(replace(first, **sizes))
     return variants
 
 
-def _stage3_sizes(profile: Profile, stage: int) -> dict[str, int]:
-    if stage < 3:
-        return {}
+def stage3_sizes(profile: Profile) -> dict[str, int]:
+    """Elements that stage 3 gathers ahead, and below which a parameter stays gathered."""
     largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
     hidden = width(profile.hidden_size, largest)
     return {"prefetch": prefetch_elements(hidden), "persistence": persistence_elements(hidden)}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zerofit.plan.choice import Choice
 from zerofit.plan.search import PLAIN, plain
 from zerofit.tune.learned import Learned
 from zerofit.tune.trial import Candidate, Trial
@@ -17,6 +16,19 @@ CRASHES = 2  # of one family, after which it is left alone
 OPTIMISTIC = 1.645  # standard deviations: one in twenty is faster than that
 
 
+class Measured(NamedTuple):
+    """A configuration whose step time is known."""
+
+    candidate: Candidate
+    step_s: float
+    trial: Trial
+
+    @property
+    def sample_s(self) -> float:
+        """Seconds for a sample."""
+        return self.step_s / self.candidate.choice.global_batch
+
+
 class Regret(NamedTuple):
     """What the best configuration may have missed."""
 
@@ -24,13 +36,13 @@ class Regret(NamedTuple):
     untried: int
     untried_step_s: float | None  # expected of the best one that was not tried; None where all were
     untried_key: str | None
-    gap: float  # share of the best's step time that trying it is expected to save; 0 where it is expected to be slower
+    gap: float  # share of the best's time for a sample that it is expected to save; 0 where it is expected to be slower
     at_most: float  # the same for the most that one of those not tried may save, but for one chance in twenty
 
 
 @dataclass
 class Search:
-    """Trials so far, and all candidates."""
+    """Trials so far, and all candidates. The fastest is the one with the least time for a sample."""
 
     candidates: Sequence[Candidate]
     trials: list[Trial] = field(default_factory=list)
@@ -43,13 +55,13 @@ class Search:
         open_ones = self._open()
         if not open_ones:
             return None
-        best_s = self.best_step_s
-        if best_s is None:
-            least = min(c.forecast_step_s for c in open_ones)
-            near = [c for c in open_ones if c.forecast_step_s <= (1 + PLAIN) * least]
+        best = self.best
+        if best is None:
+            least = min(c.forecast_step_s / c.choice.global_batch for c in open_ones)
+            near = [c for c in open_ones if c.forecast_step_s / c.choice.global_batch <= (1 + PLAIN) * least]
             return min(near, key=lambda c: plain(c.choice))
-        learned = self._learned()
-        gains = [(_gain(*learned.expected(c.choice, c.forecast_step_s), best_s), c) for c in open_ones]
+        learned = self.learned()
+        gains = [(_gain(*_for_a_sample(learned, c), best.sample_s), c) for c in open_ones]
         gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].choice))))
         return candidate if gain >= ENOUGH else None
 
@@ -58,56 +70,65 @@ class Search:
         self.trials.append(trial)
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> Measured | None:
         """The fastest that was measured."""
-        return min(self._measured(), key=lambda t: t.measured_step_s or math.inf, default=None)
+        return min(self.measured, key=lambda m: m.sample_s, default=None)
 
     @property
-    def best_step_s(self) -> float | None:
-        """Its step time."""
-        return self.best.measured_step_s if self.best else None
+    def measured(self) -> list[Measured]:
+        """The trials that gave a step time."""
+        by_key = self._by_key()
+        return [
+            Measured(by_key[t.key], t.measured_step_s, t)
+            for t in self.trials
+            if t.key in by_key and t.measured_step_s is not None
+        ]
 
     def regret(self) -> Regret | None:
         """What was not tried, beside the best that was; None where nothing was measured."""
-        best_s = self.best_step_s
-        if best_s is None:
+        best = self.best
+        if best is None:
             return None
-        learned, open_ones = self._learned(), self._open()
-        rows = [(*learned.expected(c.choice, c.forecast_step_s), c.key) for c in open_ones]
+        learned = self.learned()
+        rows = [(*_for_a_sample(learned, c), c.key, c.choice.global_batch) for c in self._open()]
         if not rows:
-            return Regret(best_s, 0, None, None, 0.0, 0.0)
-        mean, _, key = min(rows)
-        fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, _ in rows)
-        gap, most = (max(0.0, 1 - math.exp(one) / best_s) for one in (mean, fastest))
-        return Regret(best_s, len(rows), math.exp(mean), key, gap, most)
+            return Regret(best.step_s, 0, None, None, 0.0, 0.0)
+        mean, _, key, batch = min(rows)
+        fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, _, _ in rows)
+        gap, most = (max(0.0, 1 - math.exp(one) / best.sample_s) for one in (mean, fastest))
+        return Regret(best.step_s, len(rows), math.exp(mean) * batch, key, gap, most)
 
-    def _measured(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.status == "ok" and trial.measured_step_s]
+    def learned(self) -> Learned:
+        """The forecast, corrected by all trials."""
+        return Learned([(m.candidate, m.step_s) for m in self.measured])
 
-    def _learned(self) -> Learned:
-        by_key = {candidate.key: candidate for candidate in self.candidates}
-        rows = [
-            (by_key[t.key].choice, t.forecast_step_s, t.measured_step_s) for t in self._measured() if t.key in by_key
-        ]
-        return Learned(rows)  # type: ignore[arg-type]
+    def _by_key(self) -> dict[str, Candidate]:
+        return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
         """Not tried, not larger than what ran out of memory, not of a family that keeps failing."""
-        tried = {trial.key for trial in self.trials}
-        by_key = {candidate.key: candidate for candidate in self.candidates}
+        tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status == "oom"), default=math.inf)
-        crashed = [_family(c.choice) for c, status in failed if status in ("crash", "hang")]
+        crashed = [_family(c) for c, status in failed if status in ("crash", "hang")]
         return [
             c
             for c in self.candidates
-            if c.key not in tried and c.peak_bytes < too_large and crashed.count(_family(c.choice)) < CRASHES
+            if c.key not in tried and c.peak_bytes < too_large and crashed.count(_family(c)) < CRASHES
         ]
 
 
-def _family(choice: Choice) -> tuple:
+def _family(candidate: Candidate) -> tuple:
     """What decides which of DeepSpeed's code runs."""
-    return (choice.zero_stage, choice.offload_optimizer, choice.offload_param, choice.tp, choice.pp, choice.sp)
+    choice = candidate.choice
+    offload = (choice.offload_optimizer, choice.offload_param)
+    return (choice.zero_stage, offload, choice.tp, choice.pp, choice.sp, choice.precision, candidate.compiled)
+
+
+def _for_a_sample(learned: Learned, candidate: Candidate) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm of the seconds for a sample."""
+    mean, deviation = learned.expected(candidate)
+    return mean - math.log(candidate.choice.global_batch), deviation
 
 
 def _gain(mean: float, deviation: float, best_s: float) -> float:

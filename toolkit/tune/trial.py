@@ -15,13 +15,15 @@ class Candidate:
     """A configuration that should fit, and what the planner expects of it."""
 
     choice: Choice
+    compiled: bool = False  # by torch.compile, of which the planner knows nothing
     forecast_step_s: float  # seconds of one optimizer step
     peak_bytes: int  # forecast, on the device
 
     @property
     def key(self) -> str:
         """The same text for the same configuration: what trials are kept by."""
-        return " ".join(f"{name}={value}" for name, value in asdict(self.choice).items())
+        values = {**asdict(self.choice), "compiled": self.compiled}
+        return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, kw_only=True)
