@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.cli.tune_job import TuneJob
+from zerofit.data import NullProgress, open_data
 from zerofit.launch.environment import environment
 from zerofit.launch.machine import this_machine
+from zerofit.models.inputs import TextInputs
 
 PEER = Path(__file__).with_name("peer.py")
 LAST = 12  # lines of what it printed, where it fails
@@ -25,12 +27,12 @@ NOISE = re.compile(r"^\[[^]]*\] *\[(INFO|WARNING)\]|^\s*$")
 
 def autotune(job: TuneJob, ranks: int, limit_s: float) -> dict[str, Any]:
     """Run `deepspeed --autotuning tune` on this job for at most `limit_s` seconds."""
-    began = time.monotonic()
+    began, batch = time.monotonic(), job.candidates[0].choice.global_batch
     with tempfile.TemporaryDirectory(prefix="zerofit-autotuner-") as place:
         config = {
-            "train_batch_size": job.candidates[0].choice.global_batch,
+            "train_batch_size": batch,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            "autotuning": {"enabled": True, "fast": False},
+            "autotuning": {"enabled": True, "fast": False, "max_train_batch_size": batch},
         }
         Path(place, "ds.json").write_text(json.dumps(config))
         argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--autotuning", "tune", "--num_gpus", str(ranks)]
@@ -38,24 +40,26 @@ def autotune(job: TuneJob, ranks: int, limit_s: float) -> dict[str, Any]:
         code, text = _run(argv, place, ranks, limit_s)
         best = _best(Path(place))
         trials = sum(1 for _ in Path(place, "autotuning_results").glob("*/ds_config.json"))
-        measured = sum(1 for _ in Path(place, "autotuning_results").glob("*/metrics.json"))
+        rates = [_rate(path) for path in Path(place, "autotuning_results").glob("*/metrics.json")]
     lines = [line for line in text.replace(place, "PLACE").splitlines() if not NOISE.match(line)]
     return {
         "exit_code": code,
         "seconds": round(time.monotonic() - began, 1),
         "trials": trials,
-        "measured": measured,
+        "measured": len(rates),
+        "most_samples_per_s": max(rates, default=None),  # as it measured itself
         "best": best,
         "last_lines": [] if best else [re.sub(r"/\S*/", "", line) for line in lines[-LAST:]],
     }
 
 
 def _arguments(job: TuneJob) -> list[str]:
-    profile = next(iter(job.profiles.values()))
-    args = ["--model", job.run.model, "--model-args", json.dumps(dict(job.run.model_args))]
-    if job.run.seq_len:
-        return [*args, "--seq-len", str(job.run.seq_len), "--classes", str(profile.vocab_size or 256)]
-    return [*args, "--classes", "10"]
+    profile, run = next(iter(job.profiles.values())), job.run
+    inputs = open_data(run, profile.task, run.seq_len, NullProgress()).inputs
+    args = ["--model", run.model, "--model-args", json.dumps(dict(run.model_args))]
+    if isinstance(inputs, TextInputs):
+        return [*args, "--seq-len", str(inputs.seq_len), "--classes", str(inputs.vocab_size)]
+    return [*args, "--image", f"{inputs.channels}x{inputs.size}x{inputs.size}", "--classes", str(inputs.classes)]
 
 
 def _run(argv: list[str], place: str, ranks: int, limit_s: float) -> tuple[int | None, str]:
@@ -79,6 +83,10 @@ def _run(argv: list[str], place: str, ranks: int, limit_s: float) -> tuple[int |
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return code, log.read_text(errors="replace")
+
+
+def _rate(metrics: Path) -> float:
+    return float(json.loads(metrics.read_text()).get("throughput", 0.0))
 
 
 def _best(place: Path) -> dict[str, Any] | None:
