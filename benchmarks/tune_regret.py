@@ -88,7 +88,7 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
 
 
 def theirs(job: TuneJob, config: dict[str, Any], measured: dict[str, float]) -> float | None:
-    """Speed of what DeepSpeed's autotuner recommends, as the sweep has it, as a share of the best; None if not in it."""
+    """Speed of what DeepSpeed's autotuner recommends, as a share of the sweep's best; None if not in it."""
     stage, micro = config.get("zero_optimization", {}).get("stage", 0), config["train_micro_batch_size_per_gpu"]
     alike = [
         measured[c.key]

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
     "simulate": {"spec", "check", "config", "models", "data", "train"},
     "infer": {"spec", "models", "data", "checkpoint"},
+    "compare": {"spec", "models", "data", "train"},
     "plan": {"spec"},
     "report": {"spec"},
     "tune": {"plan"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
     "cli": {
         *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
-        *("infer", "doctor", "tune", "watch"),
+        *("infer", "doctor", "tune", "watch", "compare"),
     },
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zerofit.plan.choice import Choice
-from zerofit.tune.learned import FEATURES, Learned, features
+from zerofit.tune.learned import FEATURES, Learned, features, forecast_errors
 from zerofit.tune.search import Search, _gain
 from zerofit.tune.trial import Candidate, Trial
 
@@ -153,3 +153,29 @@ def test_keys_tell_configurations_apart():
     found = candidates(0)
     assert len({c.key for c in found}) == len(found)
     assert replace(found[0], forecast_step_s=1.0).key == found[0].key
+
+
+def test_other_batches_are_compared_by_their_time_for_a_sample():
+    slow, fast = (
+        Candidate(choice=Choice(zero_stage=1, micro_batch=micro, dp=2), forecast_step_s=1.0, peak_bytes=1)
+        for micro in (4, 16)
+    )
+    search = Search([slow, fast])
+    assert search.next() == fast  # four times the samples in the same time
+    search.add(ok(fast, {fast.key: 2.0}))
+    search.add(ok(slow, {slow.key: 1.0}))
+    assert search.best.candidate == fast
+    assert search.best.sample_s == pytest.approx(2.0 / 32)
+    regret = Search([slow, fast], [ok(fast, {fast.key: 2.0})]).regret()
+    assert regret.untried_step_s == pytest.approx(2.0, rel=0.2)  # of its own, smaller batch
+    assert regret.gap == 0.0
+
+
+def test_how_far_forecasts_are_off():
+    found = candidates(6)[::5]
+    rows = [(c, c.forecast_step_s * (4.0 if c.choice.zero_stage == 3 else 2.0)) for c in found]
+    errors = forecast_errors(rows)
+    assert errors.planned == (pytest.approx(0.5), pytest.approx(0.75))
+    assert errors.learned[0] < 0.02
+    assert errors.learned[1] < 0.15
+    assert forecast_errors(rows[:2]).learned is None

@@ -9,6 +9,7 @@ import click
 from zerofit.cli.calibrate import calibrate
 from zerofit.cli.check import check, schema
 from zerofit.cli.ckpt import ckpt
+from zerofit.cli.compare import compare
 from zerofit.cli.doctor import doctor
 from zerofit.cli.eval import evaluate
 from zerofit.cli.generate import generate
@@ -47,7 +48,7 @@ def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
 
 
-RUNS = (train, launch, tune, ckpt, evaluate, generate, plot, models)
+RUNS = (train, launch, tune, compare, ckpt, evaluate, generate, plot, models)
 JUDGES = (plan, simulate, check, schema, doctor, calibrate)
 for command in (*RUNS, *JUDGES):
     main.add_command(command)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
-import struct
 import sys
 import threading
 import time
@@ -18,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zerofit.spec.flows import flows as tcp_flows
+
 EVERY_S = 1.0
 BUSY = 0.05  # of one core: a process that uses more is at work
 FLOWING = 1000  # bytes a second over one connection: more than what keeps it open
@@ -25,8 +25,6 @@ READING = 100_000  # bytes a second from and to files: more than logs and signs 
 FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
 COLLECTIVES = "distributed_c10d.py"
 PYTHON_OF_OURS = ("zerofit", "toolkit")
-TCP_INFO_BYTES = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
-TCP_INFO_AT, TCP_RETRANSMITS_AT = 120, 2  # bytes into it; tcpi_retransmits: since the last acknowledgement
 TRAINING = "training"
 ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
 PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
@@ -77,7 +75,7 @@ class Pulse:
 
     def look(self) -> dict[str, Any]:
         """One sign of life."""
-        frames, (flows, resending) = sys._current_frames(), _connections()
+        frames, flows = sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
         stack = (Now.step, *((f.f_code, f.f_lasti) for f in _up(main)))
         now, cpu_s, io = time.monotonic(), _cpu_s(), _io_bytes()
@@ -87,13 +85,14 @@ class Pulse:
         busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
         busy |= (io - self._io) / seconds > READING
         # each connection by itself: what keeps hundreds of them open adds up
-        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in flows.items())
+        counts = {name: flow.sent + flow.received for name, flow in flows.items()}
+        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
         if stack != self._seen or busy:
             if Now.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
             self._moved = now
-        self._resent = now if resending else self._resent
-        self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, flows
+        self._resent = now if any(flow.resending for flow in flows.values()) else self._resent
+        self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, counts
         return {
             "step": Now.step,
             "phase": _part(main) if Now.phase == TRAINING else Now.phase,
@@ -156,31 +155,3 @@ def _io_bytes() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
-
-
-def _connections() -> tuple[dict[str, int], bool]:
-    """Bytes through each of this process's TCP connections, and whether one sends again what was lost."""
-    flows: dict[str, int] = {}
-    resending = False
-    if socket.getdefaulttimeout() is not None:
-        return flows, resending  # a socket object would make the connection itself non-blocking
-    for name in _listed("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if not link.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_AT + TCP_INFO_BYTES.size)
-        except OSError:
-            continue  # closed meanwhile, or no TCP
-        if len(info) >= TCP_INFO_AT + TCP_INFO_BYTES.size:
-            flows[link] = sum(TCP_INFO_BYTES.unpack_from(info, TCP_INFO_AT))
-            resending |= info[TCP_RETRANSMITS_AT] > 0
-    return flows, resending
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:  # no Linux, or no descriptor left
-        return []

@@ -1,0 +1,154 @@
+"""`zerofit compare` as a user and as a script see it: real processes, files, a kill in the middle."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from PIL import Image
+
+KEYS = {
+    *("strategy", "status", "samples_per_s", "speedup", "peak_bytes_per_rank", "comm_bytes_per_step", "accuracy"),
+    *("loss", "max_weight_difference", "reason"),
+}
+SIZE_KEYS = {
+    *("batch_size", "seed", "seconds", "epochs_to_target", "seconds_to_target", "final_accuracy", "best_accuracy"),
+}
+FILES = {"results.json", "results.csv", "comparison.png", "comparison.html"}
+WORK = ["mlp", "--data", "digits", "--ranks", "2", "--global-batch", "16", "--output", "out", "--json"]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "zerofit.cli", "compare", *args]
+    return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def compared(*args: str, cwd: Path):
+    process = started(*args, cwd=cwd)
+    out, err = process.communicate(timeout=300)
+    lines = out.strip().splitlines()
+    return process.returncode, json.loads(lines[-1]) if lines else {}, err
+
+
+@pytest.fixture(scope="module")
+def strategies(tmp_path_factory):
+    """A comparison that was killed while its second strategy trained, and then repeated."""
+    place = tmp_path_factory.mktemp("strategies")
+    command = ["strategies", *WORK, "--strategies", "ddp,hybrid,device-map", "--steps", "20"]
+    process = started(*command, cwd=place)
+    deadline = time.monotonic() + 120
+    while not (place / "out" / "rows" / "ddp" / "rank-0.log").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    psutil.wait_procs(children, timeout=10)
+    left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    return place, left, compared(*command, cwd=place)
+
+
+def test_a_killed_comparison_leaves_nothing_behind_and_goes_on(strategies):
+    _, left, (code, answer, err) = strategies
+    assert left == []
+    assert code == 0, err
+    assert "single: known" in err
+    rows = {row["strategy"]: row for row in answer["rows"]}
+    assert list(rows) == ["single", "device-map", "ddp", "hybrid"]
+    assert set(rows["ddp"]) >= KEYS
+    assert rows["ddp"]["max_weight_difference"] <= 1e-5
+    assert rows["ddp"]["speedup"] == pytest.approx(rows["ddp"]["samples_per_s"] / rows["single"]["samples_per_s"])
+    assert rows["single"]["comm_bytes_per_step"] == 0
+    assert (rows["hybrid"]["status"], rows["device-map"]["status"]) == ("not-here", "not-here")
+    assert "--ranks 4" in rows["hybrid"]["reason"]
+
+
+def test_results_as_files(strategies):
+    place, _, (_, answer, _) = strategies
+    assert {path.name for path in (place / "out").iterdir()} == FILES | {"asked.json", "rows"}
+    assert {Path(path).name for path in answer["written"]} == FILES
+    stored = json.loads((place / "out" / "results.json").read_text())
+    assert stored["rows"] == answer["rows"]
+    with (place / "out" / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["strategy"] for line in lines] == [row["strategy"] for row in answer["rows"]]
+    assert float(lines[2]["samples_per_s"]) == answer["rows"][2]["samples_per_s"]
+    with Image.open(place / "out" / "comparison.png") as picture:
+        assert picture.width > 1000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser (Debian: chromium)")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_in_a_browser(strategies, tmp_path, width):
+    """All rows are there, and nothing but the table itself scrolls sideways."""
+    text = (strategies[0] / "out" / "comparison.html").read_text()
+    script = "<script>document.title = document.documentElement.scrollWidth + ' of ' + window.innerWidth</script>"
+    (tmp_path / "page.html").write_text(text.replace("</body>", script + "</body>"))
+    argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+    argv += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()]
+    dom = subprocess.run(argv, capture_output=True, text=True, timeout=60).stdout
+    wide, there = map(int, re.search(r"<title>(\d+) of (\d+)</title>", dom).groups())
+    assert wide <= there
+    assert dom.count("<tr") == 1 + 4
+    assert 'alt="mlp on digits' in dom
+
+
+def test_people_see_a_table(strategies):
+    place = strategies[0]
+    argv = [sys.executable, "-m", "zerofit.cli", "compare", "strategies", *WORK[:-1], "--strategies"]
+    done = subprocess.run([*argv, "ddp,hybrid,device-map", "--steps", "20"], cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout
+    assert "hybrid: needs 4 ranks" in done.stdout
+
+
+def test_batch_sizes(tmp_path):
+    command = ["mlp", "--data", "digits", "--sizes", "32,512", "--seeds", "2", "--epochs", "2", "--target", "0.8"]
+    code, answer, err = compared(
+        "batch-size", *command, "--scale-lr", "sqrt", "--output", "out", "--json", cwd=tmp_path
+    )
+    assert code == 0, err
+    rows = answer["rows"]
+    assert [(row["batch_size"], row["seed"]) for row in rows] == [(32, 0), (32, 1), (512, 0), (512, 1)]
+    assert all(set(row) >= SIZE_KEYS for row in rows)
+    assert rows[2]["lr"] == pytest.approx(4 * rows[0]["lr"])
+    assert all(row["best_accuracy"] >= row["final_accuracy"] > 0.3 for row in rows)
+    assert rows[0]["seconds_to_target"] is not None  # 90 steps; the large batch has 4
+    assert all(row["noise_scale"] is None or row["noise_scale"] > 0 for row in rows)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= FILES
+
+
+def test_scaling(tmp_path):
+    code, answer, err = compared("scaling", *WORK, "--steps", "8", cwd=tmp_path)
+    assert code == 0, err
+    rows = [(row["mode"], row["ranks"], row["global_batch"]) for row in answer["rows"]]
+    assert rows == [("weak", 1, 8), ("weak", 2, 16), ("strong", 1, 16), ("strong", 2, 16)]
+    assert [row["speedup"] for row in answer["rows"] if row["ranks"] == 1] == [1.0, 1.0]
+    assert all(row["efficiency"] > 0 for row in answer["rows"])
+
+
+def test_everything_that_is_wrong_at_once(tmp_path):
+    wrong = ["mlp", "--strategies", "dpp,zero4", "--global-batch", "33", "--ranks", "2", "--json"]
+    code, answer, _ = compared("strategies", *wrong, cwd=tmp_path)
+    assert code == 2
+    problems = answer["errors"]
+    assert [p["kind"] for p in problems] == ["strategy", "strategy", "batch-size"]
+    assert "ddp" in problems[0]["hint"]
+    assert "32 or 34" in problems[2]["hint"]
+    code, answer, _ = compared("scaling", "mlp", "--strategy", "single", "--json", cwd=tmp_path)
+    assert (code, answer["error"]["kind"]) == (2, "strategy")
+    code, answer, _ = compared("batch-size", "dcgan", "--sizes", "16", "--json", cwd=tmp_path)
+    assert (code, answer["error"]["kind"]) == (2, "model-task")
+    assert list(tmp_path.iterdir()) == []

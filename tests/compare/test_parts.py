@@ -1,0 +1,144 @@
+"""Parts of comparisons, against cases worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from zerofit.cli.compare_rows import Rows, against_single, failure
+from zerofit.cli.compare_work import size_figures
+from zerofit.compare.batch_size import Noise
+from zerofit.compare.catalog import STRATEGIES, code_lines
+from zerofit.compare.work import _even_cuts
+from zerofit.report.compare_page import page
+from zerofit.spec.errors import UserError
+
+SOURCE = '''"""What it is.
+
+At length.
+"""
+
+import torch
+from os import (
+    path,
+)
+
+
+def train(work, **options):
+    """A line."""
+    # a comment
+    first = [
+        1,
+        2,
+    ]
+    for x in first:
+        if x:
+            print(x)
+    return path
+'''
+
+
+def test_lines_of_code_without_imports_and_words():
+    assert code_lines(SOURCE) == 9  # def, four of the list, for, if, print, return
+    assert all(5 <= one.lines <= 60 for one in STRATEGIES.values())
+
+
+def test_noise_scale_of_a_known_noise():
+    """One parameter w and the loss w * (1 + noise): the gradient is 1, each sample's variance is 4, so 4 samples."""
+
+    class Work:
+        def loss(self, output, target):
+            return output.mean()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    noise = Noise()
+    for _ in range(4000):
+        model.zero_grad()
+        noise.backward(Work(), model, 1 + 2 * torch.randn(16, 1).double(), torch.zeros(16), measure=True)
+    assert noise.scale == pytest.approx(4.0, rel=0.1)
+    assert Noise().scale is None
+
+
+def test_a_gradient_in_halves_is_the_whole_one():
+    class Work:
+        def loss(self, output, target):
+            return torch.nn.functional.mse_loss(output, target)
+
+    x, y, model = torch.randn(8, 3), torch.randn(8, 2), torch.nn.Linear(3, 2)
+    Noise().backward(Work(), model, x, y, measure=False)
+    whole = model.weight.grad.clone()
+    model.zero_grad()
+    Noise().backward(Work(), model, x, y, measure=True)
+    assert model.weight.grad == pytest.approx(whole, abs=1e-6)
+
+
+def test_when_the_target_is_reached():
+    curve = [{"epoch": n, "seconds": 2.0 * n, "accuracy": a} for n, a in enumerate([0.5, 0.9, 0.96, 0.94], start=1)]
+    assert size_figures(curve, 0.95) == {
+        "seconds": 8.0,
+        "epochs_to_target": 3,
+        "seconds_to_target": 6.0,
+        "final_accuracy": 0.94,
+        "best_accuracy": 0.96,
+    }
+    assert size_figures(curve, 0.99)["seconds_to_target"] is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "cuts"),
+    [
+        ([1, 1, 1, 1], 2, [(0, 2), (2, 4)]),
+        ([10, 1, 1, 1], 2, [(0, 1), (1, 4)]),
+        ([0, 0, 10], 3, [(0, 1), (1, 2), (2, 3)]),
+        ([1, 2, 3, 4, 5, 6], 3, [(0, 3), (3, 5), (5, 6)]),
+    ],
+)
+def test_stages_of_about_the_same_size(sizes, parts, cuts):
+    assert _even_cuts(sizes, parts) == cuts
+
+
+def test_the_reason_is_that_of_whoever_knew():
+    assert failure([{"ended": "gone"}, {"error": "ValueError: x"}]) == {"status": "failed", "reason": "ValueError: x"}
+    assert failure([{"error": "lost its peer"}, {"not_here": "no GPU"}])["status"] == "not-here"
+    assert failure([{"loss": 1.0}]) == {"status": "ok", "reason": None}
+
+
+def test_speed_up_and_efficiency():
+    rows = [
+        {"strategy": "single", "status": "ok", "samples_per_s": 100.0, "ranks": 2},
+        {"strategy": "ddp", "status": "ok", "samples_per_s": 150.0, "ranks": 2},
+        {"strategy": "horovod", "status": "not-here", "ranks": 2},
+    ]
+    against_single(rows)
+    assert (rows[1]["speedup"], rows[1]["efficiency"]) == (1.5, 0.75)
+    assert "speedup" not in rows[2]
+
+
+def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path):
+    rows = Rows(tmp_path / "out", "strategies", {"model": "mlp"})
+    rows.keep("ddp", {"status": "ok", "samples_per_s": 1.0})
+    rows.keep("zero3", {"status": "failed", "reason": "x"})
+    again = Rows(tmp_path / "out", "strategies", {"model": "mlp"})
+    assert again.known("ddp")["samples_per_s"] == 1.0
+    assert again.known("zero3") is None
+    assert again.known("amp") is None
+    with pytest.raises(UserError, match="another comparison"):
+        Rows(tmp_path / "out", "strategies", {"model": "lenet"})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="other things"):
+        Rows(tmp_path / "mine", "strategies", {"model": "mlp"})
+
+
+def test_a_page_is_escaped_and_needs_no_network(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"png")
+    about = {"model": "<script>alert(1)</script>", "data": "digits", "ranks": 2}
+    rows = [{"strategy": "ddp", "title": '"quoted" & <b>', "status": "failed", "reason": "<img src=x onerror=y>"}]
+    text = page("strategies", about, rows, tmp_path / "x.png")
+    assert "<script>" not in text
+    assert "<img src=x" not in text
+    assert "http" not in text
+    assert json.dumps(text)  # plain text throughout

@@ -1,0 +1,95 @@
+"""`zerofit compare`: ways to train in parallel, batch sizes and numbers of ranks, side by side on the same work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from zerofit.cli.answer import answer
+from zerofit.cli.options import run_options
+
+WORK = ("model_args", "data", "data_root", "image_size", "seq_len", "lr", "seed", "eval_samples", "output")
+SCALES = ("none", "linear", "sqrt")
+
+
+@click.group()
+def compare() -> None:
+    """Measure ways to train on the same model, data, initial weights and order of samples."""
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        found = tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of whole numbers such as 16,32,64") from None
+    if min(found) < 1 or len(set(found)) < len(found):
+        raise click.BadParameter(f"{value!r}: numbers of 1 or more, each once")
+    return found
+
+
+def _list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    from zerofit.compare.catalog import STRATEGIES
+
+    for one in STRATEGIES.values():
+        click.echo(f"{one.name:24} {one.title}")
+    context.exit()
+
+
+@compare.command()
+@click.argument("model")
+@click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
+@click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
+@run_options((*WORK, "ranks", "steps", "global_batch"))
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> None:
+    """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
+
+    One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
+    """
+    from zerofit.cli.compare_show import show_strategies
+    from zerofit.cli.compare_work import compare_strategies
+
+    answer(lambda: compare_strategies(model, names, _given(options)), as_json, show_strategies)
+
+
+@compare.command(name="batch-size")
+@click.argument("model")
+@click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
+@click.option("--target", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
+@click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="runs of each size")
+@click.option("--epochs", type=click.IntRange(min=1), default=5, show_default=True, help="of every run")
+@run_options(WORK)
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def batch_size(model: str, as_json: bool, **options: Any) -> None:
+    """Which batch size reaches the target accuracy first, and where larger ones stop helping.
+
+    Each run is on one device. --lr is that of the smallest size; --scale-lr raises it for larger ones.
+    """
+    from zerofit.cli.compare_show import show_sizes
+    from zerofit.cli.compare_work import compare_sizes
+
+    own = {name: options.pop(name) for name in ("sizes", "target", "scale_lr", "seeds", "epochs")}
+    answer(lambda: compare_sizes(model, own, _given(options)), as_json, show_sizes)
+
+
+@compare.command()
+@click.argument("model")
+@click.option("--strategy", "name", default="ddp", show_default=True, help="one that shares the batch out over ranks")
+@run_options((*WORK, "ranks", "steps", "global_batch"))
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+def scaling(model: str, as_json: bool, name: str, **options: Any) -> None:
+    """1 to --ranks ranks, weak (the batch grows with them) and strong (it does not), with their efficiency."""
+    from zerofit.cli.compare_show import show_scaling
+    from zerofit.cli.compare_work import compare_scaling
+
+    answer(lambda: compare_scaling(model, name, _given(options)), as_json, show_scaling)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

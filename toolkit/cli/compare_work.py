@@ -1,0 +1,196 @@
+"""The three comparisons: what is to be measured, one row after the other, and the files that result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.cli.compare_rows import Rows, against_single, failure, strategy_row
+from zerofit.cli.compare_run import run_job
+from zerofit.cli.progress import Line
+from zerofit.compare.catalog import STRATEGIES, Strategy
+from zerofit.compare.job import Job
+from zerofit.data import RichProgress, default_data, open_data
+from zerofit.launch.machine import this_machine
+from zerofit.models.catalog import find
+from zerofit.report.compare_files import write_comparison
+from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.train.probe import models_say, task_of
+
+
+def compare_strategies(model: str, names: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """All strategies on one job."""
+    problems = Problems()
+    chosen = _chosen(names, problems)
+    output, job = options.pop("output", None), _job(model, options, problems)
+    rows = Rows(output, "strategies", {"job": vars(job)})
+    found = []
+    with Line() as line:
+        for strategy in chosen:
+            found.append(_measured(strategy, replace(job, strategy=strategy.name), rows, strategy.name, line))
+    against_single(found)
+    return write_comparison(rows.folder, "strategies", _about(job), found)
+
+
+def compare_sizes(model: str, own: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Batch sizes times seeds, each a run of its own."""
+    problems = Problems()
+    sizes, target = own["sizes"], own["target"]
+    output = options.pop("output", None)
+    job = _job(model, {**options, "ranks": 1, "global_batch": max(sizes)}, problems, shared=False)
+    if _task(job) == "gan":
+        hint = "take a classifier or a language model"
+        raise UserError(Problem(kind="model-task", message=f"{model} has no accuracy", hint=hint, where="MODEL"))
+    job = replace(
+        job, epochs=own["epochs"], target=target, strategy="single", eval_samples=options.get("eval_samples", 10**6)
+    )
+    rows = Rows(output, "batch-size", {"job": vars(job), **own})
+    found = []
+    with Line() as line:
+        for size in sizes:
+            for seed in range(job.seed, job.seed + own["seeds"]):
+                lr = job.lr * _scale(own["scale_lr"], size / min(sizes))
+                one = replace(job, global_batch=size, lr=lr, seed=seed)
+                found.append(_trained(one, rows, line))
+    about = {**_about(job), "target": target, "scale_lr": own["scale_lr"], "epochs": own["epochs"]}
+    return write_comparison(rows.folder, "batch-size", about, found)
+
+
+def compare_scaling(model: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One strategy on 1, 2, 4, ... ranks; efficiency is that beside one rank of the same strategy."""
+    problems = Problems()
+    chosen = _chosen(name, problems)
+    output, job = options.pop("output", None), _job(model, options, problems)
+    strategy = chosen[0]
+    if strategy.alone or strategy.least_ranks > 1:
+        message, hint = f"{name} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
+        raise UserError(Problem(kind="strategy", message=message, hint=hint, where="--strategy"))
+    rows = Rows(output, "scaling", {"job": vars(job), "strategy": name})
+    found = []
+    with Line() as line:
+        for mode, ranks in _ladder(job.ranks):
+            share = job.global_batch // job.ranks
+            batch = share * ranks if mode == "weak" else job.global_batch
+            one = replace(job, strategy=name, ranks=ranks, global_batch=batch)
+            row = _measured(strategy, one, rows, f"{mode}-{ranks}", line)
+            found.append({**row, "mode": mode, "global_batch": batch})
+    for row in found:
+        alone = next((r for r in found if r["mode"] == row["mode"] and r["ranks"] == 1), None)
+        if row["status"] == "ok" and alone and alone["status"] == "ok":
+            row["speedup"] = row["samples_per_s"] / alone["samples_per_s"]
+            row["efficiency"] = row["speedup"] / row["ranks"]
+    return write_comparison(rows.folder, "scaling", {**_about(job), "strategy": name}, found)
+
+
+def _ladder(most: int) -> Iterator[tuple[str, int]]:
+    """Powers of two up to the most, and the most itself; each weak and strong."""
+    counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
+    yield from ((mode, count) for mode in ("weak", "strong") for count in counts)
+
+
+def _measured(strategy: Strategy, job: Job, rows: Rows, name: str, line: Line) -> dict[str, Any]:
+    """One row: of before, or measured now."""
+    known = rows.known(name)
+    if known:
+        line.say(f"{name}: known")
+        return known
+    if job.ranks < strategy.least_ranks:
+        reason = f"needs {strategy.least_ranks} ranks, and has {job.ranks}: --ranks {strategy.least_ranks}"
+        words, seconds = [{"not_here": reason}], 0.0
+    else:
+        began = time.monotonic()
+        words = run_job(job, rows.place(name), strategy.processes(job.ranks), lambda t: line.show(f"{name}: {t}"))
+        seconds = time.monotonic() - began
+    row = strategy_row(strategy, job, words, seconds)
+    rows.keep(name, row)
+    shown = f"{row['samples_per_s']:,.0f} samples/s" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+    line.say(f"{name}: {shown}")
+    return row
+
+
+def _trained(job: Job, rows: Rows, line: Line) -> dict[str, Any]:
+    """One batch size with one seed."""
+    name = f"size-{job.global_batch}-seed-{job.seed}"
+    known = rows.known(name)
+    if known:
+        line.say(f"{name}: known")
+        return known
+    words = run_job(job, rows.place(name), 1, lambda text: line.show(f"{name}: {text} of {job.epochs} epochs"))
+    row: dict[str, Any] = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, **failure(words)}
+    if row["status"] == "ok":
+        row |= size_figures(words[0]["curve"], job.target or 1.0) | words[0]
+    rows.keep(name, row)
+    line.say(f"{name}: {row['final_accuracy']:.1%}" if row["status"] == "ok" else f"{name}: {row['reason']}")
+    return row
+
+
+def size_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+    """What a run has come to; None where the target was not reached."""
+    reached = next((point for point in curve if point["accuracy"] >= target), None)
+    return {
+        "seconds": curve[-1]["seconds"],
+        "epochs_to_target": reached["epoch"] if reached else None,
+        "seconds_to_target": reached["seconds"] if reached else None,
+        "final_accuracy": curve[-1]["accuracy"],
+        "best_accuracy": max(point["accuracy"] for point in curve),
+    }
+
+
+def _scale(how: str, times: float) -> float:
+    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[how]
+
+
+def _chosen(names: str | None, problems: Problems) -> list[Strategy]:
+    """Those that were asked for, the single device first: its weights are what others are compared with."""
+    if names is None:
+        return list(STRATEGIES.values())
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    for name in asked:
+        if name not in STRATEGIES:
+            problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), "--strategies")
+    return [one for one in STRATEGIES.values() if one.name in asked or (one.name == "single" and len(asked) > 1)]
+
+
+def _job(model: str, options: dict[str, Any], problems: Problems, shared: bool = True) -> Job:
+    """The job as asked. Raises UserError with all that is wrong, what `problems` has by now included."""
+    machine = this_machine()
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    here = {"ranks": machine.devices, "accelerator": machine.accelerator}
+    job = Job(**{"strategy": "", "model": model, **here, **values})
+    for name in ("ranks", "steps", "global_batch", "lr", "eval_samples"):
+        if getattr(job, name) <= 0:
+            flag = f"--{name.replace('_', '-')}"
+            problems.add("bad-value", f"{flag} is {getattr(job, name)}", "take more than 0", flag)
+    if shared and job.ranks > 0 and job.global_batch % job.ranks:
+        below = job.global_batch // job.ranks * job.ranks
+        hint = f"take --global-batch {below or job.ranks} or {below + job.ranks}"
+        message = f"--global-batch {job.global_batch} cannot be shared out over {job.ranks} ranks"
+        problems.add("batch-size", message, hint, "--global-batch")
+    if machine.accelerator == "cuda" and job.ranks > machine.devices:
+        problems.add("ranks", f"{job.ranks} ranks for {machine.devices} GPUs", f"take {machine.devices}", "--ranks")
+    task = problems.attempt(lambda: _task(job))
+    problems.raise_if_any()
+    data = open_data(job.run, task, job.seq_len, RichProgress())  # type: ignore[arg-type]
+    for note in data.notes:
+        click.echo(f"note: {note}", err=True)
+    if len(data.train) < job.global_batch:
+        message = f"{len(data.train)} training samples of {data.name} are less than one batch of {job.global_batch}"
+        problems.add("batch-size", message, "take a smaller batch", "--global-batch")
+        problems.raise_if_any()
+    return replace(job, data=job.data or default_data(task))  # type: ignore[arg-type]
+
+
+def _task(job: Job) -> str:
+    with models_say("MODEL"):
+        return task_of(find(job.model), job.run)
+
+
+def _about(job: Job) -> dict[str, Any]:
+    names = ("model", "model_args", "data", "ranks", "global_batch", "steps", "lr", "seed", "accelerator")
+    return {name: getattr(job, name) for name in names}

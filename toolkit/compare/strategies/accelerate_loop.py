@@ -1,0 +1,17 @@
+"""Accelerate: the loop stays as it was on one device, `prepare` and `backward` do the rest."""
+
+from accelerate import Accelerator
+
+from zerofit.compare.work import Work, whole_state
+
+
+def train(work: Work):
+    """As in its documentation, with data parallelism underneath."""
+    accelerator = Accelerator(cpu=work.device.type == "cpu")
+    model = work.model()
+    model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
+    for x, y in work.batches(accelerator.process_index, accelerator.num_processes):
+        optimizer.zero_grad()
+        accelerator.backward(work.loss(model(x), y))
+        optimizer.step()
+    return whole_state(accelerator.unwrap_model(model)) if accelerator.is_main_process else None

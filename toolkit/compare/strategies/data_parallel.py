@@ -1,0 +1,33 @@
+"""Data parallel from scratch: scatter the batch, add the gradients up by hand, let each replica make the same step."""
+
+import torch
+import torch.distributed as dist
+
+from zerofit.compare.work import Work, whole_state
+
+
+def train(work: Work):
+    """Rank 0 reads the whole batch and deals it out."""
+    dist.init_process_group(work.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = work.model()
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+    optimizer = work.optimizer(model.parameters())
+    for x, y in work.batches():
+        optimizer.zero_grad()
+        x, y = scattered(x, rank, ranks), scattered(y, rank, ranks)
+        work.loss(model(x), y).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        optimizer.step()
+    return whole_state(model) if rank == 0 else None
+
+
+def scattered(whole, rank, ranks):
+    """This rank's share of rank 0's tensor."""
+    shares = list(whole.chunk(ranks)) if rank == 0 else None
+    mine = torch.empty_like(whole[: len(whole) // ranks])
+    dist.scatter(mine, shares, src=0)
+    return mine

@@ -1,0 +1,23 @@
+"""Naive model parallel under an Accelerate device map: one process, hooks move activations from device to device."""
+
+from accelerate import dispatch_model, infer_auto_device_map
+
+from zerofit.compare.work import NotHereError, Work, whole_state
+
+
+def train(work: Work):
+    """An ordinary loop; what lies where is the map's business."""
+    devices = work.devices
+    if len(devices) < 2:
+        raise NotHereError("needs two devices of a kind in one process, and finds one")
+    model = work.model().cpu()
+    share = sum(p.numel() * p.element_size() for p in model.parameters()) // len(devices) + 2**20
+    memory = dict.fromkeys(range(len(devices)), share) | {"cpu": 2**50}
+    model = dispatch_model(model, infer_auto_device_map(model, max_memory=memory))
+    optimizer = work.optimizer(model.parameters())
+    for x, y in work.batches():
+        optimizer.zero_grad()
+        output = model(x)
+        work.loss(output, y.to(getattr(output, "logits", output).device)).backward()
+        optimizer.step()
+    return whole_state(model)

@@ -1,0 +1,28 @@
+"""FSDP2: every rank keeps a share of each parameter, and gathers a layer when it is needed."""
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from zerofit.compare.work import Work
+
+
+def train(work: Work):
+    """Layers first, then what is left of the model."""
+    dist.init_process_group(work.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(work.device.type, (ranks,))
+    model = work.model()
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = work.optimizer(model.parameters())
+    for x, y in work.batches(rank, ranks):
+        optimizer.zero_grad()
+        work.loss(model(x), y).backward()
+        optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(model, options=options)
+    return whole if rank == 0 else None

@@ -1,0 +1,36 @@
+"""Hybrid: pairs of ranks hold one model between them, and the pairs share the batch."""
+
+import torch.distributed as dist
+
+from zerofit.compare.whole import gathered
+from zerofit.compare.wire import receive, send
+from zerofit.compare.work import NotHereError, Work
+
+STAGES = 2
+
+
+def train(work: Work):
+    """Model parallel within a pair; gradients are averaged with the ranks that hold the same layers elsewhere."""
+    dist.init_process_group(work.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks % STAGES:
+        raise NotHereError(f"needs an even number of ranks, and has {ranks}")
+    pair, number, pairs = rank // STAGES, rank % STAGES, ranks // STAGES
+    groups = [dist.new_group(list(range(n, ranks, STAGES))) for n in range(STAGES)]
+    stage = work.stage(number, STAGES)
+    optimizer = work.optimizer(stage.parameters())
+    for x, y in work.batches(pair, pairs):
+        optimizer.zero_grad()
+        if number == 0:
+            output = stage(x)
+            send(output.detach(), rank + 1)
+            output.backward(receive(rank + 1, work.device))
+        else:
+            inputs = receive(rank - 1, work.device).requires_grad_()
+            work.loss(stage(inputs), y).backward()
+            send(inputs.grad, rank - 1)
+        for parameter in stage.parameters():
+            dist.all_reduce(parameter.grad, group=groups[number])
+            parameter.grad /= pairs
+        optimizer.step()
+    return gathered(stage.whole_state())

@@ -1,0 +1,53 @@
+"""A parameter server that waits for all workers: they push gradients, it steps, they pull weights.
+
+The last process is the server. All traffic meets there, which is what all-reduce was invented against.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from zerofit.compare.work import Work, whole_state
+
+
+def train(work: Work):
+    """A server, or one of its workers."""
+    dist.init_process_group("gloo")  # gradients meet in the server's host memory
+    server = dist.get_world_size() - 1
+    return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
+
+
+def serve(work: Work, workers: int):
+    """Add up a gradient of each worker, step, and give all of them the new weights."""
+    model = work.model().cpu()
+    optimizer = work.optimizer(model.parameters())
+    pushed = torch.zeros_like(parameters_to_vector(model.parameters()))
+    for _ in range(work.job.steps):
+        total = torch.zeros_like(pushed)
+        for worker in range(workers):
+            dist.recv(pushed, worker)
+            total += pushed
+        set_gradients(model, total / workers)
+        optimizer.step()
+        for worker in range(workers):
+            dist.send(parameters_to_vector(model.parameters()).detach(), worker)
+    return whole_state(model)
+
+
+def push_and_pull(work: Work, server: int):
+    """The server is the only one that steps."""
+    model = work.model()
+    for x, y in work.batches(dist.get_rank(), server):
+        model.zero_grad()
+        work.loss(model(x), y).backward()
+        dist.send(torch.cat([p.grad.flatten() for p in model.parameters()]).cpu(), server)
+        pulled = parameters_to_vector(model.parameters()).detach().cpu()
+        dist.recv(pulled, server)
+        vector_to_parameters(pulled.to(work.device), model.parameters())
+
+
+def set_gradients(model, vector):
+    """Cut a vector into the parameters' gradients."""
+    parts = vector.split([p.numel() for p in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)

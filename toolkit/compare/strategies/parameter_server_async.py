@@ -1,0 +1,49 @@
+"""A parameter server that waits for nobody: each gradient is applied when it comes, to weights that have moved on.
+
+How many steps of others lie between a worker's pull and its push is the gradient's staleness.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from zerofit.compare.strategies.parameter_server import set_gradients
+from zerofit.compare.work import Work, whole_state
+
+
+def train(work: Work):
+    """A server, or one of its workers."""
+    dist.init_process_group("gloo")
+    server = dist.get_world_size() - 1
+    return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
+
+
+def serve(work: Work, workers: int):
+    """Step on whatever comes, by a worker's share of the learning rate, and answer the one that it came from."""
+    model = work.model().cpu()
+    optimizer = work.optimizer(model.parameters())
+    optimizer.param_groups[0]["lr"] /= workers
+    pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and what it is of
+    staleness = []
+    for version in range(work.job.steps * workers):
+        worker = dist.recv(pushed)
+        staleness.append(version - int(pushed[-1]))
+        set_gradients(model, pushed[:-1])
+        optimizer.step()
+        weights = parameters_to_vector(model.parameters()).detach()
+        dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), worker)
+    work.note("staleness", staleness)
+    return whole_state(model)
+
+
+def push_and_pull(work: Work, server: int):
+    """The version of the weights goes along with the gradient."""
+    model, version = work.model(), torch.zeros(1)
+    for x, y in work.batches(dist.get_rank(), server):
+        model.zero_grad()
+        work.loss(model(x), y).backward()
+        dist.send(torch.cat([*(p.grad.flatten().cpu() for p in model.parameters()), version]), server)
+        pulled = torch.empty(parameters_to_vector(model.parameters()).numel() + 1)
+        dist.recv(pulled, server)
+        vector_to_parameters(pulled[:-1].to(work.device), model.parameters())
+        version = pulled[-1:].clone()

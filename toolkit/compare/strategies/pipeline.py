@@ -1,0 +1,30 @@
+"""Pipeline (GPipe): layers on different ranks as in naive model parallel, but micro batches keep them all at work."""
+
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from zerofit.compare.whole import gathered
+from zerofit.compare.work import NotHereError, Work
+
+
+def train(work: Work):
+    """Two micro batches a stage: the first and last of them find idle ranks, the bubble."""
+    dist.init_process_group(work.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    micro_batches = 2 * ranks
+    if work.job.global_batch % micro_batches:
+        raise NotHereError(f"--global-batch {work.job.global_batch} is no multiple of {micro_batches} micro batches")
+    layers = work.stage(rank, ranks)
+    stage = PipelineStage(layers, rank, ranks, work.device)
+    schedule = ScheduleGPipe(stage, micro_batches, loss_fn=work.loss)
+    optimizer = work.optimizer(layers.parameters())
+    for x, y in work.batches():
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == ranks - 1:
+            schedule.step(target=y)
+        else:
+            schedule.step()
+        optimizer.step()
+    return gathered(layers.whole_state())

@@ -1,0 +1,33 @@
+"""Tensor parallel: each rank holds some columns of every linear layer, and all see the same batch."""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from zerofit.compare.work import NotHereError, Work
+
+
+def train(work: Work):
+    """Outputs are gathered after each layer; the rest of the model is computed by every rank alike."""
+    dist.init_process_group(work.backend)
+    model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not names:
+        raise NotHereError("the model has no linear layer whose columns could be shared out")
+    parallelize_module(model, mesh, {name: ColwiseParallel(output_layouts=Replicate()) for name in names})
+    optimizer = work.optimizer(model.parameters())
+    for group in optimizer.param_groups:
+        group["foreach"] = False  # sharded and whole parameters stand side by side
+    for x, y in work.batches():
+        optimizer.zero_grad()
+        work.loss(model(x), y).backward()
+        optimizer.step()
+    whole = {key: full(value).detach().cpu() for key, value in model.state_dict().items()}
+    return whole if dist.get_rank() == 0 else None
+
+
+def full(tensor):
+    """All columns, gathered where they are shared out."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

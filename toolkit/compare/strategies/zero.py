@@ -1,0 +1,23 @@
+"""DeepSpeed: optimizer states (stage 1), gradients (2) and parameters (3) shared out, or states in host memory."""
+
+import deepspeed
+import torch.distributed as dist
+
+from zerofit.compare.work import Work, whole_state
+
+
+def train(work: Work, stage: int, offload: bool = False):
+    """The engine owns backward and step."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference alone needs that op of 45 s
+    deepspeed.init_distributed(work.backend)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    config = {"train_micro_batch_size_per_gpu": work.job.global_batch // ranks, "zero_optimization": zero}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    model = work.model()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
+    for x, y in work.batches(rank, ranks):
+        engine.backward(work.loss(engine(x), y))
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        return whole_state(model) if rank == 0 else None

@@ -1,0 +1,25 @@
+"""Tensors of any shape from rank to rank, as model parallelism by hand needs them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DIMENSIONS = 8  # at most
+
+
+def send(tensor: Tensor, to: int) -> None:
+    """Send a float32 tensor, its shape first."""
+    shape = torch.tensor([*tensor.shape, *[0] * (DIMENSIONS - tensor.dim())], device=tensor.device)
+    dist.send(shape, to)
+    dist.send(tensor.contiguous(), to)
+
+
+def receive(source: int, device: torch.device) -> Tensor:
+    """What another rank has sent."""
+    shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=device)
+    dist.recv(shape, source)
+    tensor = torch.empty([size for size in shape.tolist() if size], device=device)
+    dist.recv(tensor, source)
+    return tensor

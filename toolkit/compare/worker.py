@@ -1,0 +1,78 @@
+"""One process of one strategy: `python -m zerofit.compare.worker FOLDER`, with RANK and its like in the environment.
+
+It leaves `rank-N.json`: what was measured, or why it could not be. Whoever holds the whole model at the end
+evaluates it, and the weights of the single device are what others are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from zerofit.compare.batch_size import train_to_target
+from zerofit.compare.catalog import STRATEGIES
+from zerofit.compare.job import Job
+from zerofit.compare.work import NotHereError, Work
+from zerofit.models.catalog import ModelError
+
+REFERENCE = "single.safetensors"  # beside the strategies' folders
+
+
+def main() -> None:
+    """Do this process's part."""
+    folder, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
+    job = Job.read(folder / "job.json")
+    try:
+        word = _measured(job, folder, rank)
+    except (NotHereError, ModelError) as reason:
+        word = {"not_here": str(reason)}
+    except BaseException as error:
+        traceback.print_exc()
+        word = {"error": f"{type(error).__name__}: {str(error).strip() or 'no message'}"}
+    whole = folder / f".rank-{rank}.json"
+    whole.write_text(json.dumps(word), encoding="utf-8")
+    whole.rename(folder / f"rank-{rank}.json")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if "error" in word else 0)  # tearing process groups down takes seconds
+
+
+def _measured(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    work = Work(job, folder, rank)
+    if job.epochs:
+        return train_to_target(work)
+    strategy = STRATEGIES[job.strategy]
+    state = strategy.load().train(work, **strategy.options)
+    word = work.told()
+    if dist.is_initialized():
+        dist.barrier()  # nobody goes while another still gathers
+    if state is not None:
+        word |= _judged(work, state, folder)
+    return word
+
+
+def _judged(work: Work, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+    """Loss and accuracy of the trained model, and how far its weights are from the single device's."""
+    model = work.model()
+    model.load_state_dict(state)
+    names = [name for name, _ in model.named_parameters()]
+    reference = folder.parent / REFERENCE
+    if work.job.strategy == "single":
+        save_file({name: state[name].contiguous() for name in names}, reference)
+    found: dict[str, Any] = work.evaluate(model)
+    if reference.exists():
+        whole = load_file(reference)
+        found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)
+    return found
+
+
+if __name__ == "__main__":
+    main()
