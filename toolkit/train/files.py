@@ -16,6 +16,7 @@ from zerofit.checkpoint.manifest import FileMark, mark_of
 from zerofit.checkpoint.store import sync_file
 from zerofit.train.snapshot import Snapshots
 
+MODEL_FILES = "model_states.pt"
 SYNCING = 2  # files being synced and hashed while the next one is written
 
 
@@ -26,8 +27,9 @@ class Files(CheckpointEngine):
     would wait for this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, zero_stage: int) -> None:
         super().__init__()
+        self._copied = zero_stage > 0  # what a file of the model's holds; at stage 0 the optimizer's states lie in it
         self.name = "zerofit"
         self._snapshots = Snapshots()
         self._held: list[tuple[Any, Path]] | None = None
@@ -54,8 +56,12 @@ class Files(CheckpointEngine):
             self._write(state_dict, Path(path))
 
     def load(self, path: str | Path, map_location: Any = None) -> Any:
-        """Read a file without running anything that lies in it. Raises UserError for one that asks for more."""
-        return safe.load(path, mmap=False, for_engine=True)
+        """Read a file without running anything that lies in it. Raises UserError for one that asks for more.
+
+        What DeepSpeed copies into its parameters is left on the disk until then; optimizers on a CPU would go on with
+        the mapped file itself.
+        """
+        return safe.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 
     def hold(self) -> None:
         """From now on take copies; what is trained on may change afterwards."""

@@ -49,7 +49,7 @@ def resume(driver: AnyDriver, start: Start, progress: Callable[[str], None]) -> 
 def _load(driver: AnyDriver, checkpoint: Path) -> None:
     for tag, engine in engines(driver).items():
         if not isinstance(engine.checkpoint_engine, Files):
-            engine.checkpoint_engine = Files()
+            engine.checkpoint_engine = Files(driver.job.layout.zero_stage)
         path, _ = engine.load_checkpoint(str(checkpoint), tag=tag)
         assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
 

@@ -44,7 +44,7 @@ class Saver:
         self._driver, self._job, self._events = driver, driver.job, events
         self._inputs, self._folder = inputs, folder
         self._store = Store(folder.checkpoints)
-        self._files = Files()
+        self._files = Files(driver.job.layout.zero_stage)
         self._thread: threading.Thread | None = None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         for engine in fragments.engines(driver).values():
