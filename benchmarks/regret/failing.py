@@ -59,6 +59,7 @@ def failing(fault: str) -> dict[str, Any]:
     told = {row["micro_batch"]: row["status"] for row in trials}
     winner = 16 if fault == "tuner killed" else 8
     right = code == 0 and told[16] == STATUS[fault] and answer["best"]["micro_batch"] == winner
+    right &= kept >= 1 if fault == "tuner killed" else kept == 0
     return {"fault": fault, "right": right, "seconds": seconds, "known_before": kept, "trials": trials}
 
 
@@ -80,6 +81,7 @@ def _killed(place: Path) -> int:
     """Kill the tuner in the middle of its second trial; how many trials it had kept."""
     process = _start(place)
     while not list((place / "cache" / "tune").glob("*.jsonl")):
+        assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     time.sleep(5)
     process.send_signal(signal.SIGKILL)

@@ -34,6 +34,7 @@ def main() -> None:
         else:
             x = torch.rand(micro, inputs.channels, inputs.size, inputs.size)
             labels = torch.randint(asked.classes, (micro,))
+        x, labels = x.to(engine.device), labels.to(engine.device)
         output = engine(x)
         logits = getattr(output, "logits", output)
         loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -71,6 +71,7 @@ def test_a_killed_comparison_leaves_nothing_behind_and_goes_on(strategies):
     assert rows["ddp"]["max_weight_difference"] <= 1e-5
     assert rows["ddp"]["speedup"] == pytest.approx(rows["ddp"]["samples_per_s"] / rows["single"]["samples_per_s"])
     assert rows["single"]["comm_bytes_per_step"] == 0
+    assert (rows["single"]["ranks"], rows["single"]["efficiency"]) == (1, 1.0)
     assert (rows["hybrid"]["status"], rows["device-map"]["status"]) == ("not-here", "not-here")
     assert "--ranks 4" in rows["hybrid"]["reason"]
 
@@ -126,7 +127,9 @@ def test_batch_sizes(tmp_path):
     assert rows[2]["lr"] == pytest.approx(4 * rows[0]["lr"])
     assert all(row["best_accuracy"] >= row["final_accuracy"] > 0.3 for row in rows)
     assert rows[0]["seconds_to_target"] is not None  # 90 steps; the large batch has 4
-    assert all(row["noise_scale"] is None or row["noise_scale"] > 0 for row in rows)
+    assert [size["runs"] for size in answer["summary"]] == [2, 2]
+    assert answer["summary"][0]["reached"] == 2
+    assert answer["summary"][0]["noise_scale"][0] > 1
     assert {path.name for path in (tmp_path / "out").iterdir()} >= FILES
 
 
@@ -147,6 +150,11 @@ def test_everything_that_is_wrong_at_once(tmp_path):
     assert [p["kind"] for p in problems] == ["strategy", "strategy", "batch-size"]
     assert "ddp" in problems[0]["hint"]
     assert "32 or 34" in problems[2]["hint"]
+    code, answer, _ = compared("strategies", "vgg16", "--data", "digits", "--json", cwd=tmp_path)
+    assert (code, answer["error"]["where"]) == (2, "MODEL")  # 8x8 pixels are too few
+    code, _, err = compared("strategies", "mlp", "--steps", "3", cwd=tmp_path)
+    assert code == 2
+    assert "x>=4" in err
     code, answer, _ = compared("scaling", "mlp", "--strategy", "single", "--json", cwd=tmp_path)
     assert (code, answer["error"]["kind"]) == (2, "strategy")
     code, answer, _ = compared("batch-size", "dcgan", "--sizes", "16", "--json", cwd=tmp_path)

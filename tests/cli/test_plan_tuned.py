@@ -62,7 +62,7 @@ def test_step_times_and_their_order_are_those_of_the_trials(planned, tuning):
         if row["zero_stage"] != 2:  # of which no trial tells
             assert row["step_s"] == pytest.approx(truth(before[alike(row)]), rel=0.1)
         assert sum(row["time"].values()) <= row["step_s"] * 1.01
-    assert planned[0]["zero_stage"] == 3 or answer["layouts"][0]["zero_stage"] != 3
+    assert answer["layouts"][0]["zero_stage"] != 3
     slowest_plain = max(row["step_s"] for row in plain if row["zero_stage"] == 1)
     assert slowest_plain < max(row["step_s"] for row in plain if row["zero_stage"] == 3)
     errors = answer["tuned"]["errors"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from zerofit.cli.compare_rows import Rows, against_single, failure
-from zerofit.cli.compare_work import size_figures
+from zerofit.cli.compare_work import by_size, size_figures
 from zerofit.compare.batch_size import Noise
 from zerofit.compare.catalog import STRATEGIES, code_lines
-from zerofit.compare.work import _even_cuts
+from zerofit.compare.work import NotHereError, _even_cuts
 from zerofit.report.compare_page import page
 from zerofit.spec.errors import UserError
 
@@ -56,23 +54,26 @@ def test_noise_scale_of_a_known_noise():
     model = torch.nn.Linear(1, 1, bias=False).double()
     noise = Noise()
     for _ in range(4000):
+        x, y = 1 + 2 * torch.randn(16, 1).double(), torch.zeros(16)
+        noise.of_half(Work(), model, x, y)
         model.zero_grad()
-        noise.backward(Work(), model, 1 + 2 * torch.randn(16, 1).double(), torch.zeros(16), measure=True)
+        Work().loss(model(x), y).backward()
+        noise.of_whole(model)
     assert noise.scale == pytest.approx(4.0, rel=0.1)
     assert Noise().scale is None
 
 
-def test_a_gradient_in_halves_is_the_whole_one():
+def test_measuring_noise_leaves_running_statistics_alone():
     class Work:
         def loss(self, output, target):
-            return torch.nn.functional.mse_loss(output, target)
+            return output.square().mean()
 
-    x, y, model = torch.randn(8, 3), torch.randn(8, 2), torch.nn.Linear(3, 2)
-    Noise().backward(Work(), model, x, y, measure=False)
-    whole = model.weight.grad.clone()
-    model.zero_grad()
-    Noise().backward(Work(), model, x, y, measure=True)
-    assert model.weight.grad == pytest.approx(whole, abs=1e-6)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Noise().of_half(Work(), model, torch.randn(8, 3), torch.zeros(8))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(torch.randn(8, 3))
+    assert model[1].num_batches_tracked == 1
 
 
 def test_when_the_target_is_reached():
@@ -87,17 +88,45 @@ def test_when_the_target_is_reached():
     assert size_figures(curve, 0.99)["seconds_to_target"] is None
 
 
+def test_sizes_over_their_seeds():
+    rows = [
+        {
+            "batch_size": 16,
+            "status": "ok",
+            "seconds_to_target": s,
+            "final_accuracy": 0.9,
+            "seconds": 5.0,
+            "noise_scale": n,
+        }
+        for s, n in ((1.0, 10.0), (3.0, None), (2.0, 30.0))
+    ]
+    rows += [{"batch_size": 64, "status": "ok", "seconds_to_target": None, "final_accuracy": 0.5, "seconds": 4.0}]
+    rows[-1]["noise_scale"] = None
+    rows += [{"batch_size": 64, "status": "failed", "reason": "x"}]
+    first, second = by_size(rows)
+    assert (first["batch_size"], first["runs"], first["reached"]) == (16, 3, 3)
+    assert first["seconds_to_target"] == [2.0, 1.0, 3.0]
+    assert first["noise_scale"] == [20.0, 10.0, 30.0]
+    assert (second["runs"], second["reached"], second["seconds_to_target"]) == (1, 0, None)
+
+
 @pytest.mark.parametrize(
     ("sizes", "parts", "cuts"),
     [
         ([1, 1, 1, 1], 2, [(0, 2), (2, 4)]),
         ([10, 1, 1, 1], 2, [(0, 1), (1, 4)]),
-        ([0, 0, 10], 3, [(0, 1), (1, 2), (2, 3)]),
+        ([0, 5, 0, 5], 2, [(0, 2), (2, 4)]),
+        ([0, 1, 0, 1, 1], 3, [(0, 2), (2, 4), (4, 5)]),
         ([1, 2, 3, 4, 5, 6], 3, [(0, 3), (3, 5), (5, 6)]),
     ],
 )
 def test_stages_of_about_the_same_size(sizes, parts, cuts):
     assert _even_cuts(sizes, parts) == cuts
+
+
+def test_no_stage_is_without_parameters():
+    with pytest.raises(NotHereError, match="1 layers with parameters are too few for 2 stages"):
+        _even_cuts([0, 10, 0], 2)
 
 
 def test_the_reason_is_that_of_whoever_knew():
@@ -118,19 +147,20 @@ def test_speed_up_and_efficiency():
 
 
 def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path):
-    rows = Rows(tmp_path / "out", "strategies", {"model": "mlp"})
+    mlp, lenet = ({"job": {"model": name}} for name in ("mlp", "lenet"))
+    rows = Rows(tmp_path / "out", "strategies", mlp)
     rows.keep("ddp", {"status": "ok", "samples_per_s": 1.0})
     rows.keep("zero3", {"status": "failed", "reason": "x"})
-    again = Rows(tmp_path / "out", "strategies", {"model": "mlp"})
+    again = Rows(tmp_path / "out", "strategies", mlp)
     assert again.known("ddp")["samples_per_s"] == 1.0
     assert again.known("zero3") is None
     assert again.known("amp") is None
     with pytest.raises(UserError, match="another comparison"):
-        Rows(tmp_path / "out", "strategies", {"model": "lenet"})
+        Rows(tmp_path / "out", "strategies", lenet)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="other things"):
-        Rows(tmp_path / "mine", "strategies", {"model": "mlp"})
+        Rows(tmp_path / "mine", "strategies", mlp)
 
 
 def test_a_page_is_escaped_and_needs_no_network(tmp_path):
@@ -141,4 +171,4 @@ def test_a_page_is_escaped_and_needs_no_network(tmp_path):
     assert "<script>" not in text
     assert "<img src=x" not in text
     assert "http" not in text
-    assert json.dumps(text)  # plain text throughout
+    assert "&lt;img src=x onerror=y&gt;" in text

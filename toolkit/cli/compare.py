@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,8 +11,28 @@ import click
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
 
-WORK = ("model_args", "data", "data_root", "image_size", "seq_len", "lr", "seed", "eval_samples", "output")
+WORK = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")
+LEAST_STEPS = 4  # the first three are not timed
 SCALES = ("none", "linear", "sqrt")
+LR_HELP = "learning rate of SGD with momentum 0.9"
+
+
+def worked(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds options that all comparisons have."""
+    rate = click.option("--lr", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True, help=LR_HELP)
+    place = click.option("--output", type=click.Path(path_type=Path), help="folder for results [runs/compare-...]")
+    return place(rate(command))
+
+
+def stepped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds options of comparisons that train for some steps."""
+    positive = click.IntRange(min=1)
+    batch = click.option("--global-batch", type=positive, default=64, show_default=True, help="samples of a step")
+    steps = click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=60, show_default=True, help="of SGD")
+    limit = click.option(
+        "--eval-samples", type=positive, default=1000, show_default=True, help="of the validation data"
+    )
+    return batch(steps(limit(command)))
 
 
 @click.group()
@@ -44,7 +66,9 @@ def _list(context: click.Context, parameter: click.Parameter, asked: bool) -> No
 @click.argument("model")
 @click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
 @click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
-@run_options((*WORK, "ranks", "steps", "global_batch"))
+@run_options((*WORK, "ranks"))
+@stepped
+@worked
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> None:
     """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
@@ -64,7 +88,9 @@ def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> 
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="runs of each size")
 @click.option("--epochs", type=click.IntRange(min=1), default=5, show_default=True, help="of every run")
+@click.option("--eval-samples", type=click.IntRange(min=1), help="validation samples an evaluation looks at [all]")
 @run_options(WORK)
+@worked
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def batch_size(model: str, as_json: bool, **options: Any) -> None:
     """Which batch size reaches the target accuracy first, and where larger ones stop helping.
@@ -81,7 +107,9 @@ def batch_size(model: str, as_json: bool, **options: Any) -> None:
 @compare.command()
 @click.argument("model")
 @click.option("--strategy", "name", default="ddp", show_default=True, help="one that shares the batch out over ranks")
-@run_options((*WORK, "ranks", "steps", "global_batch"))
+@run_options((*WORK, "ranks"))
+@stepped
+@worked
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def scaling(model: str, as_json: bool, name: str, **options: Any) -> None:
     """1 to --ranks ranks, weak (the batch grows with them) and strong (it does not), with their efficiency."""

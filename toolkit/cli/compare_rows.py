@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,17 @@ class Rows:
     """A folder with one file a row."""
 
     def __init__(self, output: Path | None, kind: str, asked: dict[str, Any]):
-        """Raises UserError where the folder holds another comparison, or other things."""
-        self.folder = (output or Path("runs") / f"compare-{kind}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-        file, asked = self.folder / "asked.json", {"kind": kind, **asked, "versions": versions()}
+        """`asked`: with the job; the folder's name follows from it where none is given.
+
+        Raises UserError where the folder holds another comparison, or other things.
+        """
+        asked = json.loads(json.dumps({"kind": kind, **asked, "versions": versions()}))
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+        self.folder = (output or Path("runs") / f"compare-{kind}-{asked['job']['model']}-{digest}").absolute()
+        file = self.folder / "asked.json"
         if self.folder.exists() and (not self.folder.is_dir() or (any(self.folder.iterdir()) and not file.exists())):
             raise _other(f"{self.folder} holds other things")
-        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != json.loads(json.dumps(asked)):
+        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != asked:
             raise _other(f"{self.folder} holds another comparison, or one of other versions")
         (self.folder / "rows").mkdir(parents=True, exist_ok=True)
         write_json(file, asked)
@@ -54,7 +59,7 @@ def strategy_row(strategy: Strategy, job: Job, words: Sequence[dict[str, Any]], 
     row: dict[str, Any] = {
         "strategy": strategy.name,
         "title": strategy.title,
-        "ranks": job.ranks,
+        "ranks": 1 if strategy.one else job.ranks,
         "processes": len(words),
         "synchronous": strategy.synchronous,
         "lines": strategy.lines,
@@ -82,6 +87,7 @@ def strategy_row(strategy: Strategy, job: Job, words: Sequence[dict[str, Any]], 
         "loss": judged["loss"],
         "accuracy": judged["accuracy"],
         "max_weight_difference": difference,
+        "batch_norm": judged["batch_norm"],
         "agrees": difference <= AGREES if strategy.synchronous and difference is not None else None,
         "staleness": next((word["staleness"] for word in words if "staleness" in word), None),
     }
@@ -103,6 +109,15 @@ def against_single(rows: Sequence[dict[str, Any]]) -> None:
         if row["status"] == "ok":
             row["speedup"] = row["samples_per_s"] / alone if alone else None
             row["efficiency"] = row["speedup"] / row["ranks"] if alone else None
+
+
+def against_one_rank(rows: Sequence[dict[str, Any]]) -> None:
+    """Speed-up and efficiency of each row beside one rank, weak and strong each by themselves."""
+    for row in rows:
+        alone = next((one for one in rows if one["mode"] == row["mode"] and one["ranks"] == 1), None)
+        if row["status"] == "ok" and alone and alone["status"] == "ok":
+            row["speedup"] = row["samples_per_s"] / alone["samples_per_s"]
+            row["efficiency"] = row["speedup"] / row["ranks"]
 
 
 def _other(message: str) -> UserError:

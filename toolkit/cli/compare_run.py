@@ -68,7 +68,7 @@ def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Show) -> b
             return False
         if now - moved > SILENT_S:
             return True
-        show(f"{done} done" if done else f"starting ({now - began:.0f} s)")
+        show(done if done else f"starting ({now - began:.0f} s)")
         time.sleep(POLL_S)
     return False
 

@@ -18,7 +18,8 @@ def show_strategies(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         if row.get("agrees") is False:
             words = f"{row['strategy']}: weights differ from the single device's by {row['max_weight_difference']:.1e}"
-            console.print(f"{words}; batch norm over each rank's own share does that", style="yellow", highlight=False)
+            words += "; batch norm over each rank's own share does that" if row["batch_norm"] else ""
+            console.print(words, style="yellow", highlight=False)
         if row.get("staleness"):
             stale = row["staleness"]
             words = (
@@ -29,17 +30,32 @@ def show_strategies(result: dict[str, Any]) -> None:
 
 
 def show_sizes(result: dict[str, Any]) -> None:
-    """All runs, and which size was first."""
+    """All runs, each size over its seeds, which one was first, and where larger ones stop helping."""
     console = _table(result)
-    reached = [row for row in result["rows"] if row.get("seconds_to_target")]
     target = f"{result['about']['target']:.1%}"
-    if reached:
-        first = min(reached, key=lambda row: row["seconds_to_target"])
-        words = f"first at {target}: batch size {first['batch_size']} after {first['seconds_to_target']:.1f} s"
-    else:
-        words = f"no batch size reached {target} in {result['about']['epochs']} epochs: raise --epochs or --lr"
-    console.print(words, style="bold", highlight=False)
+    table = Table("batch size", f"reached {target}", "seconds to it", "final accuracy", "noise scale")
+    for size in result["summary"]:
+        seconds, accuracy, noise = (size[name] for name in ("seconds_to_target", "final_accuracy", "noise_scale"))
+        row = [f"{size['reached']} of {size['runs']}", _range(seconds, ".1f"), _range(accuracy, ".1%")]
+        table.add_row(str(size["batch_size"]), *row, _range(noise, ",.0f"))
+    console.print(table)
+    console.print(_first(result["summary"], target, result["about"]["epochs"]), style="bold", highlight=False)
     _files(console, result)
+
+
+def _range(figures: list[float] | None, form: str) -> str:
+    """Median (least to most)."""
+    return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
+
+
+def _first(summary: list[dict[str, Any]], target: str, epochs: int) -> str:
+    sure = [size for size in summary if size["runs"] and size["reached"] == size["runs"]]
+    if not sure:
+        return f"no batch size reached {target} in {epochs} epochs with every seed: raise --epochs or --lr"
+    best = min(sure, key=lambda size: size["seconds_to_target"][0])
+    words = f"first at {target}: batch size {best['batch_size']} after {best['seconds_to_target'][0]:.1f} s (median)"
+    larger = [size for size in summary if size["batch_size"] > best["batch_size"]]
+    return words + (f"; from {larger[0]['batch_size']} on larger ones do not help" if larger else "")
 
 
 def show_scaling(result: dict[str, Any]) -> None:

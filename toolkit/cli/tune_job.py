@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from zerofit.cli.cluster import machine_of
+from zerofit.cli.cluster import filled, machine_of
 from zerofit.cli.plan_hardware import Asked as Hardware
 from zerofit.cli.plan_hardware import clusters
 from zerofit.cli.plan_json import choice_json
@@ -61,7 +61,8 @@ class TuneJob:
         allowed = read_space(space) if space else {}
         machine = machine_of(hosts, None) if hosts else this_machine()
         job, source = decided(asked, RichProgress(), machine, Problems())
-        run, cluster = job.run, _cluster(job, hosts)
+        used = filled(hosts, job.layout.world_size) if hosts else ()
+        run, cluster = job.run, _cluster(job, used)
         precisions = allowed.get("precision") or [run.precision or "fp32"]
         profiles = {precision: _profile(job, cluster, precision) for precision in precisions}
         candidates, considered = list[Candidate](), 0
@@ -78,7 +79,7 @@ class TuneJob:
             hint = "`zerofit plan` says what lacks" if not space else "allow more values"
             raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=str(space or "MODEL")))
         kind = cluster.device.kind
-        return cls(asked, run, source, profiles, tuple(candidates), kind, tuple(hosts), tuple(host_flags))
+        return cls(asked, run, source, profiles, tuple(candidates), kind, tuple(used), tuple(host_flags))
 
     def shown(self, candidate: Candidate) -> str:
         """A configuration in a few words."""
@@ -90,7 +91,11 @@ class TuneJob:
         parts += ["checkpointing"] if row["activation_checkpointing"] else []
         parts += ["overlap"] if row["overlap_comm"] else []
         parts += ["compile"] if row["compile"] else []
-        return ", ".join([*parts, *([row["precision"]] if len(self.profiles) > 1 else [])])
+        parts += [row["precision"]] if len(self.profiles) > 1 else []
+        for name, word in (("bucket_elements", "buckets"), ("persistence_elements", "persistence")):
+            of_alike = {candidate_json(c)[name] for c in self.candidates if c.choice.zero_stage == row["zero_stage"]}
+            parts += [f"{word} of {row[name]:,}"] if len(of_alike) > 1 else []
+        return ", ".join(parts)
 
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
         """The user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""

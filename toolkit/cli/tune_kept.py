@@ -26,13 +26,15 @@ class Kept:
     def __init__(self, job: TuneJob):
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
         config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
-        place = [job.device, job.candidates[0].choice.world_size, [host.name for host in job.hosts]]
+        hosts = [[host.name, host.slots] for host in job.hosts]
+        place = [job.device, job.candidates[0].choice.world_size, hosts, [w for w in job.host_flags if "--env" in w]]
         content = [run, config, place, versions()]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:20]
+        self._keys = {candidate.key for candidate in job.candidates}
         self.path: Path = cache_root() / "tune" / f"{digest}.jsonl"
 
     def trials(self) -> list[Trial]:
-        """Those of before; a line that a kill has cut is left out."""
+        """Those of before, of configurations that may be tried now; a line that a kill has cut is left out."""
         if not self.path.exists():
             return []
         found = {}
@@ -41,7 +43,8 @@ class Kept:
                 trial = Trial(**json.loads(line))
             except (ValueError, TypeError):
                 continue
-            found[trial.key] = trial
+            if trial.key in self._keys:
+                found[trial.key] = trial
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:

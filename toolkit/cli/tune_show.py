@@ -11,13 +11,13 @@ from rich.table import Table
 def show(result: dict[str, Any]) -> None:
     """The trials, the best, and what may have been missed."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table("", "ZeRO", "offload", "dp x tp x pp x sp", "micro x acc", "ckpt", "overlap", "compile")
+    table = Table("", "configuration")
     for name in ("forecast", "measured", "+-", ""):
         table.add_column(name, justify="right")
     best_s = result["best"]["step_s"]
     for number, row in enumerate(result["trials"], start=1):
         mark = "bold green" if row["measured_step_s"] == best_s else None
-        table.add_row(str(number), *layout_words(row), *_figures(row), style=mark)
+        table.add_row(str(number), row["configuration"], *_figures(row), style=mark)
     console.print(table)
     best = result["best"]
     rate = (
@@ -27,19 +27,6 @@ def show(result: dict[str, Any]) -> None:
     console.print(_regret(result["regret"]), highlight=False)
     for path in result["written"]:
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
-
-
-def layout_words(row: dict[str, Any]) -> tuple[str, ...]:
-    """The knobs of one configuration."""
-    return (
-        str(row["zero_stage"]),
-        row["offload"] if row["offload"] != "none" else "-",
-        f"{row['dp']} x {row['tp']} x {row['pp']} x {row['sp']}",
-        f"{row['micro_batch']} x {row['gradient_accumulation_steps']}",
-        "yes" if row["activation_checkpointing"] else "-",
-        "yes" if row["overlap_comm"] else "-",
-        "yes" if row["compile"] else "-",
-    )
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import yaml
 
 from zerofit.cli.tune_job import TuneJob
 from zerofit.cli.view import Tail
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.folder import RunFolder
 from zerofit.tune.timing import Timing, timing
 from zerofit.tune.trial import Candidate, Status, Trial
@@ -25,22 +26,24 @@ from zerofit.tune.trial import Candidate, Status, Trial
 SURE = 0.03  # half the confidence interval, as a share of the mean: then a trial has told enough
 LOSING = 1.1  # times the best step time, beyond which (with all of its interval) a trial is cut short
 START_S, TRAIN_S = 300.0, 60.0  # until the first step, and after it
+OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # kinds that say nothing of a configuration
+TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
 STOP_S = 60.0
-HANGS = ("hang", "rank-stopped", "host-unreachable", "not-started", "network")
+HANGS = ("hang", "rank-stopped")
 
 
 def run_trial(
     job: TuneJob, candidate: Candidate, best_s: float | None, deadline: float, show: Callable[[str], None]
 ) -> Trial:
-    """Train with this configuration until its step time is known, or it fails.
+    """Train with this configuration until its step time is known, or it fails. Raises RunFailed where hosts do.
 
     `best_s`: a step as long as the best one's for as many samples. `deadline`: of `time.monotonic`.
     """
     began = time.monotonic()
     known = {"key": candidate.key, "forecast_step_s": candidate.forecast_step_s}
     shared = Path.cwd() if job.hosts else None  # hosts must see it, too
-    with tempfile.TemporaryDirectory(prefix=".zerofit-trial-", dir=shared) as place:
+    with tempfile.TemporaryDirectory(prefix=TRIALS, dir=shared, ignore_cleanup_errors=True) as place:
         folder = RunFolder(Path(place) / "run")
         metrics, records = Tail(folder.metrics), list[dict[str, Any]]()
         process = _start(job, candidate, Path(place))
@@ -57,6 +60,8 @@ def run_trial(
         spread = found.spread if math.isfinite(found.spread) else None
         measured = {"measured_step_s": found.step_s, "spread": spread, "steps": found.steps, "cut_short": cut_short}
         return Trial(status="ok", peak_bytes=peak, seconds=seconds, **known, **measured)
+    if job.hosts and not late and error.get("kind", "").startswith(OF_HOSTS):
+        raise RunFailed(Problem(**{name: error.get(name) or "" for name in ("kind", "message", "hint", "where")}))
     status, reason = _why(process.returncode, error, late)
     return Trial(status=status, reason=reason, peak_bytes=peak, seconds=seconds, **known)
 

@@ -45,7 +45,7 @@ def write_results(job: TuneJob, search: Search, output: Path) -> list[str]:
     tuned = {"global_batch": None, "output": None} | job.knobs(best.candidate) | {"ds_config": str(paths[0])}
     run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
     paths[1].write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
-    rows = trials_json(search)
+    rows = trials_json(job, search)
     measured = [{"choice": asdict(m.candidate.choice), **_pair(m)} for m in search.measured]
     about = {"model": job.run.model, "device": job.device, "versions": versions()}
     write_json(paths[2], {**about, "trials": rows, "regret": regret_json(search), "measured": measured})
@@ -61,21 +61,21 @@ def answer_of(job: TuneJob, search: Search, written: list[str]) -> dict[str, Any
     speed = {"step_s": best.step_s, "samples_per_s": 1 / best.sample_s, "tokens_per_s": tokens_per_s}
     return {
         "best": {**candidate_json(best.candidate), **speed, "peak_bytes": best.trial.peak_bytes, "fits": True},
-        "trials": trials_json(search),
+        "trials": trials_json(job, search),
         "regret": regret_json(search),
         "considered": len(search.candidates),
         "written": written,
     }
 
 
-def trials_json(search: Search) -> list[dict[str, Any]]:
-    """All trials in their order, with what the search expects of their configuration by now."""
-    by_key = {c.key: c for c in search.candidates}
-    return [
-        {**candidate_json(by_key[t.key]), **{k: v for k, v in t.as_dict().items() if k != "key"}}
-        for t in search.trials
-        if t.key in by_key
-    ]
+def trials_json(job: TuneJob, search: Search) -> list[dict[str, Any]]:
+    """All trials in their order, with what each was planned to take."""
+    by_key, rows = {c.key: c for c in search.candidates}, []
+    for trial in search.trials:
+        candidate = by_key[trial.key]
+        figures = {name: value for name, value in trial.as_dict().items() if name != "key"}
+        rows.append({**candidate_json(candidate), "configuration": job.shown(candidate), **figures})
+    return rows
 
 
 def regret_json(search: Search) -> dict[str, Any] | None:

@@ -15,29 +15,39 @@ NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
 def train_to_target(work: Work) -> dict[str, Any]:
-    """The curve over the epochs; seconds are those of training, without evaluations."""
+    """The curve over the epochs; seconds are those of training, without evaluations and measurements of noise.
+
+    An epoch ends with the step that completes it, so that every size sees as many samples, but for less than a batch.
+    """
     job, model = work.job, work.model()
     optimizer = work.optimizer(model.parameters())
-    steps = max(1, work.samples // job.global_batch)
-    noise, curve, seconds = Noise(), list[dict[str, Any]](), 0.0
-    for epoch in range(job.epochs):
-        began = time.perf_counter()
-        for step in range(steps):
-            done = epoch * steps + step
-            x, y = work.batch(done * job.global_batch, job.global_batch)
+    noise, curve, seconds, done = Noise(), list[dict[str, Any]](), 0.0, 0
+    for epoch in range(1, job.epochs + 1):
+        last = math.ceil(epoch * work.samples / job.global_batch)
+        for step in range(done, last):
+            x, y = work.batch(step * job.global_batch, job.global_batch)
+            measured = step % NOISE_EVERY == 0
+            if measured:
+                noise.of_half(work, model, x, y)
+            began = _now(work)
             optimizer.zero_grad()
-            noise.backward(work, model, x, y, measure=done % NOISE_EVERY == 0)
+            work.loss(model(x), y).backward()
+            seconds += _now(work) - began
+            if measured:
+                noise.of_whole(model)
+            began = _now(work)
             optimizer.step()
-        _wait(work)
-        seconds += time.perf_counter() - began
-        curve.append({"epoch": epoch + 1, "seconds": seconds, **work.evaluate(model)})
-        work.progress(epoch + 1)
+            seconds += _now(work) - began
+            work.progress(f"epoch {epoch} of {job.epochs}, step {step + 1 - done} of {last - done}")
+        done = last
+        curve.append({"epoch": epoch, "seconds": seconds, **work.evaluate(model)})
     return {"curve": curve, "noise_scale": noise.scale}
 
 
-def _wait(work: Work) -> None:
+def _now(work: Work) -> float:
     if work.device.type == "cuda":
         torch.cuda.synchronize(work.device)
+    return time.perf_counter()
 
 
 class Noise:
@@ -50,17 +60,25 @@ class Noise:
     def __init__(self) -> None:
         self._half, self._whole, self._sizes = list[float](), list[float](), (0, 0)
 
-    def backward(self, work: Work, model: nn.Module, x: Tensor, y: Tensor, measure: bool) -> None:
-        """The gradient of the mean loss; in two halves where it is to be measured."""
+    def of_half(self, work: Work, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """The gradient over the first half of a batch, which is not trained with; running statistics stay."""
         half = len(x) // 2
-        if not measure or len(x) % 2 or half == 0:
-            work.loss(model(x), y).backward()
+        if half == 0:
             return
-        (work.loss(model(x[:half]), y[:half]) / 2).backward()
-        self._half.append(4 * _squared_norm(model))
-        (work.loss(model(x[half:]), y[half:]) / 2).backward()
-        self._whole.append(_squared_norm(model))
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for module in norms:
+            module.track_running_stats = False
+        model.zero_grad()
+        work.loss(model(x[:half]), y[:half]).backward()
+        for module in norms:
+            module.track_running_stats = True
+        self._half.append(_squared_norm(model))
         self._sizes = (half, len(x))
+
+    def of_whole(self, model: nn.Module) -> None:
+        """The gradient over the same batch, which is there by now."""
+        if len(self._whole) < len(self._half):
+            self._whole.append(_squared_norm(model))
 
     @property
     def scale(self) -> float | None:

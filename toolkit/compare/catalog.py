@@ -20,13 +20,14 @@ class Strategy:
     file: str  # in `strategies/`
     options: dict[str, Any] = field(default_factory=dict)  # of its train()
     alone: bool = False  # one process drives all devices
+    one: bool = False  # takes one device, however many there are
     servers: int = 0  # processes beside those of the ranks
     synchronous: bool = True  # the same sums as on one device: the same weights, but for the last bits
     least_ranks: int = 1
 
     def processes(self, ranks: int) -> int:
         """How many are started for so many devices."""
-        return (1 if self.alone else ranks) + self.servers
+        return (1 if self.alone or self.one else ranks) + self.servers
 
     @property
     def source(self) -> Path:
@@ -57,7 +58,7 @@ def code_lines(source: str) -> int:
 
 
 _ALL = (
-    Strategy(name="single", title="one device", file="single", alone=True),
+    Strategy(name="single", title="one device", file="single", one=True),
     Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),
     Strategy(
         name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
@@ -74,7 +75,7 @@ _ALL = (
         servers=1,
         synchronous=False,
     ),
-    Strategy(name="amp", title="mixed precision on one device", file="amp", alone=True, synchronous=False),
+    Strategy(name="amp", title="mixed precision on one device", file="amp", one=True, synchronous=False),
     Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),
     Strategy(name="accelerate", title="Accelerate", file="accelerate_loop"),
     *(

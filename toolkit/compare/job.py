@@ -23,6 +23,7 @@ class Job:
     data_root: str | None = None
     image_size: int | None = None
     seq_len: int | None = None
+    tokenizer: str = "bytes"
     ranks: int = 2  # devices; a parameter server is a process more
     global_batch: int = 64  # samples of one optimizer step, over all ranks
     steps: int = 60
@@ -37,7 +38,7 @@ class Job:
     def run(self) -> RunSpec:
         """The same as far as data and model go, for `zerofit.data.open_data`."""
         root = Path(self.data_root) if self.data_root else None
-        names = ("model", "model_args", "data", "image_size", "seq_len", "seed")
+        names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
         return RunSpec(data_root=root, **{name: getattr(self, name) for name in names})
 
     def write(self, path: Path) -> None:

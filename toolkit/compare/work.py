@@ -5,6 +5,8 @@ It also measures: whoever asks for the next batch has done a step.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.ops import StochasticDepth
 
 from zerofit.compare.gan import Pair, noise_planes
 from zerofit.compare.job import MOMENTUM, Job
@@ -24,6 +27,8 @@ from zerofit.models.layers import as_layers
 from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
+TELL_S = 0.5
+RANDOM = (nn.modules.dropout._DropoutNd, StochasticDepth)
 
 
 class NotHereError(Exception):
@@ -42,10 +47,11 @@ class Work:
         if job.accelerator == "cuda":
             self.device = torch.device("cuda", rank % torch.cuda.device_count())  # a server has none of its own
             torch.cuda.set_device(self.device)
+            torch.backends.cudnn.allow_tf32 = False  # weights are compared to the fifth digit
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
         self.notes: dict[str, Any] = {"tokens_a_sample": None}  # what there is to tell besides
-        self._progress = folder / "done" if rank == 0 else None
-        self._measure = Measure(self.device, self._progress)
+        self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
+        self._measure = Measure(self.device)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -56,28 +62,29 @@ class Work:
 
     def model(self) -> nn.Module:
         """The model with its initial weights, the same in every process, on this process's device."""
+        return self._whole_model().to(self.device)
+
+    def _whole_model(self) -> nn.Module:
         torch.manual_seed(self.job.seed)
         model = build(find(self.job.model), self._data.inputs, dict(self.job.model_args))
         if hasattr(model, "config"):
             model.config.use_cache = False
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
+            if isinstance(module, RANDOM):
                 module.p = 0.0  # or no two strategies would see the same numbers
         if self.task == "gan":
             model = Pair(model, self._data.inputs.channels)  # type: ignore[union-attr]
-        return model.to(self.device).train()
+        return model.train()
 
     def stage(self, number: int, stages: int) -> Stage:
         """The layers of one of several stages of about as many parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is no list of layers")
-        layers = as_layers(self.model())
+        layers = as_layers(self._whole_model())
         if any(layer.tied for layer in layers):
             raise NotHereError("its first and last layers share a parameter, which no two ranks can hold")
-        if len(layers) < stages:
-            raise NotHereError(f"{len(layers)} layers are too few for {stages} stages")
         first, last = _even_cuts([_size(layer.module) for layer in layers], stages)[number]
-        return Stage(layers[first:last])
+        return Stage(layers[first:last]).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
         """SGD with momentum: it does not blow up the last bits in which strategies differ, as Adam does."""
@@ -96,9 +103,10 @@ class Work:
         """Inputs and targets of this share of every global batch."""
         size = self.job.global_batch // of
         for step in range(self.job.steps):
-            self._measure.step(step)
+            self._measure.step(step, last=False)
+            self.progress(f"{step} of {self.job.steps} steps")
             yield self.batch(step * self.job.global_batch + share * size, size)
-        self._measure.step(self.job.steps)
+        self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """So many samples from a place in their order."""
@@ -133,6 +141,7 @@ class Work:
         model.eval()
         count = min(self.job.eval_samples, len(self._data.valid))
         for start in range(0, count, EVAL_BATCH):
+            self.progress(f"evaluated {start} of {count} samples")
             places = list(range(start, min(start + EVAL_BATCH, count)))
             found = self._data.valid.batch(places, places)
             x, y = self._inputs(found["inputs"], places).to(self.device), found["labels"].to(self.device)
@@ -145,12 +154,15 @@ class Work:
             targets += int(real.sum())
             right += int((logits.argmax(-1) == y)[real].sum())
         model.train(was)
-        return {"loss": total / targets, "accuracy": None if self.task == "gan" else right / targets}
+        loss = total / targets
+        accuracy = None if self.task == "gan" else right / targets
+        return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
 
-    def progress(self, done: int) -> None:
-        """So many epochs are done."""
-        if self._progress:
-            self._progress.write_text(str(done))
+    def progress(self, text: str) -> None:
+        """Say how far this process is; who sees nothing new for minutes takes it for dead."""
+        if self._progress and time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            self._progress.write_text(text)
 
     def note(self, name: str, value: Any) -> None:
         """Something to tell besides speed and weights."""
@@ -159,6 +171,10 @@ class Work:
     def told(self) -> dict[str, Any]:
         """What was measured in this process."""
         return {**self._measure.told(), **self.notes}
+
+    def has_batch_norm(self, model: nn.Module) -> bool:
+        """Whether shares of a batch are another function than the whole of it."""
+        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 class Stage(nn.Sequential):
@@ -182,14 +198,28 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
 
+def tied(model: nn.Module) -> bool:
+    """Whether two layers share a parameter."""
+    return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+
+
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """(first, last) of each part: cut where the sum is nearest to its share, none empty."""
-    cuts, whole = [0], sum(sizes)
+    """(first, last) of each part: cut where the sum is nearest to its share, none without parameters.
+
+    Raises NotHereError where there are too few layers that have any.
+    """
+    cuts, whole, full = [0], sum(sizes), sum(size > 0 for size in sizes)
+    if full < parts:
+        raise NotHereError(f"{full} layers with parameters are too few for {parts} stages")
     for part in range(1, parts):
-        first, last = cuts[-1] + 1, len(sizes) - (parts - part)
-        cuts.append(min(range(first, last + 1), key=lambda n: abs(sum(sizes[:n]) - whole * part / parts)))
+        able = [
+            n
+            for n in range(cuts[-1] + 1, len(sizes))
+            if sum(sizes[cuts[-1] : n]) > 0 and sum(size > 0 for size in sizes[n:]) >= parts - part
+        ]
+        cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - whole * part / parts)))
     return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))

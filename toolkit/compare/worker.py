@@ -67,7 +67,7 @@ def _judged(work: Work, state: dict[str, Tensor], folder: Path) -> dict[str, Any
     reference = folder.parent / REFERENCE
     if work.job.strategy == "single":
         save_file({name: state[name].contiguous() for name in names}, reference)
-    found: dict[str, Any] = work.evaluate(model)
+    found: dict[str, Any] = {**work.evaluate(model), "batch_norm": work.has_batch_norm(model)}
     if reference.exists():
         whole = load_file(reference)
         found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)

@@ -47,7 +47,9 @@ LAUNCH_S = Figure(7e-6, "assumed: PyTorch eager, one op from Python, the device 
 HOP_S = Figure(2e-6, "assumed: one step of a ring inside a node")
 NETWORK_HOP_S = Figure(6e-6, "assumed: one step of a ring between nodes")
 CALL_S = Figure(20e-6, "assumed: what a collective costs before its first byte")
-ZERO3_HOOK_S = Figure(200e-6, "assumed: fetching and releasing one layer's parameters in Python, in each pass")
+ZERO3_HOOK_S = Figure(
+    300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
+)
 CONTENTION = Figure(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
 

@@ -51,6 +51,7 @@ class _Pass:
     sequence_bytes: float
     layers: float  # how many the stage has
     parameters: float  # elements of the stage with most, on one rank
+    matrices: float  # tensors that ZeRO-3 shares out; vectors stay on every rank
     handed_on_bytes: float
 
 
@@ -100,8 +101,16 @@ class Timer:
     def _compute_pass(self, choice: Choice) -> _Pass:
         key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
         costs, layers, m = self._profile.costs[key], self._profile.layers, choice.micro_batch
-        hooks_s = ZERO3_HOOK_S.value if choice.zero_stage == 3 else 0.0
-        passes = [tuple(self._layer_s(cost, m, phase, hooks_s) for phase in ("forward", "backward")) for cost in costs]
+        # DeepSpeed fetches and releases module by module: about one for each tensor
+        tensors = [
+            (len(cost.matrices or layer.matrices), len(cost.vectors or layer.vectors))
+            for cost, layer in zip(costs, layers, strict=True)
+        ]
+        hook_s = ZERO3_HOOK_S.value if choice.zero_stage == 3 else 0.0
+        passes = [
+            tuple(self._layer_s(cost, m, phase, hook_s * sum(held)) for phase in ("forward", "backward"))
+            for cost, held in zip(costs, tensors, strict=True)
+        ]
         stages = self._stages(choice.pp)
         slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
         sizes = [
@@ -120,6 +129,7 @@ class Timer:
             sequence_bytes=2 * again * total("sp_alltoall_bytes"),
             layers=sum(n for _, n in slowest),
             parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
+            matrices=sum(n * tensors[i][0] for i, n in slowest),
             handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if choice.pp > 1 else 0.0,
         )
 
@@ -155,7 +165,7 @@ class Timer:
         if choice.zero_stage < 3:
             return 0.0
         whole = b * one.parameters
-        calls = max(one.layers, one.parameters / max(1, choice.prefetch))
+        calls = min(one.matrices, one.parameters / max(1, choice.prefetch) + one.layers)
         seconds = collective_s("all_gather", whole, calls, shards, self.rates)
         if choice.offload_param == "cpu":
             seconds += whole / shards.size / self.rates.pcie

@@ -15,10 +15,12 @@ from zerofit.spec.versions import versions
 NESTED = (list, dict)
 
 
-def write_comparison(folder: Path, kind: str, about: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write all of them; the answer for --json."""
+def write_comparison(
+    folder: Path, kind: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Write all of them; the answer for --json. `more`: what goes into results.json besides."""
     paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
-    result = {"kind": kind, "about": about, "versions": versions(), "rows": list(rows)}
+    result = {"kind": kind, "about": about, "versions": versions(), "rows": list(rows), **more}
     write_json(paths["results.json"], result)
     _write_csv(paths["results.csv"], rows)
     draw(kind, about, rows, paths["comparison.png"])

@@ -99,6 +99,7 @@ MEANINGS = {
         ("memory a rank", "on a GPU what torch had allocated at most, on a CPU by how much the process grew at most"),
         ("process", "the most host memory that a process had, libraries included"),
         ("sent a step", "by all processes together, as the kernel counts bytes of their connections; not with NCCL"),
+        ("ranks", "one for those that take one device"),
         ("weights differ by", "the largest difference of any weight to the single device's after the same samples"),
         ("lines", "code of the strategy's own file, without imports and docstrings"),
     ],

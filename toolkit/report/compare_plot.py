@@ -33,14 +33,17 @@ def _title(about: dict[str, Any]) -> str:
 def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     """Speed, memory and traffic side by side; below them the staleness of asynchronous updates."""
     stale = [row for row in rows if row.get("staleness")]
-    grid = figure.add_gridspec(2 if stale else 1, 3, height_ratios=[max(3.0, 0.34 * len(rows)), 1.6][: 1 + bool(stale)])
+    counted = all(row["comm_bytes_per_step"] is not None for row in rows)
+    heights = [max(3.0, 0.34 * len(rows)), 1.6]
+    grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
     names = [row["strategy"] for row in rows]
     places = list(range(len(rows)))[::-1]
     columns = [
         ("samples a second", [row["samples_per_s"] for row in rows], BLUE),
         ("peak memory a rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
-        ("sent a step, all ranks (MiB)", [(row["comm_bytes_per_step"] or 0) / MIB for row in rows], RED),
     ]
+    if counted:
+        columns.append(("sent a step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
     for column, (label, values, colour) in enumerate(columns):
         axes = figure.add_subplot(grid[0, column])
         bars = axes.barh(places, values, color=colour)

@@ -19,12 +19,13 @@ def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:
     ends = [value for _, t in good for value in (t["forecast_step_s"], t["measured_step_s"])]
     times.plot([min(ends), max(ends)], [min(ends), max(ends)], ":", color="gray")
     times.set(xscale="log", yscale="log", xlabel="forecast step time (s)", ylabel="measured step time (s)")
-    least = [min(t["measured_step_s"] for m, t in good if m <= n) for n, _ in good]
-    best.step([n for n, _ in good], least, where="post")
-    best.plot([n for n, _ in good], [t["measured_step_s"] for _, t in good], "o")
+    rates = {n: t["global_batch"] / t["measured_step_s"] for n, t in good}
+    most = [max(rate for m, rate in rates.items() if m <= n) for n in rates]
+    best.step(list(rates), most, where="post")
+    best.plot(list(rates), list(rates.values()), "o")
     for number, trial in enumerate(trials, start=1):
         if trial["status"] != "ok":
             best.axvline(number, color="gray", linestyle=":")
-            best.annotate(trial["status"], (number, max(least)), fontsize=8, rotation=90)
-    best.set(xlabel="trial", ylabel="step time (s); line: the best so far")
+            best.annotate(trial["status"], (number, min(rates.values())), fontsize=8, rotation=90)
+    best.set(xlabel="trial", ylabel="samples a second; line: the best so far")
     figure.savefig(out, dpi=120)

@@ -18,11 +18,16 @@ def train(work: Work):
         optimizer.zero_grad()
         x, y = scattered(x, rank, ranks), scattered(y, rank, ranks)
         work.loss(model(x), y).backward()
-        for parameter in model.parameters():
+        for parameter in trained(model):
             dist.all_reduce(parameter.grad)
             parameter.grad /= ranks
         optimizer.step()
     return whole_state(model) if rank == 0 else None
+
+
+def trained(model):
+    """Parameters that this step has used."""
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
 
 
 def scattered(whole, rank, ranks):

@@ -1,6 +1,7 @@
 """Naive model parallel under an Accelerate device map: one process, hooks move activations from device to device."""
 
 from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.work import NotHereError, Work, whole_state
 
@@ -11,9 +12,12 @@ def train(work: Work):
     if len(devices) < 2:
         raise NotHereError("needs two devices of a kind in one process, and finds one")
     model = work.model().cpu()
-    share = sum(p.numel() * p.element_size() for p in model.parameters()) // len(devices) + 2**20
-    memory = dict.fromkeys(range(len(devices)), share) | {"cpu": 2**50}
-    model = dispatch_model(model, infer_auto_device_map(model, max_memory=memory))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    memory = get_balanced_memory(model, dict.fromkeys(range(len(devices)), 2 * size))
+    places = infer_auto_device_map(model, max_memory=memory)
+    if len(set(places.values())) < len(devices) or {"cpu", "disk"} & set(places.values()):
+        raise NotHereError(f"Accelerate's map does not spread so small a model over the devices: {places}")
+    model = dispatch_model(model, places)
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():
         optimizer.zero_grad()

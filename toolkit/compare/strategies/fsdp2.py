@@ -1,21 +1,22 @@
 """FSDP2: every rank keeps a share of each parameter, and gathers a layer when it is needed."""
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from zerofit.compare.work import Work
+from zerofit.compare.work import Work, tied
 
 
 def train(work: Work):
-    """Layers first, then what is left of the model."""
+    """Layers first, then what is left of the model; all of it at once where layers share parameters."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))
     model = work.model()
-    for layer in model.children():
-        if any(True for _ in layer.parameters()):
+    for layer in [] if tied(model) or work.task == "gan" else model.children():
+        if any(True for _ in layer.parameters()) and not isinstance(layer, nn.ModuleList | nn.ModuleDict):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = work.optimizer(model.parameters())

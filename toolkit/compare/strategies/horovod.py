@@ -2,8 +2,9 @@
 
 from zerofit.compare.work import NotHereError, Work, whole_state
 
-HOW = "horovod cannot be imported ({error}); `pip install horovod` builds it from source and needs cmake and a C++ "
-HOW += "compiler; its last release is of 2023, and does not compile against torch from 2.1 on"
+HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, was tried with torch 2.14.1 on a machine
+without the CUDA toolkit: HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation horovod builds
+it from source and stops in CMake, which wants the toolkit since torch is built for CUDA (CUDAToolkit not found)"""
 
 
 def train(work: Work):
@@ -11,8 +12,10 @@ def train(work: Work):
     try:
         import horovod.torch as hvd
     except ImportError as error:
-        raise NotHereError(HOW.format(error=error)) from None
+        raise NotHereError(" ".join(HOW.format(error=error).split())) from None
     hvd.init()
+    if hvd.size() != work.job.ranks:
+        raise NotHereError(f"horovod finds {hvd.size()} of {work.job.ranks} ranks: horovodrun has not started them")
     model = work.model()
     optimizer = hvd.DistributedOptimizer(work.optimizer(model.parameters()), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

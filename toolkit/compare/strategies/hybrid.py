@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from zerofit.compare.strategies.data_parallel import trained
 from zerofit.compare.whole import gathered
 from zerofit.compare.wire import receive, send
 from zerofit.compare.work import NotHereError, Work
@@ -29,7 +30,7 @@ def train(work: Work):
             inputs = receive(rank - 1, work.device).requires_grad_()
             work.loss(stage(inputs), y).backward()
             send(inputs.grad, rank - 1)
-        for parameter in stage.parameters():
+        for parameter in trained(stage):
             dist.all_reduce(parameter.grad, group=groups[number])
             parameter.grad /= pairs
         optimizer.step()

@@ -31,7 +31,6 @@ def serve(work: Work, workers: int):
         optimizer.step()
         for worker in range(workers):
             dist.send(parameters_to_vector(model.parameters()).detach(), worker)
-    return whole_state(model)
 
 
 def push_and_pull(work: Work, server: int):
@@ -40,10 +39,17 @@ def push_and_pull(work: Work, server: int):
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()
-        dist.send(torch.cat([p.grad.flatten() for p in model.parameters()]).cpu(), server)
+        dist.send(gradients(model), server)
         pulled = parameters_to_vector(model.parameters()).detach().cpu()
         dist.recv(pulled, server)
         vector_to_parameters(pulled.to(work.device), model.parameters())
+    return whole_state(model) if dist.get_rank() == 0 else None  # with a worker's own running statistics
+
+
+def gradients(model):
+    """All of them as one vector; zeros where a parameter was not used."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts]).cpu()
 
 
 def set_gradients(model, vector):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.compare.strategies.parameter_server import set_gradients
+from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 from zerofit.compare.work import Work, whole_state
 
 
@@ -33,6 +33,8 @@ def serve(work: Work, workers: int):
         weights = parameters_to_vector(model.parameters()).detach()
         dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), worker)
     work.note("staleness", staleness)
+    for statistics in running_statistics(model):  # of a worker: the server has seen no sample
+        dist.recv(statistics, 0)
     return whole_state(model)
 
 
@@ -42,8 +44,15 @@ def push_and_pull(work: Work, server: int):
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()
-        dist.send(torch.cat([*(p.grad.flatten().cpu() for p in model.parameters()), version]), server)
+        dist.send(torch.cat([gradients(model), version]), server)
         pulled = torch.empty(parameters_to_vector(model.parameters()).numel() + 1)
         dist.recv(pulled, server)
         vector_to_parameters(pulled[:-1].to(work.device), model.parameters())
         version = pulled[-1:].clone()
+    for statistics in running_statistics(model) if dist.get_rank() == 0 else ():
+        dist.send(statistics.cpu(), server)
+
+
+def running_statistics(model):
+    """What batch norm keeps besides parameters."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from zerofit.compare.work import NotHereError, Work
+from zerofit.compare.work import NotHereError, Work, tied
 
 
 def train(work: Work):
@@ -14,8 +14,8 @@ def train(work: Work):
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not names:
-        raise NotHereError("the model has no linear layer whose columns could be shared out")
+    if not names or tied(model):
+        raise NotHereError("needs linear layers of which no other layer shares the matrix")
     parallelize_module(model, mesh, {name: ColwiseParallel(output_layouts=Replicate()) for name in names})
     optimizer = work.optimizer(model.parameters())
     for group in optimizer.param_groups:
