@@ -70,6 +70,13 @@ def test_synchronous_strategies_end_with_the_same_weights(ranks, rows, name):
     assert row["peak_bytes_per_rank"] <= row["host_bytes_per_rank"]
 
 
+def test_deepspeed_does_not_clip(tmp_path):
+    """Gradients pass a norm of 1 on the way, at which it clips where nothing is said."""
+    made, job = Ranks(tmp_path), replace(JOB, lr=0.05, steps=45)
+    made.row(job)
+    assert made.row(replace(job, strategy="zero2"))["max_weight_difference"] <= 1e-5
+
+
 def test_a_hybrid_of_four_ranks(ranks):
     row = ranks.row(replace(JOB, strategy="hybrid", ranks=4))
     assert row["status"] == "ok", row

@@ -19,7 +19,7 @@ LR_HELP = "learning rate of SGD with momentum 0.9"
 
 def worked(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds options that all comparisons have."""
-    rate = click.option("--lr", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True, help=LR_HELP)
+    rate = click.option("--lr", type=click.FloatRange(0, min_open=True), default=0.02, show_default=True, help=LR_HELP)
     place = click.option("--output", type=click.Path(path_type=Path), help="folder for results [runs/compare-...]")
     return place(rate(command))
 

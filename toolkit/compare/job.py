@@ -27,7 +27,7 @@ class Job:
     ranks: int = 2  # devices; a parameter server is a process more
     global_batch: int = 64  # samples of one optimizer step, over all ranks
     steps: int = 60
-    lr: float = 0.05  # of SGD with momentum 0.9
+    lr: float = 0.02  # of SGD with momentum 0.9
     seed: int = 0
     eval_samples: int = 1000
     accelerator: str = "cpu"  # or "cuda"

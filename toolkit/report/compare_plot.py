@@ -26,8 +26,8 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
 
 
 def _title(about: dict[str, Any]) -> str:
-    device = "GPUs" if about["accelerator"] == "cuda" else "CPU ranks"
-    return f"{about['model']} on {about['data']}, {about['ranks']} {device}"
+    device, ranks = "GPU" if about["accelerator"] == "cuda" else "CPU rank", about.get("ranks", 1)
+    return f"{about['model']} on {about['data']}, {ranks} {device}{'s' if ranks > 1 else ''}"
 
 
 def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:

@@ -14,6 +14,7 @@ def train(work: Work, stage: int, offload: bool = False):
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
     config = {"train_micro_batch_size_per_gpu": work.job.global_batch // ranks, "zero_optimization": zero}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    config["gradient_clipping"] = 0.0  # unasked, DeepSpeed clips at 1.0
     model = work.model()
     engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
     for x, y in work.batches(rank, ranks):
