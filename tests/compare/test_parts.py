@@ -146,7 +146,7 @@ def test_speed_up_and_efficiency():
     assert "speedup" not in rows[2]
 
 
-def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path):
+def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path, monkeypatch):
     mlp, lenet = ({"job": {"model": name}} for name in ("mlp", "lenet"))
     rows = Rows(tmp_path / "out", "strategies", mlp)
     rows.keep("ddp", {"status": "ok", "samples_per_s": 1.0})
@@ -157,6 +157,10 @@ def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path):
     assert again.known("amp") is None
     with pytest.raises(UserError, match="another comparison"):
         Rows(tmp_path / "out", "strategies", lenet)
+    monkeypatch.chdir(tmp_path)
+    own = [Rows(None, "scaling", {"job": {"model": "../my models:net"}, "n": n}).folder for n in (1, 1, 2)]
+    assert own[0] == own[1] != own[2]
+    assert own[0].parent == tmp_path / "runs"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="other things"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from zerofit.spec.versions import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
 SETTLED = ("ok", "not-here")
+# what a row has to say; null in one that did not run
+FIGURES = (
+    *("samples_per_s", "tokens_per_s", "speedup", "efficiency", "peak_bytes_per_rank", "host_bytes_per_rank"),
+    *("comm_bytes_per_step", "loss", "accuracy", "max_weight_difference", "batch_norm", "agrees", "staleness"),
+)
 
 
 class Rows:
@@ -28,7 +34,8 @@ class Rows:
         """
         asked = json.loads(json.dumps({"kind": kind, **asked, "versions": versions()}))
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
-        self.folder = (output or Path("runs") / f"compare-{kind}-{asked['job']['model']}-{digest}").absolute()
+        model = re.sub(r"[^\w.]+", "-", asked["job"]["model"]).strip("-")[-40:]
+        self.folder = (output or Path("runs") / f"compare-{kind}-{model}-{digest}").absolute()
         file = self.folder / "asked.json"
         if self.folder.exists() and (not self.folder.is_dir() or (any(self.folder.iterdir()) and not file.exists())):
             raise _other(f"{self.folder} holds other things")
@@ -64,6 +71,7 @@ def strategy_row(strategy: Strategy, job: Job, words: Sequence[dict[str, Any]], 
         "synchronous": strategy.synchronous,
         "lines": strategy.lines,
         "seconds": round(seconds, 1),
+        **dict.fromkeys(FIGURES),
         **failure(words),
     }
     if row["status"] != "ok":

@@ -28,6 +28,9 @@ from zerofit.train.probe import models_say, probe, task_of
 
 ALL = 10**9  # validation samples
 SEQ_LEN = 256  # tokens, or what the model takes where that is less
+SIZE_FIGURES = (
+    *("seconds", "epochs_to_target", "seconds_to_target", "final_accuracy", "best_accuracy", "curve", "noise_scale"),
+)
 STEPPED = ("ranks", "global_batch", "steps")
 
 
@@ -129,6 +132,7 @@ def _trained(job: Job, rows: Rows, line: Line) -> dict[str, Any]:
         return known
     words = run_job(job, rows.place(name), 1, lambda text: line.show(f"{name}: {text}"))
     row: dict[str, Any] = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, **failure(words)}
+    row |= dict.fromkeys(SIZE_FIGURES)
     if row["status"] == "ok":
         row |= size_figures(words[0]["curve"], job.target or 1.0) | words[0]
     rows.keep(name, row)
