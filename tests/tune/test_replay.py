@@ -70,5 +70,5 @@ def test_a_favourite_that_fails_does_not_spoil_the_rest(job, status):
         assert (search.best, len(search.trials)) == (None, 1)
         return
     best = min(measured[c.key] for c in allowed)
-    assert best / search.best.step_s >= 0.93
+    assert best / search.best.step_s >= 0.9
     assert math.isfinite(search.regret().gap)
