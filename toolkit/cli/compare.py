@@ -10,9 +10,9 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
+from zerofit.compare.job import WARM
 
 WORK = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")
-LEAST_STEPS = 4  # the first three are not timed
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 
@@ -28,7 +28,7 @@ def stepped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds options of comparisons that train for some steps."""
     positive = click.IntRange(min=1)
     batch = click.option("--global-batch", type=positive, default=64, show_default=True, help="samples of a step")
-    steps = click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=60, show_default=True, help="of SGD")
+    steps = click.option("--steps", type=click.IntRange(min=WARM + 1), default=60, show_default=True, help="of SGD")
     limit = click.option(
         "--eval-samples", type=positive, default=1000, show_default=True, help="of the validation data"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +112,19 @@ def failure(words: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def against_single(rows: Sequence[dict[str, Any]]) -> None:
     """Speed-up and efficiency of each row beside the single device's."""
-    alone = next((row["samples_per_s"] for row in rows if row["strategy"] == "single" and row["status"] == "ok"), None)
-    for row in rows:
-        if row["status"] == "ok":
-            row["speedup"] = row["samples_per_s"] / alone if alone else None
-            row["efficiency"] = row["speedup"] / row["ranks"] if alone else None
+    _against(rows, lambda row, base: base["strategy"] == "single")
 
 
 def against_one_rank(rows: Sequence[dict[str, Any]]) -> None:
     """Speed-up and efficiency of each row beside one rank, weak and strong each by themselves."""
-    for row in rows:
-        alone = next((one for one in rows if one["mode"] == row["mode"] and one["ranks"] == 1), None)
-        if row["status"] == "ok" and alone and alone["status"] == "ok":
+    _against(rows, lambda row, base: base["mode"] == row["mode"] and base["ranks"] == 1)
+
+
+def _against(rows: Sequence[dict[str, Any]], is_base: Callable[[dict[str, Any], dict[str, Any]], bool]) -> None:
+    good = [row for row in rows if row["status"] == "ok"]
+    for row in good:
+        alone = next((base for base in good if is_base(row, base)), None)
+        if alone:
             row["speedup"] = row["samples_per_s"] / alone["samples_per_s"]
             row["efficiency"] = row["speedup"] / row["ranks"]
 

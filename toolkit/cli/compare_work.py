@@ -14,13 +14,13 @@ import click
 
 from zerofit.cli.compare_rows import Rows, against_one_rank, against_single, failure, strategy_row
 from zerofit.cli.compare_run import run_job
+from zerofit.cli.prepare import seq_len_of
 from zerofit.cli.progress import Line
 from zerofit.compare.catalog import STRATEGIES, Strategy
 from zerofit.compare.job import Job
 from zerofit.data import RichProgress, default_data, open_data
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.machine import this_machine
-from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import find
 from zerofit.report.compare_files import write_comparison
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
@@ -200,9 +200,7 @@ def _job(model: str, options: dict[str, Any], problems: Problems, batch_flag: st
     problems.raise_if_any()
     assert task
     source = find(job.model)
-    if task in ("causal-lm", "masked-lm") and not job.seq_len:
-        longest = source_max_positions(source, dict(job.model_args))
-        job = replace(job, seq_len=min(SEQ_LEN, longest or SEQ_LEN))
+    job = replace(job, seq_len=seq_len_of(job.run, source, task, SEQ_LEN))
     data = open_data(job.run, task, job.seq_len, RichProgress())  # type: ignore[arg-type]
     for note in data.notes:
         click.echo(f"note: {note}", err=True)

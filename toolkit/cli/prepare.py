@@ -128,13 +128,13 @@ def _tokenizer(asked: Asked, source: ModelSource) -> str:
     return asked.run.tokenizer
 
 
-def seq_len_of(run: RunSpec, source: ModelSource, task: str) -> int | None:
-    """Tokens of a sample: as asked, else DEFAULT_SEQ_LEN or what the model takes; None for images."""
+def seq_len_of(run: RunSpec, source: ModelSource, task: str, usual: int = DEFAULT_SEQ_LEN) -> int | None:
+    """Tokens of a sample: as asked, else the usual number or what the model takes; None for images."""
     if task not in ("causal-lm", "masked-lm"):
         return None
     if run.seq_len:
         return run.seq_len
-    return min(DEFAULT_SEQ_LEN, source_max_positions(source, dict(run.model_args)) or DEFAULT_SEQ_LEN)
+    return min(usual, source_max_positions(source, dict(run.model_args)) or usual)
 
 
 def _with(decision: Decision, **fields: Any) -> Decision:

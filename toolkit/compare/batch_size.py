@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.compare.work import Work
+from zerofit.compare.work import Work, batch_norms
 
 NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
@@ -65,7 +65,7 @@ class Noise:
         half = len(x) // 2
         if half == 0:
             return
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = batch_norms(model)
         for module in norms:
             module.track_running_stats = False
         model.zero_grad()

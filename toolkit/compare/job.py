@@ -10,6 +10,7 @@ from typing import Any
 from zerofit.spec.run import RunSpec
 
 MOMENTUM = 0.9
+WARM = 3  # steps that are not timed: connections, caches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from zerofit.compare.job import WARM
 from zerofit.spec.flows import Flow, flows
-
-WARM = 3  # steps that are left out: connections, caches
 
 
 class Measure:

@@ -172,10 +172,6 @@ class Work:
         """What was measured in this process."""
         return {**self._measure.told(), **self.notes}
 
-    def has_batch_norm(self, model: nn.Module) -> bool:
-        """Whether shares of a batch are another function than the whole of it."""
-        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
 
 class Stage(nn.Sequential):
     """Some of a model's layers in a row."""
@@ -196,6 +192,11 @@ class Stage(nn.Sequential):
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """All weights of a model on the CPU."""
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Layers over which shares of a batch are another function than the whole of it."""
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def tied(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from zerofit.compare.batch_size import train_to_target
 from zerofit.compare.catalog import STRATEGIES
 from zerofit.compare.job import Job
-from zerofit.compare.work import NotHereError, Work
+from zerofit.compare.work import NotHereError, Work, batch_norms
 from zerofit.models.catalog import ModelError
 
 REFERENCE = "single.safetensors"  # beside the strategies' folders
@@ -67,7 +67,7 @@ def _judged(work: Work, state: dict[str, Tensor], folder: Path) -> dict[str, Any
     reference = folder.parent / REFERENCE
     if work.job.strategy == "single":
         save_file({name: state[name].contiguous() for name in names}, reference)
-    found: dict[str, Any] = {**work.evaluate(model), "batch_norm": work.has_batch_norm(model)}
+    found: dict[str, Any] = {**work.evaluate(model), "batch_norm": bool(batch_norms(model))}
     if reference.exists():
         whole = load_file(reference)
         found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)
