@@ -53,7 +53,6 @@ class Session:
         for line in table(placement):
             self.say(line)
         refuse_misfit(placement, knobs)
-        give_back_at_once()
         self._before = start_counting(placement.gpus)
         with failures("nothing else on that device"):
             model = load_model(
@@ -93,8 +92,10 @@ def open_model(
 ) -> tuple[Saved, torch.dtype]:
     """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
 
-    Without `dtype` ("fp32", "bf16" or "fp16") it is the type that the weights are saved in.
+    Without `dtype` ("fp32", "bf16" or "fp16") it is the type that the weights are saved in. Comes first of all that
+    makes large tensors: a hole that one leaves in the heap would be filled, page by page, by what runs later.
     """
+    give_back_at_once()
     if is_checkpoint(folder):
         folder = exported(folder, scratch, dtype, progress)
     saved = open_saved(folder)
