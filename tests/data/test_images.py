@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -117,13 +119,18 @@ def test_a_bad_synthetic_size(refused):
     assert refused("image", data="synthetic:many")[0].kind == "data-argument"
 
 
-def test_digits_are_fast(opened):
-    """LeNet's step takes about a millisecond: its data must not."""
-    import time
-
-    train = opened("image", data="digits").train
-    slices = [range(i * 32, i * 32 + 32) for i in range(300)]
-    began = time.perf_counter()
-    for _ in micro_batches(train, Order(len(train), 0), slices, workers=0):
-        pass
-    assert (time.perf_counter() - began) / 300 < 2e-3
+@pytest.mark.parametrize("task, options", [("image", {"data": "digits"}), ("causal-lm", {"data": "synthetic:64"})])
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_batches_made_in_blocks_are_those_made_one_by_one(opened, task, options, micro):
+    train = opened(task, **options, **({"seq_len": 24} if task == "causal-lm" else {})).train
+    train = replace(train, shift=2, mirror=True) if task == "image" else train
+    order = Order(len(train), 5)
+    near_the_end = 2 * len(train) - 20 * micro  # so that an epoch ends in the midst of a batch
+    slices = [range(at, at + micro) for at in range(near_the_end, near_the_end + 120 * micro, 2 * micro)]
+    batches = list(micro_batches(train, order, iter(slices), workers=0))
+    assert [batch["positions"] for batch in batches] == slices
+    for batch, at in zip(batches, slices, strict=True):
+        indices, keys = order.indices(at.start, at.stop), order.keys(at.start, at.stop)
+        alone = train.batch(indices, keys)
+        assert (batch["indices"] == indices).all()
+        assert all(torch.equal(batch[name], alone[name]) for name in ("inputs", "labels"))

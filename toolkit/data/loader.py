@@ -6,7 +6,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
+
+import numpy as np
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.order import Order
@@ -14,6 +17,9 @@ from zerofit.data.order import Order
 # Tensors travel from loader processes in shared memory. Containers often have 64 MiB of it, and a process that
 # finds it full dies of SIGBUS without a word; below this much, batches travel through a pipe instead.
 ROOMY_BYTES = 1 << 30
+# Making a small micro batch costs as much as making some at once, of about so many bytes together.
+_BLOCK_BYTES = 1 << 16
+_ALIGNMENT = 64  # bytes: of torch's own allocations, which kernels may depend on in the last bit
 _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
 
 
@@ -33,10 +39,11 @@ def default_workers(data: Data, ranks: int) -> int:
 def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], workers: int) -> Iterator[dict]:
     """For each range of global positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    `slices` is consumed lazily (up to 2 * workers ahead) and may be endless. With workers > 0, loader processes
+    `slices` is consumed lazily (some ahead) and may be endless. With workers > 0, loader processes
     live until the iterator is closed; they give exactly what workers=0 gives, in the same order.
     """
-    return made(_MicroBatches(dataset, order), slices, workers)
+    maker = _MicroBatches(dataset, order)
+    return made(maker, slices, workers) if workers else maker.in_blocks(iter(slices))
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,33 @@ class _MicroBatches:
         indices = self.order.indices(positions.start, positions.stop)
         keys = self.order.keys(positions.start, positions.stop) if self.dataset.draws else indices
         return {**self.dataset.batch(indices, keys), "positions": positions, "indices": indices}
+
+    def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
+        """The batches of these positions; after the first, several small ones are made at a time."""
+        count = 0
+        for positions in islice(slices, 1):
+            batch = self[positions]
+            count = _in_a_block(batch)
+            yield batch
+        while block := list(islice(slices, count)):
+            yield from self._parts(block) if len(block) > 1 else map(self.__getitem__, block)
+
+    def _parts(self, block: list[range]) -> Iterator[dict]:
+        indices = np.concatenate([self.order.indices(p.start, p.stop) for p in block])
+        keys = np.concatenate([self.order.keys(p.start, p.stop) for p in block]) if self.dataset.draws else indices
+        whole, sizes = self.dataset.batch(indices, keys), [len(p) for p in block]
+        start = 0
+        for positions, x, y in zip(block, whole["inputs"].split(sizes), whole["labels"].split(sizes), strict=True):
+            end = start + len(positions)
+            yield {"inputs": x, "labels": y, "positions": positions, "indices": indices[start:end]}
+            start = end
+
+
+def _in_a_block(batch: dict) -> int:
+    """How many batches like this one are made at a time."""
+    x, y = batch["inputs"], batch["labels"]
+    lies_alike = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
+    return max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if lies_alike else 1
 
 
 def made(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:

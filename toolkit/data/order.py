@@ -22,7 +22,10 @@ class Order:
     shuffle: bool = True
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """Sample indices, int64 (stop - start,), at the global positions start <= p < stop."""
+        """Sample indices, int64 (stop - start,), at the global positions start <= p < stop. Not to be written to."""
+        epoch, offset = divmod(start, self.n)
+        if offset < offset + stop - start <= self.n:
+            return self._epoch(epoch)[offset : offset + stop - start]
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.n)
@@ -51,4 +54,6 @@ def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _identity(n: int) -> np.ndarray:
-    return np.arange(n)
+    order = np.arange(n)
+    order.setflags(write=False)
+    return order
