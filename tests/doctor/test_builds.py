@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -75,7 +76,9 @@ def wait_for(path: Path) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_build_ends_with_its_command_compilers_and_all(env, tmp_path, number):
-    with subprocess.Popen([sys.executable, "-c", BUILD, "SlowBuilder"], env=env, stderr=subprocess.DEVNULL) as asking:
+    command = [sys.executable, "-c", BUILD, "SlowBuilder"]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where tests run behind nohup, it is ignored
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, preexec_fn=heed) as asking:
         pids = [int(pid) for pid in wait_for(tmp_path / "pids").split()]
         processes = [psutil.Process(pid) for pid in pids]
         asking.send_signal(number)
