@@ -64,3 +64,4 @@ def _do(folder: RunFolder, rank: int) -> str:
 
 if __name__ == "__main__":  # not in processes that an optimizer starts
     main()
+    os._exit(0)  # as zerofit.worker ends: quickly

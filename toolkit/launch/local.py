@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from zerofit.launch.environment import environment
+from zerofit.launch.parent import LAUNCHER
 from zerofit.launch.site import Site
 from zerofit.spec.facts import Machine
 from zerofit.spec.folder import Job, RunFolder
@@ -34,7 +35,7 @@ def launcher(ranks: int, port: int) -> list[str]:
     The launcher and its ranks end with this process.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "deepspeed.launcher.launch"]
+    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), LAUNCHER]
     return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
 import runpy
 import signal
 import sys
+import time
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAUNCHER, LOOK_S = "deepspeed.launcher.launch", 0.1
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -30,9 +34,18 @@ def main() -> None:
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    atexit.register(gc.freeze)  # else torch's modules are searched for garbage on the way out
     module = sys.argv[2]
+    if module == LAUNCHER:
+        _look_often()
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _look_often() -> None:
+    """DeepSpeed's launcher looks at its ranks once a second, and sleeps once more after the last one's end."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(seconds, LOOK_S))
 
 
 if __name__ == "__main__":
