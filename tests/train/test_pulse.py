@@ -7,9 +7,11 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from zerofit.train.pulse import Now, Pulse
+from zerofit.data import Dataset, Order, micro_batches
+from zerofit.train.pulse import TRAINING, Now, Pulse
 from zerofit.train.sinks import Events
 
 
@@ -47,6 +49,28 @@ def test_waiting_is_still_and_work_is_not(pulse):
             sum(range(1000))
 
     assert seen(pulse, work, looks=3, apart_s=0.4)["still_s"] == 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_that_waits_for_data_is_in_data(pulse, monkeypatch, workers):
+    monkeypatch.setattr(Now, "phase", TRAINING)
+    batches = micro_batches(Slow(), Order(100, 0), (range(n, n + 1) for n in range(3)), workers)
+    assert seen(pulse, lambda: list(batches))["phase"] == "data"
+    assert pulse.look()["phase"] == "between steps"
+
+
+class Slow(Dataset):
+    draws = False
+
+    def __len__(self):
+        return 100
+
+    def batch(self, indices, keys):
+        time.sleep(0.5)
+        return {"inputs": torch.zeros(len(indices)), "labels": torch.zeros(len(indices))}
+
+    def targets(self, indices):
+        return len(indices)
 
 
 def test_the_collective_that_a_rank_waits_in(pulse, tmp_path):

@@ -29,7 +29,7 @@ TRAINING = "training"
 ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
 PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
 PARTS |= {"_exec_forward_pass": "forward", "_exec_backward_pass": "backward", "_exec_load_micro_batch": "data"}
-LOADER = ("loader.py", "micro_batches")
+LOADER = "data/loader.py"
 
 
 class Now:
@@ -129,7 +129,7 @@ def _part(frame: FrameType | None) -> str:
         file, name = one.f_code.co_filename, one.f_code.co_name
         if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):
             part = PARTS.get(name, name.removeprefix("_exec_").replace("_", " "))
-        elif file.endswith(LOADER[0]) and name == LOADER[1]:
+        elif file.endswith(LOADER):
             part = "data"
     return part
 
