@@ -5,8 +5,9 @@
 Two models with random weights, a Llama of 1.2 GiB and torchvision's ViT-L/16 of 1.1 GiB, are saved as a run saves them
 and evaluated by `zerofit eval` whole and under limits, each time in a process of its own. What a process takes is its
 resident memory, mapped files included: the most of it since just before the weights were loaded, less what was
-resident then. It is read from the kernel's high-water mark, and beside that polled from outside. The same is done with
-accelerate's load_checkpoint_and_dispatch alone, the limit given as its max_memory.
+resident then, as the kernel's high-water mark has it. `polled_bytes` is the same seen from outside over the whole life
+of the process, what came before the weights included. The same is done with accelerate's
+load_checkpoint_and_dispatch alone, the limit given as its max_memory.
 """
 
 from __future__ import annotations

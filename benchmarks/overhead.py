@@ -198,9 +198,12 @@ class Played:
 
 
 def launch(workload: Workload, rounds: int, machine: Machine, folder: Path) -> Played:
-    """Start all contenders and play all rounds; the first, which warms up, is not counted."""
-    ranks = min(2, machine.devices)
-    steps = (rounds + 1) * workload.turn.steps + 1  # the last turn ends where one more step begins
+    """Start all contenders and play all rounds; the first, which warms up, is not counted.
+
+    Nor is the last: a contender that has played it is not held back any more, and ends while others still play.
+    """
+    ranks, played = min(2, machine.devices), rounds + 2
+    steps = played * workload.turn.steps + 1  # the last turn ends where one more step begins
     options = {**COMMON, **workload.options, "ranks": ranks, "steps": steps, "ds_config": DS_CONFIG}
     job, run, _ = prepare(load_run(None, {**options, "output": folder / "run"}), NullProgress())
     with ExitStack() as stack:
@@ -208,10 +211,10 @@ def launch(workload: Workload, rounds: int, machine: Machine, folder: Path) -> P
         server.bind(str(folder / "socket"))
         server.listen(ranks * len(CONTENDERS))
         plan = folder / "plan.json"
-        plan.write_text(json.dumps(make_plan(run, folder / "socket", workload.turn, rounds + 1)))
+        plan.write_text(json.dumps(make_plan(run, folder / "socket", workload.turn, played)))
         contenders = {c: stack.enter_context(started(c, plan, ranks, machine)) for c in CONTENDERS}
         greet(server, contenders, ranks)
-        taken = [play_round(number, contenders) for number in range(rounds + 1)][1:]
+        taken = [play_round(number, contenders) for number in range(played)][1:-1]
         losses = {c: mean_losses(contender.answers()) for c, contender in contenders.items()}
     return Played(job=job, taken=taken, losses=losses)
 

@@ -34,7 +34,7 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "run.yaml").write_text("model: mine:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 20\n")
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
-    code, answer, err = tune(tmp_path, "--minutes", "1.5", "--output", "tuned")
+    code, answer, err = tune(tmp_path, "--minutes", "3", "--output", "tuned")
     assert code == 0, err
     status = {row["micro_batch"]: row["status"] for row in answer["trials"]}
     assert status == {8: "crash", 2: "ok"}  # the planner's favourite is tried first

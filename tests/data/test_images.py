@@ -119,13 +119,29 @@ def test_a_bad_synthetic_size(refused):
     assert refused("image", data="synthetic:many")[0].kind == "data-argument"
 
 
-@pytest.mark.parametrize("task, options", [("image", {"data": "digits"}), ("causal-lm", {"data": "synthetic:64"})])
+BLOCKS = {
+    "shifted": ("image", None, {"data": "digits"}),
+    "resized": ("image", None, {"data": "digits", "image_size": 12}),
+    "odd": ("image", None, {"data": "digits", "image_size": 5}),  # samples that are no multiple of 64 bytes
+    "gan": ("gan", None, {"data": "digits", "image_size": 32}),
+    "text": ("causal-lm", 24, {"data": "text:words.txt"}),
+    "masked": ("masked-lm", 24, {"data": "text:words.txt"}),
+    "synthetic": ("masked-lm", 24, {"data": "synthetic:64"}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("micro", [1, 3, 8])
-def test_batches_made_in_blocks_are_those_made_one_by_one(opened, task, options, micro):
-    train = opened(task, **options, **({"seq_len": 24} if task == "causal-lm" else {})).train
-    train = replace(train, shift=2, mirror=True) if task == "image" else train
+def test_batches_made_in_blocks_are_those_made_one_by_one(opened, tmp_path, monkeypatch, name, micro):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("not a multiple of the length, so that the last window is padded. " * 20)
+    task, seq_len, options = BLOCKS[name]
+    train = opened(task, seq_len, **options).train
+    train = replace(train, shift=2, mirror=True) if name == "shifted" else train
     order = Order(len(train), 5)
-    near_the_end = 2 * len(train) - 20 * micro  # so that an epoch ends in the midst of a batch
+    near_the_end = (2 + 20 * micro // len(train)) * len(
+        train
+    ) - 20 * micro  # so that an epoch ends in the midst of a batch
     slices = [range(at, at + micro) for at in range(near_the_end, near_the_end + 120 * micro, 2 * micro)]
     batches = list(micro_batches(train, order, iter(slices), workers=0))
     assert [batch["positions"] for batch in batches] == slices
@@ -133,4 +149,16 @@ def test_batches_made_in_blocks_are_those_made_one_by_one(opened, task, options,
         indices, keys = order.indices(at.start, at.stop), order.keys(at.start, at.stop)
         alone = train.batch(indices, keys)
         assert (batch["indices"] == indices).all()
-        assert all(torch.equal(batch[name], alone[name]) for name in ("inputs", "labels"))
+        assert all(torch.equal(batch[part], alone[part]) for part in ("inputs", "labels"))
+
+
+def test_a_model_may_write_to_any_batch(opened):
+    train = opened("image", data="digits").train
+    shift = torch.ones(1, requires_grad=True)
+    for batch in micro_batches(train, Order(len(train), 0), [range(n, n + 8) for n in range(0, 80, 8)], workers=0):
+        alone = train.batch(batch["indices"], batch["indices"])["inputs"]
+        x = batch["inputs"]
+        x += shift  # as a layer with a parameter may
+        x.sum().backward()
+        assert torch.equal(x.detach(), alone + 1)
+    assert shift.grad.item() == 80 * 64

@@ -39,11 +39,14 @@ def default_workers(data: Data, ranks: int) -> int:
 def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], workers: int) -> Iterator[dict]:
     """For each range of global positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
-    `slices` is consumed lazily (some ahead) and may be endless. With workers > 0, loader processes
-    live until the iterator is closed; they give exactly what workers=0 gives, in the same order.
+    The ranges are not empty and, but for the last, of one length. They are consumed lazily (2 * workers ahead, or a
+    block of about 64 KiB) and may go on without end. With workers > 0, loader processes live until the iterator is
+    closed; they give exactly what workers=0 gives, in the same order. `indices` is not to be written to.
     """
     maker = _MicroBatches(dataset, order)
-    return made(maker, slices, workers) if workers else maker.in_blocks(iter(slices))
+    if workers or dataset.decodes:
+        return made(maker, slices, workers)
+    return maker.in_blocks(iter(slices))
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ class _MicroBatches:
     def _parts(self, block: list[range]) -> Iterator[dict]:
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in block])
         keys = np.concatenate([self.order.keys(p.start, p.stop) for p in block]) if self.dataset.draws else indices
-        whole, sizes = self.dataset.batch(indices, keys), [len(p) for p in block]
+        sizes, whole = [len(p) for p in block], self.dataset.batch(indices, keys)
+        # to autograd each part is a tensor of its own, which a model may write to as to any input
+        parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
         start = 0
-        for positions, x, y in zip(block, whole["inputs"].split(sizes), whole["labels"].split(sizes), strict=True):
-            end = start + len(positions)
-            yield {"inputs": x, "labels": y, "positions": positions, "indices": indices[start:end]}
-            start = end
+        for positions, tensors in zip(block, parts, strict=True):
+            mine = indices[start : start + len(positions)]
+            yield {**dict(zip(whole, tensors, strict=True)), "positions": positions, "indices": mine}
+            start += len(positions)
 
 
 def _in_a_block(batch: dict) -> int:
