@@ -139,9 +139,8 @@ def test_batches_made_in_blocks_are_those_made_one_by_one(opened, tmp_path, monk
     train = opened(task, seq_len, **options).train
     train = replace(train, shift=2, mirror=True) if name == "shifted" else train
     order = Order(len(train), 5)
-    near_the_end = (2 + 20 * micro // len(train)) * len(
-        train
-    ) - 20 * micro  # so that an epoch ends in the midst of a batch
+    # an epoch ends in the midst of a batch
+    near_the_end = (2 + 20 * micro // len(train)) * len(train) - 20 * micro
     slices = [range(at, at + micro) for at in range(near_the_end, near_the_end + 120 * micro, 2 * micro)]
     batches = list(micro_batches(train, order, iter(slices), workers=0))
     assert [batch["positions"] for batch in batches] == slices
