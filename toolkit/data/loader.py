@@ -55,31 +55,28 @@ class _MicroBatches:
     order: Order
 
     def __getitem__(self, positions: range) -> dict:
-        indices = self.order.indices(positions.start, positions.stop)
-        keys = self.order.keys(positions.start, positions.stop) if self.dataset.draws else indices
-        return {**self.dataset.batch(indices, keys), "positions": positions, "indices": indices}
+        return self._batches([positions])[0]
 
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
-        """The batches of these positions; after the first, several small ones are made at a time."""
-        count = 0
-        for positions in islice(slices, 1):
-            batch = self[positions]
-            count = _in_a_block(batch)
-            yield batch
+        """The batches of these positions in order, several small ones made at a time once their size is known."""
+        count = 1
         while block := list(islice(slices, count)):
-            yield from self._parts(block) if len(block) > 1 else map(self.__getitem__, block)
+            batches = self._batches(block)
+            count = _in_a_block(batches[0])
+            while batches:
+                yield batches.pop(0)  # so that none is held here
 
-    def _parts(self, block: list[range]) -> Iterator[dict]:
+    def _batches(self, block: list[range]) -> list[dict]:
         indices = np.concatenate([self.order.indices(p.start, p.stop) for p in block])
         keys = np.concatenate([self.order.keys(p.start, p.stop) for p in block]) if self.dataset.draws else indices
         sizes, whole = [len(p) for p in block], self.dataset.batch(indices, keys)
         # to autograd each part is a tensor of its own, which a model may write to as to any input
         parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
-        start = 0
-        for positions, tensors in zip(block, parts, strict=True):
-            mine = indices[start : start + len(positions)]
-            yield {**dict(zip(whole, tensors, strict=True)), "positions": positions, "indices": mine}
-            start += len(positions)
+        mine = np.split(indices, np.cumsum(sizes)[:-1])
+        return [
+            {**dict(zip(whole, tensors, strict=True)), "positions": positions, "indices": own}
+            for positions, tensors, own in zip(block, parts, mine, strict=True)
+        ]
 
 
 def _in_a_block(batch: dict) -> int:

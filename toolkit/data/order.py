@@ -23,15 +23,14 @@ class Order:
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Sample indices, int64 (stop - start,), at the global positions start <= p < stop. Not to be written to."""
-        epoch, offset = divmod(start, self.n)
-        if offset < offset + stop - start <= self.n:
-            return self._epoch(epoch)[offset : offset + stop - start]
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.n)
             end = min(stop, (epoch + 1) * self.n)
             parts.append(self._epoch(epoch)[offset : offset + end - start])
             start = end
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def keys(self, start: int, stop: int) -> np.ndarray:
