@@ -58,6 +58,9 @@ def test_forecasts_rank_as_measurements_do(job):
     assert errors.learned[0] < 0.5 * errors.planned[0]
 
 
+LEAST = {"bert": 0.9}  # of the best: other work ran beside three of its recorded trials
+
+
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("status", ["oom", "crash", "hang"])
 def test_a_favourite_that_fails_does_not_spoil_the_rest(job, status):
@@ -70,5 +73,5 @@ def test_a_favourite_that_fails_does_not_spoil_the_rest(job, status):
         assert (search.best, len(search.trials)) == (None, 1)
         return
     best = min(measured[c.key] for c in allowed)
-    assert best / search.best.step_s >= 0.9
+    assert best / search.best.step_s >= LEAST.get(job, 0.93)
     assert math.isfinite(search.regret().gap)
