@@ -26,7 +26,7 @@ def settle(storage: Storage) -> str:
 
 def is_loss(file: str) -> bool:
     """Whether this source file computes a loss."""
-    return file.endswith(("zerofit/train/loss.py", "toolkit/train/loss.py", "transformers/loss/loss_utils.py"))
+    return file.endswith(("zerofit/train/loss.py", "transformers/loss/loss_utils.py"))
 
 
 _ZERO_1_2 = {

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("zerofit", "deepspeed", "transformers", "accelerate", "torchvision", "numpy", "triton", "psutil")
-OURS = ("zerofit", "zerofit.models", "zerofit.ds_configs")  # three folders of a checkout, one package
 CODE = {".py", ".json", ".yaml", ".yml"}
 AT_MOST = 10_000  # files that are hashed; a folder with more is no package
 
@@ -51,18 +50,8 @@ def _torch() -> dict[str, str | None]:
 
 def own_code() -> str:
     """Hash of the source of zerofit that this host would run."""
-    folders = []
-    for name in OURS:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin:
-            folders.append((name, Path(spec.origin).parent))
-    apart = {top for _, top in folders[1:]}  # inside the first one where zerofit is installed from a wheel
-    return _hashed(
-        (f"{name}/{p.relative_to(top)}", p)
-        for name, top in folders
-        for p in _files(top, CODE)
-        if name != OURS[0] or not apart.intersection(p.parents)
-    )
+    top = Path(__file__).parents[1]
+    return _hashed((str(p.relative_to(top)), p) for p in _files(top, CODE))
 
 
 def model_code(model: str) -> Path | None:
@@ -93,7 +82,7 @@ def file_hash(path: Path) -> str | None:
 def _files(top: Path, kinds: set[str]) -> list[Path]:
     """Files of these kinds in a fixed order, without hidden folders, caches and virtual environments."""
     found: list[Path] = []
-    for folder, inner, names in os.walk(top):
+    for folder, inner, names in os.walk(top, followlinks=True):
         inner[:] = sorted(n for n in inner if n[0] != "." and n != "__pycache__" and not _is_venv(folder, n))
         found += [Path(folder, name) for name in sorted(names) if Path(name).suffix in kinds]
         if len(found) >= AT_MOST:

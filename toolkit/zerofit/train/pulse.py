@@ -24,7 +24,6 @@ FLOWING = 1000  # bytes a second over one connection: more than what keeps it op
 READING = 100_000  # bytes a second from and to files: more than logs and signs of life
 FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
 COLLECTIVES = "distributed_c10d.py"
-PYTHON_OF_OURS = ("zerofit", "toolkit")
 TRAINING = "training"
 ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
 PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
@@ -138,7 +137,7 @@ def _place(frame: FrameType | None) -> str:
     """File and line of ours that the main thread is in."""
     for one in _up(frame):
         path = Path(one.f_code.co_filename)
-        if len(path.parts) > 2 and path.parts[-3] in PYTHON_OF_OURS:
+        if len(path.parts) > 2 and path.parts[-3] == "zerofit":
             return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
     return ""
 
