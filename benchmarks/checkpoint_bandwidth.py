@@ -4,7 +4,7 @@ Each rank builds a GPT-2 under ZeRO 2 and trains two steps. Then, in turns: (a) 
 share of the checkpoint with one plain `torch.save`, and syncs the file; (b) zerofit saves: the same tensors through
 DeepSpeed, synced, hashed, with a manifest, made visible; (c) zerofit saves in the background, of which only the time
 for which training stands still counts. Reading: `torch.load` of a plain file with what the rank reads against
-`zerofit.train.resume` (which also puts everything into the engine). Medians over the rounds, on one
+`zerofit.train.restore` (which also puts everything into the engine). Medians over the rounds, on one
 machine in one call.
 """
 
@@ -29,8 +29,8 @@ from typing import Any
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
-from zerofit.spec.folder import Job, RunFolder, Start
 from zerofit.spec.load import load_run
+from zerofit.spec.run_folder import Job, RunFolder, Start
 from zerofit.spec.versions import versions
 
 MODEL = {"n_embd": 512, "n_layer": 16, "n_head": 8, "vocab_size": 512}
@@ -66,7 +66,7 @@ def main() -> int:
 
 def prepared(ranks: int, output: Path) -> RunFolder:
     """A run folder with a job that nobody has started."""
-    from zerofit.cli.prepare import prepare
+    from zerofit.app.resolve import prepare
     from zerofit.data import NullProgress
 
     options = {"model": "gpt2", "model_args": MODEL, "data": "synthetic:512", "seq_len": 32, "micro_batch": 1}
@@ -95,17 +95,17 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from zerofit.checkpoint import safe
+    from zerofit.checkpoint import safe_load
     from zerofit.checkpoint.store import Store, sync_file
     from zerofit.data import NullProgress, open_data
-    from zerofit.train.driver import Driver
-    from zerofit.train.place import place_of
-    from zerofit.train.resume import resume
+    from zerofit.train.engines import ZeroTrainer
+    from zerofit.train.loggers import Events
+    from zerofit.train.rank_coords import place_of
+    from zerofit.train.restore import resume
     from zerofit.train.saver import Saver
-    from zerofit.train.sinks import Events
 
     data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
-    driver = Driver(job, place_of(dist.get_rank(), job.layout), data.inputs)
+    driver = ZeroTrainer(job, place_of(dist.get_rank(), job.layout), data.inputs)
     tokens = torch.arange(33).reshape(1, -1) % 512
     for _ in range(2):
         driver.train_step(iter([{"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weight": 1.0 / 32}]))
@@ -113,10 +113,10 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     assert saver.save(1, {}, False) is None
     first = next(entry for entry in store.entries())
     mine = [f for f in first.path.rglob("*.pt") if written_by(dist.get_rank(), f.name)]
-    same = {f.name: safe.load(f, mmap=False, for_engine=True) for f in mine}  # the same bytes as this rank's files
+    same = {f.name: safe_load.load(f, mmap=False, for_engine=True) for f in mine}  # the same bytes as this rank's files
     read = [f for f in first.path.rglob("*.pt") if read_by(dist.get_rank(), f.name)]
     plain, plain_read = (folder.path / f"plain-{what}-{dist.get_rank()}.pt" for what in ("written", "read"))
-    torch.save({f.name: safe.load(f, mmap=False, for_engine=True) for f in read}, plain_read)
+    torch.save({f.name: safe_load.load(f, mmap=False, for_engine=True) for f in read}, plain_read)
 
     def plain_save() -> None:
         torch.save(same, plain)

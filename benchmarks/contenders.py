@@ -27,15 +27,15 @@ from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
-from zerofit.spec.folder import Job, RunFolder
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import parameter_groups
-from zerofit.train.driver import Driver
+from zerofit.train.engines import ZeroTrainer
+from zerofit.train.loggers import Events, make_sinks
 from zerofit.train.loop import Loop
-from zerofit.train.place import place_of
+from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.process_group import start, stop
-from zerofit.train.record import Recorder
-from zerofit.train.requests import Requests
-from zerofit.train.sinks import Events, make_sinks
+from zerofit.train.rank_coords import place_of
+from zerofit.train.stop_signals import StopRequests
 
 LOG_EVERY = 10  # steps between the lines that the hand-written loop, Accelerate's and the Trainer write
 Batch = dict[str, Tensor]
@@ -106,11 +106,11 @@ def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
     return torch.stack(losses).tolist()
 
 
-class PacedDriver(Driver):
+class PacedDriver(ZeroTrainer):
     """zerofit's driver, which takes turns with the others before each step."""
 
     player: Player
-    recorder: Recorder
+    recorder: MetricsRecorder
 
     def train_step(self, batches: Iterator[dict[str, Any]]) -> Tensor:
         if self.player.step():
@@ -124,8 +124,8 @@ def zerofit(job: Job, folder: RunFolder, player: Player) -> list[float] | None:
     place = place_of(rank, job.layout)
     data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
     driver = PacedDriver(job, place, data.inputs)
-    requests = Requests("0")
-    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
+    requests = StopRequests("0")
+    recorder = MetricsRecorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
     driver.player, driver.recorder = player, recorder
     events = Events(folder.events if rank == 0 else None)
     Loop(

@@ -27,9 +27,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.ranks.pool import ROOT, RankPool, Trained
-from zerofit.checkpoint.about import read_about
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import locate
+from zerofit.checkpoint.model_card import read_about
 from zerofit.checkpoint.universal import convert
 from zerofit.data import NullProgress, eval_batches, open_data
 from zerofit.launch.environment import environment

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch.hosts import Hosts, Node, hosts, missing, start_sshd, stop_sshd
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.versions import versions
 
 RUN = ["mlp", "--data", "digits", "--global-batch", "48", "--steps", "1000000", "--save-every", "25"]

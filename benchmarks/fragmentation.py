@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerofit.cli.progress import Line
-from zerofit.cli.target import prepare_target
+from zerofit.app.simulation import prepare_target
+from zerofit.cli.progress import StatusLine
 from zerofit.data import NullProgress
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import simulate
@@ -51,7 +51,7 @@ def main() -> None:
         prepare_target(load_run(None, COMMON | spec), cluster, None, NullProgress()).target(0, cluster)
         for spec in LAYOUTS.values()
     ]
-    with Line() as line:
+    with StatusLine() as line:
         found = simulate(targets, line.show, exact=True)
     rows = [_row(name, one.answer) for name, one in zip(LAYOUTS, found, strict=True)]
     for row in rows:

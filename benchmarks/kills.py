@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from zerofit.checkpoint.names import SAVING
 from zerofit.checkpoint.store import Store
 from zerofit.checkpoint.verify import verify
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.versions import versions
 
 MODEL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 512, "resid_pdrop": 0.1}

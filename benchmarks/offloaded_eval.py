@@ -27,7 +27,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from zerofit.checkpoint.about import about_run, write_about
+from zerofit.checkpoint.model_card import about_run, write_about
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find

@@ -30,14 +30,14 @@ from typing import Any
 
 from turns import TIMEOUT_S, Line, Turn
 
-from zerofit.cli.prepare import prepare
+from zerofit.app.resolve import prepare
 from zerofit.data import NullProgress
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
-from zerofit.spec.facts import Machine
-from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import load_run
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = Path(__file__).parent
 CONTENDERS = ("hand-written", "zerofit", "accelerate", "trainer")

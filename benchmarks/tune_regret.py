@@ -21,9 +21,9 @@ from scipy import stats
 from benchmarks.regret.autotuner import autotune
 from benchmarks.regret.failing import STATUS, failing
 from benchmarks.regret.sweep import Sweep
+from zerofit.app.tuning.job import TuneJob
 from zerofit.cli.train import asked_run
 from zerofit.cli.tune import tuned
-from zerofit.cli.tune_job import TuneJob
 from zerofit.launch.machine import this_machine
 from zerofit.tune.search import Search
 from zerofit.tune.trial import Candidate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 
 from .pool import Ranks
 
@@ -91,7 +91,7 @@ def percent(error: float) -> str:
     return f"{100 * error:+.3f} %"
 
 
-def compare(name: str, target: Target, ranks: Ranks) -> Comparison:
+def compare(name: str, target: SimulationTarget, ranks: Ranks) -> Comparison:
     """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
     real, simulated = ranks.real(target), ranks.simulated(target)
     without_kernels = [dict(answer["without_kernels"]) for answer in simulated]

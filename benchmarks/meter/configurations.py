@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import torch
 
-from zerofit.cli.prepare import prepare
+from zerofit.app.resolve import prepare
 from zerofit.data import NullProgress, open_data
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.load import load_run
 
 STEPS = 3
@@ -154,7 +154,7 @@ lenet zero1 fp32 mb2 ckpt pp2 x2
 """.strip().splitlines()
 
 
-def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> Target:
+def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> SimulationTarget:
     """The job of a configuration, as `zerofit train` would prepare it here, for rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {**options(name, models), "output": Path(folder) / "run"}
@@ -163,7 +163,9 @@ def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> Target:
     free_bytes = psutil.virtual_memory().available
     if machine.accelerator == "cuda":
         free_bytes = torch.cuda.mem_get_info()[1]
-    return Target(job=job, inputs=inputs, accelerator=machine.accelerator, steps=STEPS, device_bytes=free_bytes)
+    return SimulationTarget(
+        job=job, inputs=inputs, accelerator=machine.accelerator, steps=STEPS, device_bytes=free_bytes
+    )
 
 
 def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 
 from .configurations import target
 from .pool import ROOT, Ranks
@@ -76,7 +76,7 @@ class DeviceMeter:
         torch.cuda.reset_peak_memory_stats()
 
 
-def measure(asked: Target) -> dict[str, Any]:
+def measure(asked: SimulationTarget) -> dict[str, Any]:
     """Train the only rank for real in this process: its phases, and the most that was reserved."""
     from zerofit.simulate.batches import batches
     from zerofit.simulate.phases import PhaseLog, start, train_steps
@@ -162,6 +162,6 @@ def _table(found: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    wanted = Target.from_dict(json.loads(Path(sys.argv[1]).read_text()))
+    wanted = SimulationTarget.from_dict(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(measure(wanted)))
     os._exit(0)  # not by way of DeepSpeed's exit handlers

@@ -7,23 +7,23 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
-from zerofit.plan.choice import Choice
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import forecast
-from zerofit.simulate.profile import Setting, profile_model
-from zerofit.simulate.target import Target
-from zerofit.spec.folder import Job
+from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.target import SimulationTarget
+from zerofit.spec.run_folder import Job
 
 
-def planned(target: Target) -> dict[str, Any]:
+def planned(target: SimulationTarget) -> dict[str, Any]:
     """The forecast for the rank that needs most, as plain JSON."""
     job, device = target.job, target.accelerator
-    setting = Setting(job.run.precision, job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
+    setting = TraceSetting(job.run.precision, job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
     source, args = find(job.run.model), dict(job.run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
     return asdict(forecast(profile, choice_of(job), device))
 
 
-def choice_of(job: Job) -> Choice:
+def choice_of(job: Job) -> PlannedLayout:
     """The layout that the job has, as plan would list it."""
     zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
     sizes = {
@@ -33,7 +33,7 @@ def choice_of(job: Job) -> Choice:
         "max_live": "stage3_max_live_parameters",
         "overlap": "overlap_comm",
     }
-    return Choice(
+    return PlannedLayout(
         zero_stage=layout.zero_stage,
         micro_batch=job.batch.micro,
         accumulation=job.batch.accumulation,

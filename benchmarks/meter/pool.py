@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from zerofit.launch.local import free_port
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 
 from .meter import build
 
@@ -46,26 +46,26 @@ class Ranks:
             )
         self._receive("starting the server of ranks")
 
-    def real(self, target: Target) -> list[dict[str, Any]]:
+    def real(self, target: SimulationTarget) -> list[dict[str, Any]]:
         """All ranks of the target's job, trained for real at the same time; each one's phases."""
         return self._all("metered", target, "training")
 
-    def simulated(self, target: Target) -> list[dict[str, Any]]:
+    def simulated(self, target: SimulationTarget) -> list[dict[str, Any]]:
         """The same ranks, simulated (`tally.simulated`)."""
         return self._all("simulated", target, "simulating")
 
-    def simulated_rank(self, target: Target) -> dict[str, Any]:
+    def simulated_rank(self, target: SimulationTarget) -> dict[str, Any]:
         """The target's own rank, simulated."""
         return self._ask("simulated", [target], "simulating")[0]
 
-    def planned(self, target: Target) -> dict[str, Any]:
+    def planned(self, target: SimulationTarget) -> dict[str, Any]:
         """The forecast of `zerofit plan` for the rank that needs most."""
         return self._ask("planned", [target], "forecasting")[0]
 
-    def _all(self, call: str, target: Target, doing: str) -> list[dict[str, Any]]:
+    def _all(self, call: str, target: SimulationTarget, doing: str) -> list[dict[str, Any]]:
         return self._ask(call, [replace(target, rank=rank) for rank in range(target.job.layout.world_size)], doing)
 
-    def _ask(self, call: str, targets: list[Target], doing: str) -> list[dict[str, Any]]:
+    def _ask(self, call: str, targets: list[SimulationTarget], doing: str) -> list[dict[str, Any]]:
         port = free_port()
         tasks = [{"call": call, "target": target.as_dict(), "port": port} for target in targets]
         self._server.stdin.write(json.dumps(tasks) + "\n")

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from torch.distributed import ProcessGroup, Work
 
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 
 TIMEOUT = timedelta(minutes=2)
 SETTLE_S, POLL_S = 0.002, 0.0005
@@ -21,7 +21,7 @@ PATIENCE_S = 1.0
 ISSUED_AHEAD = ("allreduce", "broadcast", "allgather", "_allgather_base", "all_gather_single")
 
 
-def metered(target: Target) -> dict[str, Any]:
+def metered(target: SimulationTarget) -> dict[str, Any]:
     """Build, init and train for real in a group of gloo ranks: {"phases": [...]}, figures in bytes.
 
     Needs MASTER_PORT, and the same call at the same time for each other rank, in a process of its own.
@@ -81,14 +81,14 @@ def _then_settled(wait: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def simulated(target: Target) -> dict[str, Any]:
+def simulated(target: SimulationTarget) -> dict[str, Any]:
     """What `zerofit simulate` sees, with and without the scratch of this machine's kernels. In a process of its own."""
     from .tally import simulated
 
     return simulated(target)
 
 
-def planned(target: Target) -> dict[str, Any]:
+def planned(target: SimulationTarget) -> dict[str, Any]:
     """What `zerofit plan` reckons for the rank that needs most."""
     from .planned import planned
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 
 from .rank import CALLS
 
@@ -28,7 +28,7 @@ IMPORTED = (
     "torchvision",
     "transformers.integrations.deepspeed",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
-    "zerofit.train.driver",
+    "zerofit.train.engines",
     "zerofit.train.pipeline",
 )
 TIMEOUT_S = 300
@@ -61,7 +61,7 @@ def _fork(task: dict[str, Any], path: Path) -> int:
     os.dup2(log, 2)
     try:
         os.environ["MASTER_PORT"] = str(task["port"])
-        answer = CALLS[task["call"]](Target.from_dict(task["target"]))
+        answer = CALLS[task["call"]](SimulationTarget.from_dict(task["target"]))
     except BaseException:
         answer = {"error": traceback.format_exc()}
     path.write_text(json.dumps(answer))

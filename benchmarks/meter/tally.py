@@ -7,13 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 from zerofit.simulate import rank
-from zerofit.simulate.meter import Meter, Scratch
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.tracker import AllocationTracker, Scratch
 
 from .scratch import KernelScratch
 
 
-class TwoTallies(Meter):
+class TwoTallies(AllocationTracker):
     """The simulation's meter, with the kernels' measured scratch in its own figures and the known one beside them."""
 
     without_kernels: Counter[int]  # peak bytes by step, -1 before the first; of the last one made
@@ -38,7 +38,7 @@ class TwoTallies(Meter):
         self.without_kernels[self._step] = max(self.without_kernels[self._step], self.live() + scratch_bytes)
 
 
-def simulated(target: Target) -> dict[str, Any]:
+def simulated(target: SimulationTarget) -> dict[str, Any]:
     """What `zerofit.simulate.rank` answers, kernels' scratch included; "without_kernels": [[step, peak bytes], ...]."""
     with patch.object(rank, "Meter", TwoTallies):
         answer = rank.simulate(target)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zerofit.cli.tune_job import TuneJob
+from zerofit.app.tuning.job import TuneJob
 from zerofit.data import NullProgress, open_data
 from zerofit.launch.environment import environment
 from zerofit.launch.machine import this_machine

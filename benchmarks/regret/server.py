@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from zerofit.watch.orders import HOST_NAME, PULSE_NAME
+from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME
 
 IMPORTED = (
     "torch._dynamo",  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it

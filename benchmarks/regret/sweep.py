@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
-from zerofit.cli.prepare import prepare
-from zerofit.cli.tune_job import TuneJob
-from zerofit.cli.view import Tail
+from zerofit.app.resolve import prepare
+from zerofit.app.tuning.job import TuneJob
+from zerofit.cli.view import JsonlTail
 from zerofit.data import NullProgress
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
 from zerofit.launch.machine import this_machine
-from zerofit.spec.folder import RunFolder
 from zerofit.spec.load import load_run
+from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.timing import Timing, timing
 from zerofit.tune.trial import Candidate
 
@@ -66,7 +66,7 @@ class Sweep:
             return found or _why(folder, ended)
 
     def _watch(self, folder: RunFolder) -> Timing | None:
-        metrics, times, began, first = Tail(folder.metrics), list[float](), time.monotonic(), None
+        metrics, times, began, first = JsonlTail(folder.metrics), list[float](), time.monotonic(), None
         while not any(folder.rank_error(rank).exists() for rank in (0, 1)):
             times += [record["step_s"] for record in metrics.read()]
             now, found = time.monotonic(), timing(times)

@@ -16,7 +16,7 @@ from zerofit.check.catalog import _data, catalog
 from zerofit.check.check import check
 from zerofit.check.document import of_data, parse
 from zerofit.check.schema import schema
-from zerofit.check.subject import Setting
+from zerofit.check.subject import TargetHardware
 from zerofit.config.ds_json import bundled
 
 DEEPSPEED = Path(importlib.metadata.distribution("deepspeed").locate_file("deepspeed"))
@@ -121,12 +121,12 @@ def test_no_false_alarm_on_what_others_ship(package):
     files = [p for p in root.rglob("*.json") if "zero_optimization" in p.read_text(errors="ignore")]
     assert files or package != "deepspeed"
     for path in files:
-        assert not [f for f in check(parse(path.read_text()), Setting()) if f.severity == "error"], path
+        assert not [f for f in check(parse(path.read_text()), TargetHardware()) if f.severity == "error"], path
 
 
 @pytest.mark.parametrize("name", sorted(bundled()))
 def test_no_false_alarm_on_what_we_ship(name):
-    for setting in (Setting(), Setting(ranks=8, accelerator="cuda")):
+    for setting in (TargetHardware(), TargetHardware(ranks=8, accelerator="cuda")):
         found = check(parse(bundled()[name].read_text()), setting)
         assert not [f for f in found if f.severity == "error"]
 
@@ -170,4 +170,4 @@ def test_examples_of_the_documentation_pass():
         "train_micro_batch_size_per_gpu": "auto",
         "wall_clock_breakdown": False,
     }
-    assert check(of_data(config), Setting()) == []
+    assert check(of_data(config), TargetHardware()) == []

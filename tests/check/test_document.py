@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zerofit.check.document import SyntaxFault, of_data, parse
-from zerofit.check.edit import Cut, Remove, Rename, Set, apply
+from zerofit.check.edit import Assignment, Deletion, Removal, Renaming, apply
 
 COMMENTED = """{
   // lines and /* blocks */ are taken off
@@ -78,18 +78,18 @@ def test_what_does_not_parse_is_placed(text, line, column, word):
 
 
 EDITS = [
-    (Set("zero.stage", 2), {"zero": {"stage": 2, "x": 1}, "b": [1], "e": {}}),
-    (Set("b", {"c": [1, {"d": 2}]}), {"zero": {"stage": 3, "x": 1}, "b": {"c": [1, {"d": 2}]}, "e": {}}),
-    (Set("zero.new.deep", True), {"zero": {"stage": 3, "x": 1, "new": {"deep": True}}, "b": [1], "e": {}}),
-    (Set("e.f", "auto"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {"f": "auto"}}),
-    (Set("b.c", 1), {"zero": {"stage": 3, "x": 1}, "b": {"c": 1}, "e": {}}),
-    (Set("n", 1), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}, "n": 1}),
-    (Remove("zero"), {"b": [1], "e": {}}),
-    (Remove("zero.x"), {"zero": {"stage": 3}, "b": [1], "e": {}}),
-    (Remove("b"), {"zero": {"stage": 3, "x": 1}, "e": {}}),
-    (Remove("e"), {"zero": {"stage": 3, "x": 1}, "b": [1]}),
-    (Remove("missing.key"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}}),
-    (Rename("zero.x", "y"), {"zero": {"stage": 3, "y": 1}, "b": [1], "e": {}}),
+    (Assignment("zero.stage", 2), {"zero": {"stage": 2, "x": 1}, "b": [1], "e": {}}),
+    (Assignment("b", {"c": [1, {"d": 2}]}), {"zero": {"stage": 3, "x": 1}, "b": {"c": [1, {"d": 2}]}, "e": {}}),
+    (Assignment("zero.new.deep", True), {"zero": {"stage": 3, "x": 1, "new": {"deep": True}}, "b": [1], "e": {}}),
+    (Assignment("e.f", "auto"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {"f": "auto"}}),
+    (Assignment("b.c", 1), {"zero": {"stage": 3, "x": 1}, "b": {"c": 1}, "e": {}}),
+    (Assignment("n", 1), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}, "n": 1}),
+    (Removal("zero"), {"b": [1], "e": {}}),
+    (Removal("zero.x"), {"zero": {"stage": 3}, "b": [1], "e": {}}),
+    (Removal("b"), {"zero": {"stage": 3, "x": 1}, "e": {}}),
+    (Removal("e"), {"zero": {"stage": 3, "x": 1}, "b": [1]}),
+    (Removal("missing.key"), {"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}}),
+    (Renaming("zero.x", "y"), {"zero": {"stage": 3, "y": 1}, "b": [1], "e": {}}),
 ]
 LAYOUTS = [
     '{"zero": {"stage": 3, "x": 1}, "b": [1], "e": {}}',
@@ -107,7 +107,7 @@ def test_an_edit_changes_what_it_names_and_nothing_else(layout, edit, expected):
 
 
 def test_comments_survive_an_edit():
-    mended = apply(parse(LAYOUTS[1]), [Set("zero.stage", 1), Remove("b"), Set("n.m", 1)])
+    mended = apply(parse(LAYOUTS[1]), [Assignment("zero.stage", 1), Removal("b"), Assignment("n.m", 1)])
     assert parse(mended).config == {"zero": {"stage": 1, "x": 1}, "e": {}, "n": {"m": 1}}
     assert "// three" in mended and "/* , */" in mended
     assert '\n  "n": {"m": 1}' in mended
@@ -115,12 +115,12 @@ def test_comments_survive_an_edit():
 
 def test_everything_can_be_removed():
     document = of_data({"a": 1, "b": 2})
-    assert parse(apply(document, [Remove("a"), Remove("b")])).config == {}
+    assert parse(apply(document, [Removal("a"), Removal("b")])).config == {}
 
 
 def test_cuts_come_before_the_other_edits():
     text = '{"a": 1, "b": 2,}'
-    assert json.loads(apply(parse(text), [Set("b", 3), Cut(text.rindex(","), text.rindex(",") + 1)])) == {
+    assert json.loads(apply(parse(text), [Assignment("b", 3), Deletion(text.rindex(","), text.rindex(",") + 1)])) == {
         "a": 1,
         "b": 3,
     }
@@ -128,9 +128,9 @@ def test_cuts_come_before_the_other_edits():
 
 def test_duplicates_are_cut_out_whatever_stands_around_them():
     from zerofit.check.check import mend
-    from zerofit.check.subject import Setting
+    from zerofit.check.subject import TargetHardware
 
     text = '{"bf16": {"enabled": false, "enabled": true} /* a, b */ , "train_batch_size": 1, "bf16": {"enabled": true}}'
-    mended = parse(mend(parse(text), Setting()))
+    mended = parse(mend(parse(text), TargetHardware()))
     assert mended.config["bf16"] == {"enabled": True}
     assert not list(mended.duplicates())

@@ -8,13 +8,13 @@ from zerofit.check.check import check, mend
 from zerofit.check.document import of_data, parse
 from zerofit.check.explain import explain
 from zerofit.check.migrate import migrate
-from zerofit.check.subject import Setting
+from zerofit.check.subject import TargetHardware
 
 
 def explained(config: dict, **setting) -> dict:
     document = of_data(config)
-    found = check(document, Setting(**setting))
-    return {row.path: row for row in explain(document, found, Setting(**setting))}
+    found = check(document, TargetHardware(**setting))
+    return {row.path: row for row in explain(document, found, TargetHardware(**setting))}
 
 
 def test_every_key_has_a_verdict():
@@ -80,7 +80,7 @@ OLD = """{
 def test_an_old_file_is_carried_over_and_losses_are_named():
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    moved = migrate(parse(OLD), Setting())
+    moved = migrate(parse(OLD), TargetHardware())
     config = parse(moved.text).config
     assert "// written for DeepSpeed 0.9" in moved.text
     assert config["optimizer"] == {"type": "Adam", "params": {"lr": 1e-3}}
@@ -100,13 +100,13 @@ def test_an_old_file_is_carried_over_and_losses_are_named():
 
 def test_the_oldest_form_of_zero_keeps_its_size():
     old = {"train_batch_size": 1, "zero_optimization": True, "allgather_size": 200000000}
-    config = parse(migrate(of_data(old), Setting()).text).config
+    config = parse(migrate(of_data(old), TargetHardware()).text).config
     assert config["zero_optimization"] == {"stage": 1, "allgather_bucket_size": 200000000}
-    assert not [f for f in check(of_data(config), Setting()) if f.severity == "error"]
+    assert not [f for f in check(of_data(config), TargetHardware()) if f.severity == "error"]
 
 
 def test_a_current_file_only_keeps_the_old_defaults():
-    moved = migrate(of_data({"train_batch_size": 1, "gradient_clipping": 0.5, "steps_per_print": 7}), Setting())
+    moved = migrate(of_data({"train_batch_size": 1, "gradient_clipping": 0.5, "steps_per_print": 7}), TargetHardware())
     assert (moved.lost, moved.kept) == ((), ())
 
 
@@ -114,8 +114,8 @@ def test_mending_needs_several_rounds_where_one_fix_uncovers_the_next():
     text = json.dumps(
         {"train_batch_size": 8, "optimizer": {"type": "sgd", "params": {}}, "zero_optimization": {"stag": 2}}
     )
-    config = parse(mend(parse(text), Setting())).config
+    config = parse(mend(parse(text), TargetHardware())).config
     assert config["zero_optimization"] == {"stage": 2}
     assert config["optimizer"]["type"] == "SGD"
     assert config["zero_allow_untested_optimizer"] is True  # an error only now that there is a stage
-    assert not [f for f in check(of_data(config), Setting()) if f.severity == "error"]
+    assert not [f for f in check(of_data(config), TargetHardware()) if f.severity == "error"]

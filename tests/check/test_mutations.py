@@ -13,15 +13,15 @@ from zerofit.check.check import check, mend
 from zerofit.check.document import SyntaxFault, parse
 from zerofit.check.explain import explain
 from zerofit.check.migrate import migrate
-from zerofit.check.subject import Setting
+from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
 from zerofit.config.ds_json import bundled
-from zerofit.spec.facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts
 
 FACTS = ModelFacts(
     task="causal-lm", parameters=1000, largest_parameter=400, hidden_size=20, forward_flops=1, attention_heads=4
 )
-SETTINGS = [Setting(), Setting(ranks=4, pipeline=2, accelerator="cpu", precisions=("fp32",), facts=FACTS)]
+SETTINGS = [TargetHardware(), TargetHardware(ranks=4, pipeline=2, accelerator="cpu", precisions=("fp32",), facts=FACTS)]
 TEXTS = [path.read_text() for path in bundled().values()]
 
 

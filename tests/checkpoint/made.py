@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.about import inputs_json
 from zerofit.checkpoint.manifest import Manifest, files_of, marks_of
+from zerofit.checkpoint.model_card import inputs_json
 from zerofit.models.inputs import Inputs
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.run import RunSpec

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from tests.checkpoint.conftest import GROUPED, SHAPE
 from tests.checkpoint.made import Made, make
-from zerofit.checkpoint.about import read_about
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import locate
+from zerofit.checkpoint.model_card import read_about
 from zerofit.data import NullProgress, eval_batches, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find

@@ -12,17 +12,17 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from zerofit.app.planning.files import write_plan
 from zerofit.check.check import check
-from zerofit.check.subject import Setting
+from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
-from zerofit.cli.plan_write import write_plan
 from zerofit.config.ds_json import read_document
 from zerofit.config.resolve import decide, resolve
-from zerofit.plan.choice import Choice
 from zerofit.plan.inverse import with_layers
+from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problems
-from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.load import load_run
+from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.profile import Profile
 
 KEYS = {
@@ -202,7 +202,7 @@ def test_written_files_never_replace_others(stored, tmp_path):
     assert (tmp_path / "run.yaml").read_text() == before
 
 
-PLAIN = Choice(zero_stage=2, micro_batch=4, accumulation=2, dp=8)
+PLAIN = PlannedLayout(zero_stage=2, micro_batch=4, accumulation=2, dp=8)
 WRITTEN = [
     PLAIN,
     replace(PLAIN, zero_stage=0),
@@ -227,7 +227,7 @@ def test_written_files_are_what_train_and_check_take(choice, traced, tmp_path):
     write_plan(tmp_path, choice, profile, args, None, str(tmp_path))
     asked_for = load_run(tmp_path / "run.yaml", {})
     document = read_document(tmp_path / "ds_config.json")
-    found = check(document, Setting(ranks=choice.world_size, pipeline=choice.pp, accelerator="cuda"))
+    found = check(document, TargetHardware(ranks=choice.world_size, pipeline=choice.pp, accelerator="cuda"))
     assert {f.code for f in found} <= {"nvme-disk"}  # a warning about this machine
     machine = Machine(accelerator="cuda", devices=8, cores=64, device_name="NVIDIA H100", fp16=True, bf16=True)
     problems = Problems()

@@ -8,8 +8,8 @@ from dataclasses import replace
 from click.testing import CliRunner
 
 from tests.plan.stub import make_profile
+from zerofit.app.planning.files import data_line
 from zerofit.cli.main import main
-from zerofit.cli.plan_write import data_line
 
 
 def refused(*args: object) -> list[dict]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.cli.test_plan import ARGS, H100, asked, refused, run
-from zerofit.plan.choice import Choice
+from zerofit.plan.layout import PlannedLayout
 
 MODEL = ("llama-tiny", "--model-args", ARGS, "--seq-len", 1024, "--global-batch", 64, "--top", 1000)
 
@@ -26,7 +26,7 @@ def alike(row):
 
 def trial(row):
     names = ("zero_stage", "micro_batch", "dp", "tp", "pp", "sp", "precision")
-    choice = Choice(
+    choice = PlannedLayout(
         **{name: row[name] for name in names},
         accumulation=row["gradient_accumulation_steps"],
         checkpointing=row["activation_checkpointing"],

@@ -173,7 +173,7 @@ def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):
     assert process.returncode == 3, err
     error = json.loads(out.strip().splitlines()[-1])["error"]
     assert error["kind"] == "hang"
-    assert "rank 1 on localhost is at step 201, forward (train/driver.py" in error["message"]
+    assert "rank 1 on localhost is at step 201, forward (train/engines.py" in error["message"]
     assert "rank 0 on localhost at step 201, backward, in all_reduce" in error["message"]
     stacks = (Path(error["where"]) / "rank-1.stacks.txt").read_text()
     assert "forward (mine.py" in stacks or 'mine.py", line 9 in forward' in stacks  # py-spy's words, or faulthandler's

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 import pytest
 
+from zerofit.app.planning.result import choice_json
+from zerofit.app.tuning.job import candidate_json
+from zerofit.app.tuning.space import KNOBS, allows, read_space
 from zerofit.cli.host_options import NAMES, host_arguments, host_options
 from zerofit.cli.launch import launch
-from zerofit.cli.plan_json import choice_json
-from zerofit.cli.tune_job import candidate_json
-from zerofit.cli.tune_space import KNOBS, allows, read_space
-from zerofit.plan.choice import Choice
+from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import UserError
 from zerofit.tune.trial import Candidate
 
@@ -21,7 +21,7 @@ def read(tmp_path, text):
 
 
 def test_every_knob_is_a_figure_of_a_configuration():
-    candidate = Candidate(choice=Choice(zero_stage=1, micro_batch=2), forecast_step_s=1.0, peak_bytes=1)
+    candidate = Candidate(choice=PlannedLayout(zero_stage=1, micro_batch=2), forecast_step_s=1.0, peak_bytes=1)
     assert set(KNOBS) <= set(candidate_json(candidate))
     assert set(candidate_json(candidate)) == {*choice_json(candidate.choice), "compile"}
 

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zerofit.cli.compare_rows import strategy_row
+from zerofit.app.comparing.rows import strategy_row
 from zerofit.compare.catalog import STRATEGIES
-from zerofit.compare.job import Job
+from zerofit.compare.job import CompareJob
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
 
@@ -26,13 +26,13 @@ class Ranks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
 
-    def row(self, job: Job) -> dict[str, Any]:
+    def row(self, job: CompareJob) -> dict[str, Any]:
         """What `zerofit compare` says of a strategy."""
         strategy = STRATEGIES[job.strategy]
         words = self.words(job, strategy.processes(job.ranks))
         return strategy_row(strategy, job, words, 1.0)
 
-    def words(self, job: Job, processes: int) -> list[dict[str, Any]]:
+    def words(self, job: CompareJob, processes: int) -> list[dict[str, Any]]:
         """What each process has left."""
         place = self.folder / job.strategy
         place.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofit.cli.compare_rows import Rows, against_single, failure
-from zerofit.cli.compare_work import by_size, size_figures
+from zerofit.app.comparing.comparisons import by_size, size_figures
+from zerofit.app.comparing.rows import RowStore, against_single, failure
 from zerofit.compare.batch_size import Noise
+from zerofit.compare.benchmark_task import NotHereError, _even_cuts
 from zerofit.compare.catalog import STRATEGIES, code_lines
-from zerofit.compare.work import NotHereError, _even_cuts
 from zerofit.report.compare_page import page
 from zerofit.spec.errors import UserError
 
@@ -148,23 +148,23 @@ def test_speed_up_and_efficiency():
 
 def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path, monkeypatch):
     mlp, lenet = ({"job": {"model": name}} for name in ("mlp", "lenet"))
-    rows = Rows(tmp_path / "out", "strategies", mlp)
+    rows = RowStore(tmp_path / "out", "strategies", mlp)
     rows.keep("ddp", {"status": "ok", "samples_per_s": 1.0})
     rows.keep("zero3", {"status": "failed", "reason": "x"})
-    again = Rows(tmp_path / "out", "strategies", mlp)
+    again = RowStore(tmp_path / "out", "strategies", mlp)
     assert again.known("ddp")["samples_per_s"] == 1.0
     assert again.known("zero3") is None
     assert again.known("amp") is None
     with pytest.raises(UserError, match="another comparison"):
-        Rows(tmp_path / "out", "strategies", lenet)
+        RowStore(tmp_path / "out", "strategies", lenet)
     monkeypatch.chdir(tmp_path)
-    own = [Rows(None, "scaling", {"job": {"model": "../my models:net"}, "n": n}).folder for n in (1, 1, 2)]
+    own = [RowStore(None, "scaling", {"job": {"model": "../my models:net"}, "n": n}).folder for n in (1, 1, 2)]
     assert own[0] == own[1] != own[2]
     assert own[0].parent == tmp_path / "runs"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="other things"):
-        Rows(tmp_path / "mine", "strategies", mlp)
+        RowStore(tmp_path / "mine", "strategies", mlp)
 
 
 def test_a_page_is_escaped_and_needs_no_network(tmp_path):

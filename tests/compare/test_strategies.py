@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
 from zerofit.compare.catalog import STRATEGIES
-from zerofit.compare.job import MOMENTUM, Job
+from zerofit.compare.job import MOMENTUM, CompareJob
 from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 
-JOB = Job(strategy="single", model="lenet", data="digits", ranks=2, global_batch=32, steps=9, lr=0.05, eval_samples=100)
+JOB = CompareJob(
+    strategy="single", model="lenet", data="digits", ranks=2, global_batch=32, steps=9, lr=0.05, eval_samples=100
+)
 PARTED = [name for name, one in STRATEGIES.items() if one.synchronous and name != "single"]
 NOT_ON_A_CPU = {"device-map": "two devices", "data-parallel-threads": "two CUDA devices", "horovod": "pip install"}
 RUNNING = [name for name in PARTED if name not in NOT_ON_A_CPU and name != "hybrid"]

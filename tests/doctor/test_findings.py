@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from zerofit.cli.preflight_show import show_checks
-from zerofit.doctor import compare, routes, storage
+from zerofit.doctor import compare, routes, shared_folder_checks
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.doctor.clocks import clock
-from zerofit.doctor.preflight import Asked, preflight
+from zerofit.doctor.preflight import PreflightRequest, preflight
 from zerofit.launch.hostfile import Host
 
 GIB = 2**30
@@ -113,15 +113,15 @@ FOLDERS = [
 @pytest.mark.parametrize(("change", "seen", "status", "value"), FOLDERS)
 def test_run_folders(change, seen, status, value):
     told = {"b": {"run_folder": FOLDER | change}}
-    (check,) = storage.folders(told, Path("/runs/x"), {"b"} if seen else set())
+    (check,) = shared_folder_checks.folders(told, Path("/runs/x"), {"b"} if seen else set())
     assert check.status == status and value in check.value
     assert ("--output" in check.hint or "right to write" in check.hint) == (status == FAIL)
 
 
 def test_room_for_checkpoints():
     told = {"b": {"run_folder": FOLDER}}
-    status = {size: storage.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
-    assert status == {10: OK, 60: WARN, 101: FAIL} and storage.disk(told, None) == []
+    status = {size: shared_folder_checks.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
+    assert status == {10: OK, 60: WARN, 101: FAIL} and shared_folder_checks.disk(told, None) == []
 
 
 def test_clocks():
@@ -143,7 +143,7 @@ def test_the_clock_of_a_host_is_measured(stand_in, tmp_path):
     """Against a host whose clock is an hour ahead, shifted in its answers on the way."""
     (tmp_path / "shift.py").write_text(SHIFT)
     stand_in(f'test "$FAKE_HOST" = b && {{ sh -c "$*" | python3 -u {tmp_path}/shift.py; exit; }}')
-    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     (bad,) = [check for check in found.checks if check.name == "clock" and check.status != OK]
     assert (bad.host, bad.status) == ("b", FAIL) and bad.value.startswith("3.6e+03 s ahead")
 

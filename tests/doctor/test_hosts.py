@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.hosts import hosts, missing
 from zerofit.doctor.check import FAIL, OK
-from zerofit.doctor.preflight import Asked, preflight
+from zerofit.doctor.preflight import PreflightRequest, preflight
 from zerofit.launch.hostfile import Host, read_hostfile
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -28,7 +28,7 @@ def three(made, monkeypatch):
 
 
 def test_all_is_well(three, tmp_path):
-    asked = Asked(run_folder=tmp_path, master_port=29555, checkpoint_bytes=1000)
+    asked = PreflightRequest(run_folder=tmp_path, master_port=29555, checkpoint_bytes=1000)
     start = time.perf_counter()
     found = preflight(read_hostfile(three.hostfile()), asked)
     assert time.perf_counter() - start < 20
@@ -44,7 +44,7 @@ def test_what_is_broken_is_named(three, tmp_path):
     second.cut()
     third.inside("iptables", "-A", "OUTPUT", "-p", "tcp", "--dport", "29556", "-j", "REJECT")
     try:
-        found = preflight(read_hostfile(three.hostfile()), Asked(master_port=29556))
+        found = preflight(read_hostfile(three.hostfile()), PreflightRequest(master_port=29556))
     finally:
         second.mend()
         third.mend()
@@ -59,7 +59,9 @@ def test_a_taken_port_a_wrong_key_and_a_wrong_name(three, tmp_path):
     right = known.read_text()
     known.write_text("".join(line for line in right.splitlines(True) if not line.startswith(second.name)))
     try:
-        found = preflight([Host(first.name, 1), Host(second.name, 1), Host("nohost.invalid", 1)], Asked(master_port=22))
+        found = preflight(
+            [Host(first.name, 1), Host(second.name, 1), Host("nohost.invalid", 1)], PreflightRequest(master_port=22)
+        )
     finally:
         known.write_text(right)
     bad = {(check.host, check.name): check for check in found.checks if check.status == FAIL}
@@ -74,7 +76,7 @@ def test_the_hosts_listen_to_the_command(three):
     from socket import create_server
 
     here = three.nodes[0].name.rpartition(".")[0] + ".254"
-    asked = Asked(callback=(here, 0))
+    asked = PreflightRequest(callback=(here, 0))
     with closing(create_server((here, 0))) as server:
         asked = replace(asked, callback=(here, server.getsockname()[1]))
         found = preflight(read_hostfile(three.hostfile()), asked)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from zerofit.doctor import remote
-from zerofit.doctor.preflight import Asked, preflight
+from zerofit.doctor.preflight import PreflightRequest, preflight
 from zerofit.launch.hostfile import Host
 
 
@@ -41,7 +41,7 @@ FAILURES = [
 @pytest.mark.parametrize(("said", "code", "value", "hint"), FAILURES)
 def test_a_host_that_does_not_answer(stand_in, said, code, value, hint):
     stand_in(f"echo {shlex.quote(said)} >&2; exit {code}")
-    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     check = next(check for check in found.checks if check.host == "a")
     assert (check.name, check.status) == ("reachable", "fail") and value in check.value and hint in check.hint
     assert found.failed and not found.facts and len(found.findings) == 2
@@ -49,7 +49,7 @@ def test_a_host_that_does_not_answer(stand_in, said, code, value, hint):
 
 def test_no_ssh_here(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     assert {check.host for check in found.findings} == {"a", "b"} and "openssh-client" in found.checks[0].hint
 
 
@@ -59,7 +59,7 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, monkeypatch):
     monkeypatch.setattr(conversation, "PATIENCE_S", 4.0)
     stand_in('test "$FAKE_HOST" = b && exec sleep 600')
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    found = preflight([Host("a", 1), Host("b", 1)], Asked())
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     check = one(found)
     assert check.host == "b" and "no answer in 4 s" in check.value and set(found.facts) == {"a"}
     after = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
@@ -68,13 +68,13 @@ def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, monkeypatch):
 
 def test_what_a_remote_shell_prints_is_passed_over(stand_in):
     stand_in("echo 'Welcome!'; printf 'no newline'")
-    assert not preflight([Host("a", 1), Host("b", 1)], Asked()).failed
+    assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
 
 
 def test_names_that_are_none_reach_no_program(stand_in):
     log = stand_in()
     for name in ("-oProxyCommand=touch x", "a;touch x", "$(touch x)", "a b", "", "a\nb"):
-        found = preflight([Host(name, 1), Host("b", 1)], Asked())
+        found = preflight([Host(name, 1), Host("b", 1)], PreflightRequest())
         check = one(found)
         assert check.host == name and "no host name" in check.value
     assert "touch" not in log.read_text()
@@ -98,7 +98,7 @@ def test_hostile_names_reach_no_shell(stand_in, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             patch.setattr(remote.sys, "executable", str(python))
-            asked = Asked(run_folder=folder, run_file=folder / name, code=folder, master_port=None)
+            asked = PreflightRequest(run_folder=folder, run_file=folder / name, code=folder, master_port=None)
             found = preflight([Host("a", 1), Host("b", 1)], asked)
         assert not found.failed, found.findings
         assert one_of(found, "run-folder", "a").value == "shared and writable"
@@ -114,13 +114,13 @@ def one_of(found, name, host):
 
 def test_a_single_local_host_needs_no_ssh(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = preflight([Host("localhost", 1)], Asked(run_folder=tmp_path))
+    found = preflight([Host("localhost", 1)], PreflightRequest(run_folder=tmp_path))
     assert not found.failed and found.master_address == "127.0.0.1" and found.interfaces == {"localhost": "lo"}
 
 
 def test_the_ssh_port_and_no_prompt(stand_in):
     log = stand_in()
-    preflight([Host("a", 1), Host("b", 1)], Asked(ssh_port=2222))
+    preflight([Host("a", 1), Host("b", 1)], PreflightRequest(ssh_port=2222))
     assert all("-p 2222" in line and "BatchMode=yes" in line for line in log.read_text().splitlines())
 
 
@@ -148,7 +148,7 @@ def test_64_hosts_are_asked_at_once(stand_in, true_facts, tmp_path, monkeypatch)
     stand_in(REPLAY.format(facts=tmp_path / "facts"))
     hosts = [Host(f"node{n}", 1) for n in range(64)]
     start = time.perf_counter()
-    found = preflight(hosts, Asked(master_port=29500))
+    found = preflight(hosts, PreflightRequest(master_port=29500))
     taken = time.perf_counter() - start
     assert not found.findings, found.findings[:3]
     assert len(found.facts) == 64 and len(found.interfaces) == 64 and found.master_address == "10.0.0.1"

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 from tests.models.small import TEXT, TRANSFORMERS
-from zerofit.checkpoint.about import about_run, write_about
+from zerofit.checkpoint.model_card import about_run, write_about
 from zerofit.data import Data, NullProgress, eval_indices, open_data
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
 from zerofit.infer.fit import room
-from zerofit.infer.limits import Limits
+from zerofit.infer.limits import MemoryLimits
 from zerofit.infer.placement import Placement, place
-from zerofit.infer.saved import Saved, open_saved
-from zerofit.infer.session import Session
+from zerofit.infer.saved_model import SavedModel, open_saved
+from zerofit.infer.session import InferenceSession
 from zerofit.models.build import build, forward_logits
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, Inputs
@@ -58,7 +58,7 @@ def save_small(folder: Path, key: str) -> nn.Module:
     return save(folder, *TRANSFORMERS[key])
 
 
-def data_of(saved: Saved) -> Data:
+def data_of(saved: SavedModel) -> Data:
     image = isinstance(saved.inputs, ImageInputs)
     run = RunSpec(data=saved.about.data, image_size=saved.inputs.size if image else None)
     return open_data(run, saved.task, None if image else TEXT.seq_len, NullProgress())
@@ -84,19 +84,19 @@ def reference(model: nn.Module, data: Data, top: int = 5) -> tuple[float, float,
     return loss.item(), (places == 0).double().mean().item(), (places < top).double().mean().item()
 
 
-def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torch.float32) -> Session:
+def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torch.float32) -> InferenceSession:
     """The model in that folder, with memory for this share of its weights, or the least that it can do with."""
-    made = Session(
+    made = InferenceSession(
         saved=open_saved(folder),
         dtype=dtype,
-        limits=Limits(memory={"cpu": 0}),
+        limits=MemoryLimits(memory={"cpu": 0}),
         scratch=Path(mkdtemp(dir=scratch)),
         progress=NullProgress(),
         say=lambda line: None,
     )
     least = place(made.empty, made.limits, WORKING).rows[0].needed
     weights = sum(p.nbytes for p in made.empty.parameters())
-    made.limits = Limits(memory={"cpu": max(least, WORKING + room("cpu") + int(share * weights))})
+    made.limits = MemoryLimits(memory={"cpu": max(least, WORKING + room("cpu") + int(share * weights))})
     return made
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional
 from tests.infer import own
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save_small
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.checkpoint.about import about_run, write_about
+from zerofit.checkpoint.model_card import about_run, write_about
 from zerofit.data import NullProgress, eval_batches
 from zerofit.infer.evaluate import evaluate, working_bytes
-from zerofit.infer.figures import Figures, cross_entropy_counts, figures_of
-from zerofit.infer.saved import open_saved
+from zerofit.infer.figures import EvalFigures, cross_entropy_counts, figures_of
+from zerofit.infer.saved_model import open_saved
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
@@ -62,7 +62,7 @@ def test_squared_errors(tmp_path):
     model = save(tmp_path / "model", "tests.infer.own:Scale")
     saved = open_saved(tmp_path / "model")
     data = data_of(saved)
-    judged = Figures(task="image", dtype=torch.float32, own=True, loss="mse")
+    judged = EvalFigures(task="image", dtype=torch.float32, own=True, loss="mse")
     got = evaluate(model, judged, data, 8, SAMPLES, CPU, NullProgress())
     (batch,) = eval_batches(data.valid, 0, 1, SAMPLES, SAMPLES)
     wanted = functional.mse_loss(model(batch["inputs"]), batch["labels"].float())
@@ -83,7 +83,7 @@ def test_working_memory_is_what_a_hand_count_says():
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 4096))
     inputs = ImageInputs(channels=3, size=32, classes=4096)
-    judged = Figures(task="image", dtype=torch.float32)
+    judged = EvalFigures(task="image", dtype=torch.float32)
     got = working_bytes(model, judged, inputs, 16, "cpu", "it")
     batch, logits, labels = 4 * 16 * 3072, 4 * 16 * 4096, 8 * 16
     log_softmax = logits
@@ -97,7 +97,7 @@ def test_working_memory_grows_with_the_batch(key):
     inputs = IMAGES if source.task == "image" else TEXT
     with torch.device("meta"):
         model = build(source, inputs, args).eval()
-    judged = Figures(task=source.task, dtype=torch.float32)
+    judged = EvalFigures(task=source.task, dtype=torch.float32)
     four, eight = (working_bytes(model, judged, inputs, micro, "cpu", key) for micro in (4, 8))
     assert 1.7 < eight / four < 2.05
     assert four > 4 * (inputs.seq_len * 100 if source.task != "image" else 3 * 32 * 32) * 4

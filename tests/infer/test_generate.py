@@ -9,8 +9,8 @@ import torch
 from tests.infer.small import CPU, loaded, save
 from tests.models.small import TRANSFORMERS
 from zerofit.data.tokenizer import open_tokenizer
-from zerofit.infer.generate import _Stream, generate, working_bytes
-from zerofit.infer.wish import Wish
+from zerofit.infer.generate import _TextStreamer, generate, working_bytes
+from zerofit.infer.generation_request import GenerationRequest
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 
@@ -18,8 +18,8 @@ PROMPT = tuple(b"def ")
 ARGS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def wish(**changes) -> Wish:
-    return Wish(
+def wish(**changes) -> GenerationRequest:
+    return GenerationRequest(
         **{
             "prompt": PROMPT,
             "most": 20,
@@ -44,7 +44,7 @@ def model(folder):
     return loaded(folder / "model", 2.0, folder)[0]
 
 
-def ids_of(model, asked: Wish) -> list[int]:
+def ids_of(model, asked: GenerationRequest) -> list[int]:
     """What is generated, as ids."""
     seen: list[int] = []
 
@@ -91,7 +91,7 @@ def test_an_end_ends(model):
 @pytest.mark.parametrize("text", ["añb€c𝄞d\n\nx\n", "plain"])
 def test_characters_of_several_bytes_come_whole(text):
     said: list[str] = []
-    stream = _Stream(open_tokenizer("bytes").decode, frozenset([256]), said.append)
+    stream = _TextStreamer(open_tokenizer("bytes").decode, frozenset([256]), said.append)
     stream.put(torch.tensor([list(b"prompt")]))
     for byte in text.encode():
         stream.put(torch.tensor([byte]))
@@ -118,7 +118,7 @@ def test_a_tokenizer_of_transformers_is_streamed(spaces, tmp_path):
     tokenizer = open_tokenizer(str(tmp_path))
     ids = tokenizer.encode(text)
     said: list[str] = []
-    stream = _Stream(tokenizer.decode, frozenset([tokenizer.eod_id]), said.append)
+    stream = _TextStreamer(tokenizer.decode, frozenset([tokenizer.eod_id]), said.append)
     stream.put(torch.tensor([ids]))
     for token in [*ids, tokenizer.eod_id]:
         stream.put(torch.tensor([token]))
@@ -129,7 +129,7 @@ def test_a_tokenizer_of_transformers_is_streamed(spaces, tmp_path):
 
 def test_a_character_that_never_ends_is_said_at_the_end():
     said: list[str] = []
-    stream = _Stream(open_tokenizer("bytes").decode, frozenset(), said.append)
+    stream = _TextStreamer(open_tokenizer("bytes").decode, frozenset(), said.append)
     stream.put(torch.tensor([[1]]))
     stream.put(torch.tensor([0xE2]))
     assert said == []

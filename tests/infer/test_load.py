@@ -12,7 +12,7 @@ from tests.models.small import TRANSFORMERS
 from zerofit.data import NullProgress
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
-from zerofit.infer.saved import open_saved
+from zerofit.infer.saved_model import open_saved
 from zerofit.spec.errors import RunFailed, UserError
 
 OWN = "tests.infer.own"

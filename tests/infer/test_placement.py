@@ -10,9 +10,9 @@ from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
 from zerofit.infer.fit import DoesNotFit, refuse_misfit, room
-from zerofit.infer.limits import Limits, read_limits
+from zerofit.infer.limits import MemoryLimits, read_limits
 from zerofit.infer.placement import place
-from zerofit.infer.table import ranges, table
+from zerofit.infer.placement_table import ranges, table
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError
@@ -49,7 +49,7 @@ def test_every_tensor_has_a_place_at_any_size(key):
             1: GPU_ROOM + WORKING + weights // 3,
             "cpu": weights // 4,
         }
-        placement = place(model, Limits(memory=memory), WORKING)
+        placement = place(model, MemoryLimits(memory=memory), WORKING)
         assert sum(row.weights for row in placement.rows) == weights
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it has single parameters, too
@@ -57,7 +57,7 @@ def test_every_tensor_has_a_place_at_any_size(key):
 
 
 def test_a_model_that_fits_stays_on_one_device(llama):
-    placement = place(llama, Limits(memory={0: held(llama) + GPU_ROOM + WORKING + 1, "cpu": 1 << 40}), WORKING)
+    placement = place(llama, MemoryLimits(memory={0: held(llama) + GPU_ROOM + WORKING + 1, "cpu": 1 << 40}), WORKING)
     assert placement.device_map == {"": 0}
     (row,) = placement.rows
     assert row.needed == held(llama) + WORKING + GPU_ROOM
@@ -67,7 +67,7 @@ def test_a_model_that_fits_stays_on_one_device(llama):
 def test_gpus_first_then_memory_then_disk(llama):
     layer = 8 << 20
     gpu = GPU_ROOM + WORKING + 3 * layer
-    placement = place(llama, Limits(memory={0: gpu, 1: gpu, "cpu": 4 * layer}), WORKING)
+    placement = place(llama, MemoryLimits(memory={0: gpu, 1: gpu, "cpu": 4 * layer}), WORKING)
     assert [row.device for row in placement.rows] == [0, 1, "cpu", "disk"]
     assert placement.fits
     first, second, host, disk = placement.rows
@@ -76,21 +76,21 @@ def test_gpus_first_then_memory_then_disk(llama):
 
 
 def test_what_is_named_is_used_and_nothing_else(llama):
-    placement = place(llama, Limits(memory={"cpu": 1 << 40}), WORKING)
+    placement = place(llama, MemoryLimits(memory={"cpu": 1 << 40}), WORKING)
     assert (placement.device_map, placement.main) == ({"": "cpu"}, "cpu")
 
 
 def test_other_models_stay_on_one_gpu():
     model = empty("resnet18")
     memory = {0: held(model) // 2 + GPU_ROOM + WORKING, 1: 1 << 40, "cpu": 1 << 40}
-    assert {row.device for row in place(model, Limits(memory=memory), WORKING).rows} == {0, "cpu"}
+    assert {row.device for row in place(model, MemoryLimits(memory=memory), WORKING).rows} == {0, "cpu"}
 
 
 @pytest.mark.parametrize("spare", [-1, 0])
 def test_the_least_that_is_needed(llama, spare):
     """The largest module that is taken in, activations and room: one byte less does not do."""
     largest = max(p.nbytes for p in llama.parameters())
-    limits = Limits(memory={"cpu": largest + WORKING + ROOM + sum(b.nbytes for b in llama.buffers()) + spare})
+    limits = MemoryLimits(memory={"cpu": largest + WORKING + ROOM + sum(b.nbytes for b in llama.buffers()) + spare})
     placement = place(llama, limits, WORKING)
     assert placement.fits == (spare == 0)
     if spare:
@@ -102,25 +102,25 @@ def test_the_least_that_is_needed(llama, spare):
 
 def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
     with pytest.raises(DoesNotFit, match=r"^0 needs") as found:
-        refuse_misfit(place(llama, Limits(memory={0: GPU_ROOM}), WORKING), "")
+        refuse_misfit(place(llama, MemoryLimits(memory={0: GPU_ROOM}), WORKING), "")
     assert "--max-memory 0=" in found.value.problem.hint
 
 
 def test_no_disk_means_no_disk(llama):
-    placement = place(llama, Limits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}, disk=0), WORKING)
+    placement = place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}, disk=0), WORKING)
     with pytest.raises(DoesNotFit, match="the disk may hold 0 B"):
         refuse_misfit(placement, "")
 
 
 def test_table(llama):
-    lines = table(place(llama, Limits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
+    lines = table(place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
     assert [line.split()[0] for line in lines] == ["device", "cpu", "disk"]
     assert "any" in lines[2]
     assert ranges(("a.0", "a.1", "a.2", "b", "a.4", "c.d")) == ["a.0-2", "b", "a.4", "c.d"]
 
 
 def test_limits():
-    assert read_limits("cpu=2GiB, disk=0") == Limits(memory={"cpu": 2 << 30}, disk=0)
+    assert read_limits("cpu=2GiB, disk=0") == MemoryLimits(memory={"cpu": 2 << 30}, disk=0)
     free = read_limits(None)
     assert free.memory["cpu"] > 0
     assert free.disk is None

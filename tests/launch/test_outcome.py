@@ -8,7 +8,7 @@ import pytest
 
 from zerofit.launch.outcome import outcome
 from zerofit.spec.errors import RunFailed
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 from zerofit.worker import translate
 
 

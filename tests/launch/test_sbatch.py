@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.hostile import HOSTILE, LINES
 from zerofit.launch.sbatch import SlurmJob, sbatch_text, seconds
-from zerofit.launch.written import write_once
+from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import UserError
 
 ZEROFIT = """#!{python} -I

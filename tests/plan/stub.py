@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.time import BYTES
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.device import Device
 from zerofit.spec.hardware import find_device
-from zerofit.spec.profile import Layer, LayerCost, Line, Profile, setting
+from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 
 GIB = 2**30
 BLOCKS, WIDTH = 8, 1024
@@ -22,18 +22,18 @@ def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost
     flops = 2 * BLOCK * tokens / share
     saved = out if checkpointing else 17 * out / tp
     return LayerCost(
-        saved_bytes=Line(per_sample=saved),
-        forward_peak_bytes=Line(per_sample=17 * out / tp),
-        backward_peak_bytes=Line(per_sample=20 * out / tp),
-        output_bytes=Line(per_sample=out),
-        forward_flops=Line(per_sample=flops),
-        backward_flops=Line(per_sample=(3 if checkpointing else 2) * flops),
-        forward_bytes=Line(fixed=2 * BLOCK / tp, per_sample=20 * out / tp),
-        backward_bytes=Line(fixed=4 * BLOCK / tp, per_sample=40 * out / tp),
+        saved_bytes=Linear(per_sample=saved),
+        forward_peak_bytes=Linear(per_sample=17 * out / tp),
+        backward_peak_bytes=Linear(per_sample=20 * out / tp),
+        output_bytes=Linear(per_sample=out),
+        forward_flops=Linear(per_sample=flops),
+        backward_flops=Linear(per_sample=(3 if checkpointing else 2) * flops),
+        forward_bytes=Linear(fixed=2 * BLOCK / tp, per_sample=20 * out / tp),
+        backward_bytes=Linear(fixed=4 * BLOCK / tp, per_sample=40 * out / tp),
         forward_ops=20,
         backward_ops=40,
-        tp_allreduce_bytes=Line(per_sample=2 * out if tp > 1 else 0.0),
-        sp_alltoall_bytes=Line(per_sample=4 * out if sp > 1 else 0.0),
+        tp_allreduce_bytes=Linear(per_sample=2 * out if tp > 1 else 0.0),
+        sp_alltoall_bytes=Linear(per_sample=4 * out if sp > 1 else 0.0),
         matrices=(BLOCK // tp,) if tp > 1 else (),
     )
 
@@ -45,7 +45,7 @@ def make_profile(blocks: int = BLOCKS, model_type: str | None = "llama", heads: 
         model="hand-made",
         task="causal-lm",
         seq_len=1024,
-        layers=(Layer(name="block", count=blocks, matrices=(BLOCK,), vectors=(), tp_sharded=1.0),),
+        layers=(LayerRun(name="block", count=blocks, matrices=(BLOCK,), vectors=(), tp_sharded=1.0),),
         costs={setting("bf16", *one): (cost(*one),) for one in settings},
         attention_heads=heads,
         kv_heads=kv_heads,
@@ -68,7 +68,7 @@ class Formula:
     def __init__(self, profile: Profile):
         self.profile, self.calls = profile, 0
 
-    def __call__(self, choice: Choice) -> Memory:
+    def __call__(self, choice: PlannedLayout) -> LayoutMemory:
         self.calls += 1
         (one,) = self.profile.costs[setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)]
         b, p = BYTES[choice.precision], self.profile.parameters / choice.tp / choice.pp
@@ -89,7 +89,7 @@ class Formula:
             "buckets": b * choice.bucket * (2 if choice.overlap else 1),
         }
         parts = {kind: int(size) for kind, size in parts.items()}
-        return Memory(
+        return LayoutMemory(
             peak_bytes=sum(parts.values()),
             peak_phase="backward",
             static_bytes=int(parameters + parts["optimizer state"]),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.collectives import Group, call_s, collective_s, group_of, sent_bytes
+from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
 from zerofit.plan.rates import EFFICIENCIES, Rates, rates_of
 from zerofit.spec.calibration import Calibration
 
@@ -40,37 +40,37 @@ def test_what_each_rank_sends(op, ranks, expected):
 
 
 def test_inside_a_node(rates):
-    assert collective_s("all_reduce", 100 * MB, 1, Group(4, 4), rates) == pytest.approx(0.150)
-    assert collective_s("all_gather", 100 * MB, 1, Group(8, 8), rates) == pytest.approx(0.0875)
-    assert collective_s("all_reduce", 100 * MB, 1, Group(1, 1), rates) == 0.0
+    assert collective_s("all_reduce", 100 * MB, 1, RankGroup(4, 4), rates) == pytest.approx(0.150)
+    assert collective_s("all_gather", 100 * MB, 1, RankGroup(8, 8), rates) == pytest.approx(0.0875)
+    assert collective_s("all_reduce", 100 * MB, 1, RankGroup(1, 1), rates) == 0.0
 
 
 def test_between_nodes_ranks_share_what_leaves(rates):
     # 2 nodes of 4: each rank takes a quarter of the 2 x 1/2 x 100 MB over the network at 0.1 GB/s
-    assert collective_s("all_reduce", 100 * MB, 1, Group(8, 4), rates) == pytest.approx(0.25)
+    assert collective_s("all_reduce", 100 * MB, 1, RankGroup(8, 4), rates) == pytest.approx(0.25)
     # one rank a node: all of it through its own adapter
-    assert collective_s("all_reduce", 100 * MB, 1, Group(2, 1), rates) == pytest.approx(1.0)
+    assert collective_s("all_reduce", 100 * MB, 1, RankGroup(2, 1), rates) == pytest.approx(1.0)
     # of an all-to-all, half of each rank's bytes goes to the other node
-    assert collective_s("all_to_all", 100 * MB, 1, Group(8, 4), rates) == pytest.approx(0.5)
+    assert collective_s("all_to_all", 100 * MB, 1, RankGroup(8, 4), rates) == pytest.approx(0.5)
     # a fast network leaves the node as the bottleneck
     fast = replace(rates, network=1e12)
-    assert collective_s("all_reduce", 100 * MB, 1, Group(8, 4), fast) == pytest.approx(0.175)
+    assert collective_s("all_reduce", 100 * MB, 1, RankGroup(8, 4), fast) == pytest.approx(0.175)
 
 
 def test_groups_by_stride():
-    assert group_of(32, 1, 8) == Group(32, 8)
-    assert group_of(4, 8, 8) == Group(4, 1)  # data parallel peers of 8-way tensor parallel ranks
-    assert group_of(16, 2, 8) == Group(16, 4)
-    assert group_of(2, 64, 8) == Group(2, 1)  # pipeline stages of 64 ranks each
+    assert group_of(32, 1, 8) == RankGroup(32, 8)
+    assert group_of(4, 8, 8) == RankGroup(4, 1)  # data parallel peers of 8-way tensor parallel ranks
+    assert group_of(16, 2, 8) == RankGroup(16, 4)
+    assert group_of(2, 64, 8) == RankGroup(2, 1)  # pipeline stages of 64 ranks each
     assert group_of(8, 1, 8).nodes == 1 and group_of(32, 1, 8).nodes == 4
 
 
 def test_each_call_costs(rates):
     slow = replace(rates, call_s=1e-3, hop_s=1e-4, network_hop_s=1e-5)
-    assert call_s("all_gather", Group(8, 8), slow) == pytest.approx(1e-3 + 7e-4)
-    assert call_s("all_gather", Group(16, 8), slow) == pytest.approx(1e-3 + 7e-4 + 1e-5)
-    assert call_s("all_reduce", Group(8, 8), slow) == pytest.approx(1e-3 + 2 * 3e-4)
-    assert collective_s("all_gather", 0, 5, Group(8, 8), slow) == pytest.approx(5 * 1.7e-3)
+    assert call_s("all_gather", RankGroup(8, 8), slow) == pytest.approx(1e-3 + 7e-4)
+    assert call_s("all_gather", RankGroup(16, 8), slow) == pytest.approx(1e-3 + 7e-4 + 1e-5)
+    assert call_s("all_reduce", RankGroup(8, 8), slow) == pytest.approx(1e-3 + 2 * 3e-4)
+    assert collective_s("all_gather", 0, 5, RankGroup(8, 8), slow) == pytest.approx(5 * 1.7e-3)
 
 
 def test_a_calibration_takes_the_place_of_assumptions():

@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import pytest
 
-from zerofit.plan.choice import Choice
 from zerofit.plan.host import parameters_offloaded, sub_groups
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
+from zerofit.plan.persistent import overlap_in_partition
 from zerofit.plan.pipeline import stage_bounds
-from zerofit.plan.states import overlap_in_partition
 from zerofit.plan.timeline import timeline
-from zerofit.spec.profile import Layer, LayerCost, Line, Moment, Profile, setting
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile, setting
 
-ZERO = Line()
+ZERO = Linear()
 K = 1000  # the micro batch whose activations count in millions of bytes
 
 
-def per_sample(bytes_: float) -> Line:
-    return Line(per_sample=bytes_)
+def per_sample(bytes_: float) -> Linear:
+    return Linear(per_sample=bytes_)
 
 
 def cost(saved: int, forward: int, backward: int, **more) -> LayerCost:
@@ -45,16 +45,16 @@ PROFILE = Profile(
     task="causal-lm",
     seq_len=8,
     layers=(
-        Layer(name="embedding", count=1, matrices=(600_000,), vectors=()),
-        Layer(name="block", count=2, matrices=(200_000,), vectors=()),
+        LayerRun(name="embedding", count=1, matrices=(600_000,), vectors=()),
+        LayerRun(name="block", count=2, matrices=(200_000,), vectors=()),
     ),
     costs={setting(p, c, 1, s): COSTS for p in ("fp32", "bf16", "fp16") for c in (False, True) for s in (1, 2)},
     model_type="llama",
 )
 
 
-def choice(stage: int, **more) -> Choice:
-    return Choice(**{"zero_stage": stage, "micro_batch": 1, "bucket": 1_000_000, "precision": "bf16", **more})
+def choice(stage: int, **more) -> PlannedLayout:
+    return PlannedLayout(**{"zero_stage": stage, "micro_batch": 1, "bucket": 1_000_000, "precision": "bf16", **more})
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -196,7 +196,7 @@ def test_stages_hold_less_without_more_micro_batches():
 
 def test_traced_moments_tell_when_gradients_come():
     """The peak of 6 is before the gradient: at stage 0 that gradient is not there yet, and later ones see 2 less."""
-    moments = (Moment(live=(per_sample(6000),), parameter=0), Moment(live=(per_sample(1000),)))
+    moments = (BackwardMoment(live=(per_sample(6000),), parameter=0), BackwardMoment(live=(per_sample(1000),)))
     traced = replace(PROFILE, costs={"bf16/checkpointing=0/tp=1/sp=1": (COSTS[0], replace(COSTS[1], backward=moments))})
     plain, known = (forecast(p, choice(2, dp=2, micro_batch=K)) for p in (PROFILE, traced))
     assert plain.peak_bytes == known.peak_bytes

@@ -15,10 +15,10 @@ from zerofit.plan.fit import fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
-from zerofit.plan.space import Wish, space_of
+from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
 
-WISH = Wish(precision="bf16", global_batch=64)
+WISH = PlanRequest(precision="bf16", global_batch=64)
 
 
 def found(profile=None, cluster=None, wish=WISH, **options):
@@ -80,13 +80,15 @@ def _overs(cluster):
 def test_host_memory_is_counted_by_the_node():
     profile = make_profile(blocks=400)
     small = replace(make_cluster("rtx3090", gpus=2), host_bytes=20 * GIB)
-    answer = search(profile, small, Wish(precision="bf16", global_batch=8), Formula(profile))
+    answer = search(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
     assert "host-memory" in {r.reason for r in answer.rejected}
     assert not answer.best and answer.nearest is not None
-    needed = host_needed(profile, small, Wish(precision="bf16", global_batch=8), Formula(profile))
+    needed = host_needed(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
     for share, fits in ((1.001, True), (0.999, False)):
         cluster = replace(small, host_bytes=int(needed * share))
-        assert (pressure(profile, cluster, Wish(precision="bf16", global_batch=8), Formula(profile)) <= 1) is fits
+        assert (
+            pressure(profile, cluster, PlanRequest(precision="bf16", global_batch=8), Formula(profile)) <= 1
+        ) is fits
 
 
 def test_the_verdict_keeps_a_margin():
@@ -108,7 +110,7 @@ def test_skipping_forecasts_changes_nothing():
 def test_degrees_that_do_not_divide_say_which_do():
     profile = make_profile(heads=12, kv_heads=12)
     with pytest.raises(UserError) as error:
-        found(profile, wish=Wish(precision="bf16", tp=8))
+        found(profile, wish=PlanRequest(precision="bf16", tp=8))
     (problem,) = error.value.problems
     assert "does not divide the 12 attention heads" in problem.message
     assert problem.hint == "degrees that do: 1, 2, 3, 4, 6, 12"
@@ -120,14 +122,14 @@ def test_degrees_that_do_not_divide_say_which_do():
 
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
-        found(wish=Wish(precision="bf16", global_batch=60, tp=1))
+        found(wish=PlanRequest(precision="bf16", global_batch=60, tp=1))
     assert error.value.problems[0].hint == "take 56 or 64"
     with pytest.raises(UserError):
-        found(wish=Wish(precision="bf16", global_batch=64, micro_batch=3))
+        found(wish=PlanRequest(precision="bf16", global_batch=64, micro_batch=3))
 
 
 def test_what_is_asked_is_kept():
-    wish = Wish(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
+    wish = PlanRequest(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
     for choice in choices(make_profile(), make_cluster(), wish):
         assert (choice.micro_batch, choice.checkpointing, choice.tp, choice.dp) == (2, True, 4, 2)
 
@@ -164,7 +166,7 @@ def test_the_largest_micro_batch_and_depth_are_the_last_that_fit():
     profile, cluster = make_profile(), make_cluster(memory_bytes=8 * GIB)
 
     def by_batch(micro: int) -> float:
-        return pressure(profile, cluster, Wish(precision="bf16", micro_batch=micro), Formula(profile))
+        return pressure(profile, cluster, PlanRequest(precision="bf16", micro_batch=micro), Formula(profile))
 
     def by_depth(blocks: int) -> float:
         deeper = with_layers(profile, blocks)
@@ -181,7 +183,7 @@ def test_more_devices_never_fit_less():
     wants = []
     for nodes in (1, 2, 4, 8, 16):
         cluster = replace(make_cluster("l4", gpus=2, nodes=nodes), host_bytes=7 * GIB)  # no room for offloading
-        wants.append(pressure(profile, cluster, Wish(precision="bf16", micro_batch=1), Formula(profile)))
+        wants.append(pressure(profile, cluster, PlanRequest(precision="bf16", micro_batch=1), Formula(profile)))
     assert wants == sorted(wants, reverse=True) and wants[0] > 1 >= wants[-1]
 
 
@@ -205,6 +207,6 @@ def test_stages_hold_every_layer_once():
 def test_ten_thousand_layouts_on_a_thousand_devices_in_a_second():
     profile, cluster = make_profile(blocks=80), make_cluster(nodes=128)
     start = time.process_time()
-    answer = found(profile, cluster, Wish(precision="bf16", global_batch=2**10 * 3 * 5 * 7 * 11))
+    answer = found(profile, cluster, PlanRequest(precision="bf16", global_batch=2**10 * 3 * 5 * 7 * 11))
     assert answer.considered > 10_000
     assert time.process_time() - start < 2  # benchmarks/plan_speed.py measures with the real forecast

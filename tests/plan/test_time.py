@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import BLOCK, BLOCKS, make_cluster, make_profile
-from zerofit.plan.choice import Choice
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import ADAM_BYTES, HOST_ADAM_BYTES, Timer, model_flops
 
@@ -35,8 +35,8 @@ def timer() -> Timer:
     return Timer(make_profile(), cluster, rates)
 
 
-def choose(**fields: object) -> Choice:
-    return Choice(**{"zero_stage": 1, "micro_batch": 1, "dp": 8, **fields})
+def choose(**fields: object) -> PlannedLayout:
+    return PlannedLayout(**{"zero_stage": 1, "micro_batch": 1, "dp": 8, **fields})
 
 
 def test_compute_is_flops_and_traffic(timer):

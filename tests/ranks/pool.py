@@ -7,15 +7,15 @@ import subprocess
 import time
 from pathlib import Path
 
-from zerofit.cli.prepare import prepare
-from zerofit.cli.run_folder import make_ready
+from zerofit.app.prepare_folder import make_ready
+from zerofit.app.resolve import prepare
 from zerofit.data import NullProgress
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
-from zerofit.spec.folder import Job, RunFolder
 from zerofit.spec.load import load_run
+from zerofit.spec.run_folder import Job, RunFolder
 
 JOB_TIMEOUT_S = 180
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zerofit.launch.parent import end_with_parent
+from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import RunFailed
-from zerofit.spec.folder import Job, RunFolder
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.process_group import start
 from zerofit.train.run import train
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerofit.cli.target import prepare_target
+from zerofit.app.simulation import prepare_target
 from zerofit.data import NullProgress
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.hardware import cpu_device, find_device
 from zerofit.spec.load import load_run
@@ -27,7 +27,7 @@ def cluster(gpus: int, kind: str = "cpu") -> Cluster:
 
 def target(
     config: str = "zero2", *, gpus: int = 2, kind: str = "cpu", rank: int = 0, image: str | None = None, **flags: Any
-) -> Target:
+) -> SimulationTarget:
     """A tiny Llama in fp32 with two samples of 16 tokens, unless the flags say otherwise."""
     if "model" not in flags:
         flags = {"model": "llama-tiny", "model_args": TINY, "seq_len": 16, **flags}

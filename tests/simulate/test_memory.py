@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulate.conftest import RANKS, TARGETS
 from tests.simulate.targets import MATRICES, PARAMETERS, VECTORS, end_bytes
-from zerofit.simulate.kinds import KINDS
+from zerofit.simulate.categories import KINDS
 from zerofit.spec.errors import Problem
 
 SCALARS = 2000  # bytes: step counters, losses, norms

@@ -12,24 +12,27 @@ from torch import nn
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.simulate.costs import envelope
-from zerofit.simulate.profile import Setting, profile_model
-from zerofit.simulate.standins import as_on
-from zerofit.spec.profile import Line, Profile, setting
+from zerofit.simulate.fake_kernels import as_on
+from zerofit.simulate.layer_costs import envelope
+from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.spec.profile import Linear, Profile, setting
 
 HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
 TEXT = TextInputs(vocab_size=VOCAB, seq_len=LENGTH)
 IMAGES = ImageInputs(channels=3, size=32, classes=10)
 
 
-def traced(name: str, inputs, *settings: Setting, device: str = "cuda", **args) -> Profile:
+def traced(name: str, inputs, *settings: TraceSetting, device: str = "cuda", **args) -> Profile:
     source = find(name)
-    return profile_model(source, source.task, inputs, args, settings or [Setting("bf16")], device)
+    return profile_model(source, source.task, inputs, args, settings or [TraceSetting("bf16")], device)
 
 
 @pytest.fixture(scope="module")
 def llama() -> Profile:
-    settings = [Setting("bf16", c) for c in (False, True)] + [Setting("bf16", tp=2), Setting("bf16", sp=2)]
+    settings = [TraceSetting("bf16", c) for c in (False, True)] + [
+        TraceSetting("bf16", tp=2),
+        TraceSetting("bf16", sp=2),
+    ]
     return traced("llama-tiny", TEXT, *settings)
 
 
@@ -43,10 +46,10 @@ def test_flops_of_a_block_are_those_of_its_products(llama):
     head = HIDDEN // HEADS
     matrices = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * KV * head + 3 * HIDDEN * MLP
     products, attention = 2 * LENGTH * matrices, 4 * LENGTH * LENGTH * HIDDEN
-    assert block.forward_flops == Line(per_sample=products + attention)
+    assert block.forward_flops == Linear(per_sample=products + attention)
     # attention's kernel computes its scores again: 5 products instead of 2
-    assert block.backward_flops == Line(per_sample=2 * products + attention * 5 / 2)
-    assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Line(per_sample=2 * LENGTH * HIDDEN * VOCAB)
+    assert block.backward_flops == Linear(per_sample=2 * products + attention * 5 / 2)
+    assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Linear(per_sample=2 * LENGTH * HIDDEN * VOCAB)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base"])
@@ -58,7 +61,7 @@ def test_parameters_are_those_of_the_whole_model(name):
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "lenet", "mobilenet_v2"])
 def test_forward_flops_of_image_models_are_those_that_torch_counts(name):
     source = find(name)
-    profile = traced(name, IMAGES, Setting("fp32"))
+    profile = traced(name, IMAGES, TraceSetting("fp32"))
     with torch.device("meta"):
         model = build(source, IMAGES, {})
     assert profile.parameters == sum(p.numel() for p in model.parameters())
@@ -68,7 +71,7 @@ def test_forward_flops_of_image_models_are_those_that_torch_counts(name):
 
 def test_a_checkpointed_block_keeps_its_input_and_computes_twice(llama):
     plain, kept = (costs(llama, "bf16", c, 1, 1)["block"] for c in (False, True))
-    assert kept.saved_bytes == Line(per_sample=2 * LENGTH * HIDDEN)
+    assert kept.saved_bytes == Linear(per_sample=2 * LENGTH * HIDDEN)
     # recomputing stops at the last tensor that is needed: the block's last product is not
     again = plain.forward_flops.per_sample - 2 * LENGTH * MLP * HIDDEN
     assert kept.backward_flops.per_sample == plain.backward_flops.per_sample + again
@@ -78,7 +81,7 @@ def test_tensor_parallel_blocks_are_halves(llama):
     whole, half = (costs(llama, "bf16", False, tp, 1) for tp in (1, 2))
     assert half["block"].forward_flops.at(1) == whole["block"].forward_flops.at(1) / 2
     assert sum(half["block"].matrices) == sum(llama.layers[1].matrices) / 2
-    assert half["block"].tp_allreduce_bytes == Line(per_sample=2 * 2 * LENGTH * HIDDEN)
+    assert half["block"].tp_allreduce_bytes == Linear(per_sample=2 * 2 * LENGTH * HIDDEN)
     assert half["head"].matrices == (HIDDEN * VOCAB // 2,)
     assert 0.99 < llama.layers[1].tp_sharded < 1  # norms are whole
 
@@ -87,7 +90,7 @@ def test_sequence_parallel_blocks_share_the_length(llama):
     whole, half = (costs(llama, "bf16", False, 1, sp)["block"] for sp in (1, 2))
     assert half.forward_flops.at(1) == whole.forward_flops.at(1) / 2
     local = 2 * LENGTH // 2 * HIDDEN
-    assert half.sp_alltoall_bytes == Line(per_sample=local * (2 + 2 * KV / HEADS))
+    assert half.sp_alltoall_bytes == Linear(per_sample=local * (2 + 2 * KV / HEADS))
 
 
 def test_no_mask_and_no_matrix_of_scores(llama):
@@ -121,20 +124,20 @@ def test_saved_bytes_of_an_mlp_by_hand():
     """For a sample: pixels, ReLU's output; log-probabilities; labels. The first product's output is dropped."""
     source = ModelSource(name=f"{__name__}:Mlp", family="custom", origin="package.module:callable", task="custom")
     inputs = ImageInputs(channels=3, size=8, classes=10)
-    profile = profile_model(source, "image", inputs, {}, [Setting("fp32")], "cuda")
+    profile = profile_model(source, "image", inputs, {}, [TraceSetting("fp32")], "cuda")
     up, down = profile.costs[setting("fp32", False, 1, 1)]
     assert [layer.name for layer in profile.layers] == ["up", "down"]
-    assert up.saved_bytes == Line(per_sample=4 * (192 + 1000) + 8)
+    assert up.saved_bytes == Linear(per_sample=4 * (192 + 1000) + 8)
     # logits are gone once their logarithms are there; both losses (summed, weighted) and the total weight are scalars
     assert down.saved_bytes.per_sample == 4 * 10
-    assert down.forward_flops == Line(per_sample=2 * 1000 * 10)
+    assert down.forward_flops == Linear(per_sample=2 * 1000 * 10)
     # the second product's gradients: of its bias and of its weight (10,000) beside that of its input
     assert [moment.parameter for moment in down.backward if moment.parameter is not None] in ([0, 1], [1, 0])
     assert max(line.fixed for moment in down.backward for line in moment.live) >= 4 * 10_000
 
 
 def test_batch_norm_is_in_float32():
-    profile = traced("resnet18", IMAGES, Setting("bf16"), Setting("fp32"))
+    profile = traced("resnet18", IMAGES, TraceSetting("bf16"), TraceSetting("fp32"))
     low, full = (sum(c.saved_bytes.at(2) for c in profile.costs[setting(p, False, 1, 1)]) for p in ("bf16", "fp32"))
     assert full / 2 < low < full  # its inputs are kept in float32
 
@@ -145,10 +148,10 @@ def test_a_profile_is_plain_json(llama):
 
 def test_an_envelope_holds_for_every_micro_batch():
     lines = [
-        Line(fixed=100, per_sample=1),
-        Line(fixed=10, per_sample=10),
-        Line(fixed=50, per_sample=1),
-        Line(fixed=0, per_sample=10),
+        Linear(fixed=100, per_sample=1),
+        Linear(fixed=10, per_sample=10),
+        Linear(fixed=50, per_sample=1),
+        Linear(fixed=0, per_sample=10),
     ]
     best = envelope(lines)
     assert len(best) == 2
@@ -167,7 +170,7 @@ def test_nothing_stays_patched():
 def test_what_cannot_be_split_says_so(name):
     inputs = IMAGES if name == "resnet18" else TextInputs(vocab_size=256, seq_len=32)
     with pytest.raises(ModelError, match=r"tensor parallel"):
-        traced(name, inputs, Setting("bf16", tp=2))
+        traced(name, inputs, TraceSetting("bf16", tp=2))
 
 
 class Reads(nn.Module):
@@ -185,13 +188,13 @@ def test_a_model_that_looks_at_values_is_named():
     source = ModelSource(name=f"{__name__}:Reads", family="custom", origin="package.module:callable", task="custom")
     inputs = ImageInputs(channels=3, size=8, classes=10)
     with pytest.raises(ModelError, match=r"cannot be traced without data, in aten.* of linear"):
-        profile_model(source, "image", inputs, {}, [Setting("fp32")], "cuda")
+        profile_model(source, "image", inputs, {}, [TraceSetting("fp32")], "cuda")
 
 
 def test_seventy_billion_parameters_take_seconds():
     """Of this process's own time: other work on the machine does not count."""
     started = time.process_time()
-    settings = [Setting("bf16", c, tp) for c in (False, True) for tp in (1, 8)]
+    settings = [TraceSetting("bf16", c, tp) for c in (False, True) for tp in (1, 8)]
     profile = traced("llama-3.1-70b", TextInputs(vocab_size=128256, seq_len=4096), *settings)
     assert time.process_time() - started < 5
     assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 80), ("head", 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerofit.simulate.caching import MIB
-from zerofit.simulate.context import Group, Overhead, blas_workspaces, overheads
+from zerofit.simulate.context import Communicator, Overhead, blas_workspaces, overheads
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, judge, judge_events
 from zerofit.spec.devices import DEVICES
 from zerofit.spec.hardware import cpu_device
@@ -16,7 +16,10 @@ BESIDE = [Overhead(name="context", bytes=3 * GIB, low=2 * GIB, high=4 * GIB, sou
 
 @pytest.mark.parametrize("kind", DEVICES)
 def test_every_device_has_sourced_ranges(kind):
-    for group in (Group(name="data parallel", ranks=8), Group(name="sequence parallel", ranks=8, direct_peers=7)):
+    for group in (
+        Communicator(name="data parallel", ranks=8),
+        Communicator(name="sequence parallel", ranks=8, direct_peers=7),
+    ):
         for entry in overheads(DEVICES[kind], [group]):
             assert 0 < entry.low <= entry.bytes <= entry.high
             assert entry.source
@@ -28,17 +31,17 @@ def test_more_communicators_take_more():
     def high(*groups):
         return sum(o.high for o in overheads(device, groups))
 
-    alone = high(Group(name="data parallel", ranks=1))
-    one = high(Group(name="data parallel", ranks=8))
-    direct = high(Group(name="data parallel", ranks=8, direct_peers=7))
-    assert alone < one < high(*[Group(name="data parallel", ranks=8)] * 2)
+    alone = high(Communicator(name="data parallel", ranks=1))
+    one = high(Communicator(name="data parallel", ranks=8))
+    direct = high(Communicator(name="data parallel", ranks=8, direct_peers=7))
+    assert alone < one < high(*[Communicator(name="data parallel", ranks=8)] * 2)
     # nccl#1685: 1.06 GB before the first all-to-all among 8 H100 and 4.34 GB after it, context included
     assert one > 1.06e9 and direct > 4.34e9
 
 
 def test_a_cpu_rank_is_a_process():
     device = cpu_device(8, 64 * GIB, 2)
-    assert [o.name for o in overheads(device, [Group(name="data parallel", ranks=2)])] == ["process"]
+    assert [o.name for o in overheads(device, [Communicator(name="data parallel", ranks=2)])] == ["process"]
     assert blas_workspaces(device) == []
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.train.reference import Plan, relative_difference, text_windows, train
 from zerofit.config.ds_json import bundled
-from zerofit.config.refuse import TENSOR_PARALLEL_TYPES
+from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.run import RunSpec

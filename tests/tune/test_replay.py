@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from zerofit.plan.choice import Choice
-from zerofit.tune.learned import forecast_errors
+from zerofit.plan.layout import PlannedLayout
 from zerofit.tune.search import Search
+from zerofit.tune.step_time_model import forecast_errors
 from zerofit.tune.trial import Candidate, Trial
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "tune_regret.json"
@@ -21,7 +21,9 @@ JOBS = {job["job"]: job["sweep"] for job in json.loads(RECORDED.read_text())["jo
 def candidates(sweep):
     """Each configuration, and its measured step time."""
     names = ("forecast_step_s", "peak_bytes")
-    rows = [(Candidate(choice=Choice(**row["choice"]), **{n: row[n] for n in names}), row["step_s"]) for row in sweep]
+    rows = [
+        (Candidate(choice=PlannedLayout(**row["choice"]), **{n: row[n] for n in names}), row["step_s"]) for row in sweep
+    ]
     return [candidate for candidate, _ in rows], {candidate.key: step_s for candidate, step_s in rows}
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from zerofit.plan.choice import Choice
-from zerofit.tune.learned import FEATURES, Learned, features, forecast_errors
+from zerofit.plan.layout import PlannedLayout
 from zerofit.tune.search import Search, _gain
+from zerofit.tune.step_time_model import FEATURES, StepTimeModel, features, forecast_errors
 from zerofit.tune.trial import Candidate, Trial
 
 
@@ -22,7 +22,7 @@ def candidates(seed):
         for micro in (1, 2, 4, 8, 16, 32):
             for checkpointing in (False, True):
                 for overlap in (False, True):
-                    choice = Choice(
+                    choice = PlannedLayout(
                         zero_stage=stage,
                         micro_batch=micro,
                         accumulation=32 // micro,
@@ -131,7 +131,7 @@ def test_corrections_are_those_of_least_squares_where_much_is_known():
     chance = random.Random(5)
     weights = np.array([0.7, *(chance.gauss(0, 0.3) for _ in FEATURES[1:])])
     rows = [(c, c.forecast_step_s * math.exp(float(features(c) @ weights))) for c in found]
-    learned = Learned(rows)
+    learned = StepTimeModel(rows)
     matrix = np.array([features(candidate) for candidate, _ in rows])
     logs = np.array([math.log(measured_s / candidate.forecast_step_s) for candidate, measured_s in rows])
     solution, *_ = np.linalg.lstsq(matrix, logs, rcond=None)
@@ -157,7 +157,7 @@ def test_keys_tell_configurations_apart():
 
 def test_other_batches_are_compared_by_their_time_for_a_sample():
     slow, fast = (
-        Candidate(choice=Choice(zero_stage=1, micro_batch=micro, dp=2), forecast_step_s=1.0, peak_bytes=1)
+        Candidate(choice=PlannedLayout(zero_stage=1, micro_batch=micro, dp=2), forecast_step_s=1.0, peak_bytes=1)
         for micro in (4, 16)
     )
     search = Search([slow, fast])

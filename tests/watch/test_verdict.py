@@ -7,7 +7,7 @@ import signal
 from zerofit.watch.verdict import RankState, judge
 
 NOW, TIMEOUT = 1000.0, 60.0
-TRAINING = {"step": 12, "phase": "backward", "training": True, "collective": "all_reduce", "at": "train/driver.py:1 f"}
+TRAINING = {"step": 12, "phase": "backward", "training": True, "collective": "all_reduce", "at": "train/engines.py:1 f"}
 TRAINING |= {"warm": True}
 WELL = {**TRAINING, "still_s": 0.5, "silent_s": 0.4, "state": "running", "resending": False}
 
@@ -83,9 +83,9 @@ def still(seconds, **beat):
 
 def test_the_rank_outside_the_collective_holds_the_others_up():
     held = [(r, still(61.0)) for r in (0, 1, 3)]
-    verdict = said(*held, (2, still(61.0, collective=None, phase="forward", at="train/driver.py:9 _loss")))
+    verdict = said(*held, (2, still(61.0, collective=None, phase="forward", at="train/engines.py:9 _loss")))
     assert (verdict.problem.kind, verdict.ranks) == ("hang", (2,))
-    assert "rank 2 on b is at step 13, forward (train/driver.py:9 _loss)" in verdict.problem.message
+    assert "rank 2 on b is at step 13, forward (train/engines.py:9 _loss)" in verdict.problem.message
     assert "the others at step 13, backward, in all_reduce" in verdict.problem.message
     assert said(*held, (2, still(3.0))) is None  # one that moves is no hang
 

@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
-from zerofit.watch.orders import Orders, as_argument, from_argument, rank_of
+from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
+from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
 from zerofit.watch.watch import Watch
-from zerofit.watch.wire import Lost, Wire
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
 
@@ -28,7 +28,7 @@ def orders(port, **changes):
         "accelerator": "cpu",
     }
     known |= {"watch": {"a": ("127.0.0.1", port), "b": ("127.0.0.1", port)}, "master": ("127.0.0.1", 1)}
-    return Orders(**{**known, "timeout_s": 5.0, **changes})
+    return LaunchSpec(**{**known, "timeout_s": 5.0, **changes})
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def watch():
 
 
 def guard(watch, rank, token="secret"):
-    wire = Wire(socket.create_connection(("127.0.0.1", watch.port)), 5.0)
+    wire = JsonLineSocket(socket.create_connection(("127.0.0.1", watch.port)), 5.0)
     wire.send({"hello": token, "rank": rank})
     return wire
 
@@ -90,7 +90,7 @@ def test_a_guard_that_is_gone_without_a_word(watch):
 @pytest.mark.parametrize("hello", ["wrong", "", None])
 def test_strangers_are_not_heard(watch, hello):
     wire = guard(watch, 0, token=hello)
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         while True:
             watch.poll(0.05)
             list(wire.receive())
@@ -112,7 +112,7 @@ def test_a_rank_reports_once(watch):
     first = guard(watch, 0)
     until(watch, lambda: watch.states[0].here)
     second = guard(watch, 0)
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         while True:
             watch.poll(0.05)
             list(second.receive())
@@ -133,7 +133,7 @@ def test_orders_to_the_guards(watch):
 
 def test_lines_come_whole_however_they_are_cut():
     left, right = socket.socketpair()
-    wire = Wire(right, 5.0)
+    wire = JsonLineSocket(right, 5.0)
     data = b"".join(json.dumps({"n": n, "text": "ä" * n}).encode() + b"\n" for n in range(40))
     found = []
     for start in range(0, len(data), 7):
@@ -141,7 +141,7 @@ def test_lines_come_whole_however_they_are_cut():
         found += wire.receive()
     assert [one["n"] for one in found] == list(range(40))
     left.close()
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         list(wire.receive())
 
 
@@ -151,7 +151,7 @@ def test_orders_are_a_file_that_only_the_owner_reads(tmp_path):
     written = orders(1, environment={"A": "'$(x)\n"}, interfaces={"a": "eth0"})
     written.write(path)
     assert path.stat().st_mode & 0o077 == 0
-    assert Orders.read(path) == written
+    assert LaunchSpec.read(path) == written
     word = as_argument(path)
     assert word.replace("-", "").replace("_", "").isalnum()
     assert from_argument(word) == path

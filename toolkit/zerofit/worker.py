@@ -14,13 +14,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from zerofit.launch.hold import alive
-from zerofit.launch.parent import end_with_parent
+from zerofit.launch.parent_death import end_with_parent
+from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.folder import RunFolder, write_json
-from zerofit.train.pulse import Pulse
-from zerofit.train.requests import Signals
-from zerofit.watch.orders import HOST_NAME, PULSE_NAME
+from zerofit.spec.run_folder import RunFolder, write_json
+from zerofit.train.heartbeat import Heartbeat
+from zerofit.train.stop_signals import SignalNotes
+from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME
 from zerofit.watch.stacks import listen_for_dumps
 
 # what gloo, NCCL and torch's store say when another rank is gone
@@ -37,10 +37,10 @@ def main() -> NoReturn:
     _log_to(folder.rank_log(rank))
     place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
     print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {place}, process {os.getpid()}", flush=True)
-    signals = Signals()
+    signals = SignalNotes()
     signals.listen()
     listen_for_dumps(folder.rank_stacks(rank))
-    pulse = Pulse(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda")
+    pulse = Heartbeat(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda")
     pulse.start()
     try:
         with alive(folder):
@@ -64,8 +64,8 @@ def _log_to(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _train(folder: RunFolder, signals: Signals) -> None:
-    from zerofit.spec.folder import Job
+def _train(folder: RunFolder, signals: SignalNotes) -> None:
+    from zerofit.spec.run_folder import Job
     from zerofit.train.process_group import start, stop
 
     job = Job.read(folder)
@@ -76,7 +76,7 @@ def _train(folder: RunFolder, signals: Signals) -> None:
     stop()
 
 
-def _leave_word(folder: RunFolder, rank: int, error: BaseException, pulse: Pulse) -> None:
+def _leave_word(folder: RunFolder, rank: int, error: BaseException, pulse: Heartbeat) -> None:
     """Say what this rank dies of: in its log, in the run folder, and to its guard, since the disk may be full."""
     with suppress(OSError):
         traceback.print_exc()

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.check.document import Document, parse
-from zerofit.check.subject import Setting
-from zerofit.spec.facts import ModelFacts
+from zerofit.check.subject import TargetHardware
+from zerofit.spec.model_facts import ModelFacts
 
 FOLDER = Path(__file__).parent
 TINY = ModelFacts(
@@ -67,13 +67,13 @@ class Case:
         return dict(word.split("=") for word in self.header("setting").split())
 
     @cached_property
-    def setting(self) -> Setting:
+    def setting(self) -> TargetHardware:
         known: dict[str, Any] = {key: int(self.words[key]) for key in _NUMBERS if key in self.words}
         if "precisions" in self.words:
             known["precisions"] = tuple(self.words["precisions"].split("+"))
         if self.words.get("model") == "tiny":
             known["facts"] = TINY
-        return Setting(accelerator=self.words.get("accelerator"), **known)
+        return TargetHardware(accelerator=self.words.get("accelerator"), **known)
 
 
 def cases() -> list[Case]:

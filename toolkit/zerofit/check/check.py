@@ -11,20 +11,20 @@ from zerofit.check.edit import apply
 from zerofit.check.finding import Finding
 from zerofit.check.keys import keys
 from zerofit.check.rules.table import FUNCTIONS, RULES
-from zerofit.check.subject import Setting, Subject
+from zerofit.check.subject import CheckSubject, TargetHardware
 
 
-def check(document: Document, setting: Setting) -> list[Finding]:
+def check(document: Document, setting: TargetHardware) -> list[Finding]:
     """Everything that is wrong, by line; errors before warnings of the same place. Starts no rank, imports no torch."""
     found = [_placed(f, document) for f in _found(document, setting)]
     return sorted(found, key=lambda f: (f.line, f.column, f.severity, f.code))
 
 
-def _found(document: Document, setting: Setting) -> Iterator[Finding]:
+def _found(document: Document, setting: TargetHardware) -> Iterator[Finding]:
     known = catalog()
     yield from keys(document, known)
     if isinstance(document.config, dict):
-        subject = Subject(config=document.config, catalog=known, setting=setting)
+        subject = CheckSubject(config=document.config, catalog=known, setting=setting)
         for rule in (*RULES, *FUNCTIONS):
             yield from rule(subject)
 
@@ -36,7 +36,7 @@ def _placed(finding: Finding, document: Document) -> Finding:
     return replace(finding, line=place.line, column=place.column)
 
 
-def mend(document: Document, setting: Setting, rounds: int = 5) -> str:
+def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
     """The text with every fix applied that needs no decision of the user; fixes may uncover further ones."""
     for _ in range(rounds):
         edits = [edit for finding in check(document, setting) for edit in finding.edits]

@@ -37,13 +37,13 @@ OPEN = (
 )
 
 
-class Asking(dict):
+class RecordingDict(dict):
     """A JSON object that notes which keys DeepSpeed asks of it, with the default that it would take.
 
-    Keys at the paths in `sections` are said to be there and hold another `Asking`; all others are said to be missing.
+    Keys at the paths in `sections` are said to be there and hold another `RecordingDict`; all others are missing.
     """
 
-    def __init__(self, path: str, reading: Reading):
+    def __init__(self, path: str, reading: SchemaReading):
         super().__init__()
         self._path, self._reading, self._children = path, reading, {}
 
@@ -64,7 +64,7 @@ class Asking(dict):
         path = self._note(key)
         if path is None:
             raise KeyError(key)
-        return self._children.setdefault(path, Asking(path, self._reading))
+        return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """DeepSpeed makes the sections that it misses: then this key is one."""
@@ -95,15 +95,15 @@ class Asking(dict):
         """Nothing is there to walk over."""
         return ()
 
-    def __copy__(self) -> Asking:
+    def __copy__(self) -> RecordingDict:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Asking:
+    def __deepcopy__(self, memo: dict) -> RecordingDict:
         return self
 
 
 class _Keys:
-    def __init__(self, owner: Asking):
+    def __init__(self, owner: RecordingDict):
         self._owner = owner
 
     def __contains__(self, key: object) -> bool:
@@ -113,7 +113,7 @@ class _Keys:
         return self._owner.unpacked()
 
 
-class Reading:
+class SchemaReading:
     """One reading of a configuration by DeepSpeed, with what it asked for."""
 
     def __init__(self, sections: set[str]):
@@ -123,7 +123,7 @@ class Reading:
         self.asked: dict[str, Any] = {}  # dotted path -> default
         self.models: dict[str, type] = {}  # dotted path -> pydantic class of that section
         self.unpacked: str | None = None
-        root = Asking("", self)
+        root = RecordingDict("", self)
         with self._noted_models():
             reader = object.__new__(ds.DeepSpeedConfig)
             reader._param_dict, reader.global_rank, reader.world_size = root, 0, 1
@@ -142,7 +142,9 @@ class Reading:
             if path is not None:
                 self.models[path] = type(model)
             for name, value in data.items():
-                inner = _model_in(type(model).model_fields[name].annotation) if isinstance(value, Asking) else None
+                inner = (
+                    _model_in(type(model).model_fields[name].annotation) if isinstance(value, RecordingDict) else None
+                )
                 if inner:
                     self.models[value._path] = inner
             made(model, *args, **data)
@@ -178,11 +180,11 @@ def derive() -> dict[str, Any]:
     }
 
 
-def _explored() -> Reading:
+def _explored() -> SchemaReading:
     """Readings with one more key said to be a section each time, until no further section turns up."""
     sections: set[str] = set()
     tried: set[str] = set()
-    reading = Reading(sections)
+    reading = SchemaReading(sections)
     while todo := [p for p in reading.asked if p not in tried]:
         found = [_as_section(path, sections) for path in todo if _may_be_section(reading.asked[path])]
         tried |= set(todo)
@@ -190,7 +192,7 @@ def _explored() -> Reading:
         for one in filter(None, found):
             sections |= one.sections
             asked, models = {**one.asked, **asked}, {**one.models, **models}
-        reading = Reading(sections)
+        reading = SchemaReading(sections)
         # of all readings: an old name is asked for only while the new one is missing
         reading.asked, reading.models = {**asked, **reading.asked}, {**models, **reading.models}
     return reading
@@ -200,11 +202,11 @@ def _may_be_section(default: Any) -> bool:
     return default in (None, {}) or isinstance(default, bool)
 
 
-def _as_section(path: str, sections: set[str]) -> Reading | None:
+def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
     """A reading in which that key is a section, if DeepSpeed can read one there and asks for something in it."""
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
-        found = Reading({*parents, path})
+        found = SchemaReading({*parents, path})
     except Exception:  # a number or a list was wanted there; each getter fails in its own way
         return None
     inside = any(asked.startswith(f"{path}.") for asked in found.asked)

@@ -31,7 +31,7 @@ _SPOKEN = {"COMMA": "a comma", "COLON": "a colon", "RBRACE": "}", "RSQB": "]", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TextPosition:
     """Where something stands: line and column from 1 on, offsets into the text from 0 on."""
 
     line: int
@@ -41,22 +41,22 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class ParsedValue:
     """A value with its place; objects and arrays hold their parts."""
 
-    place: Place
+    place: TextPosition
     data: Any  # as json.loads gives it; of a key that stands twice, the last value
-    members: tuple[Member, ...] = ()
-    items: tuple[Value, ...] = ()
+    members: tuple[ObjectMember, ...] = ()
+    items: tuple[ParsedValue, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ObjectMember:
     """One `"key": value` of an object."""
 
     key: str
-    place: Place  # of the key
-    value: Value
+    place: TextPosition  # of the key
+    value: ParsedValue
 
 
 class SyntaxFault(Exception):
@@ -72,16 +72,16 @@ class Document:
     """A parsed JSON: its text, its root and what is tolerated but not strict JSON."""
 
     text: str
-    root: Value
+    root: ParsedValue
     generated: bool = False  # the user has never seen the text, its lines say nothing
-    commas: tuple[Place, ...] = ()  # after the last member of an object or array
+    commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
 
     @property
     def config(self) -> Any:
         """The plain value, as json.loads gives it."""
         return self.root.data
 
-    def member(self, path: str) -> Member | None:
+    def member(self, path: str) -> ObjectMember | None:
         """The member at a dotted path (the last one of that key), or None."""
         found = None
         value = self.root
@@ -92,7 +92,7 @@ class Document:
             value = found.value
         return found
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> TextPosition:
         """Where a key stands; of a missing one, where the innermost object around it does."""
         while path:
             member = self.member(path)
@@ -101,12 +101,12 @@ class Document:
             path = path.rpartition(".")[0]
         return self.root.place
 
-    def duplicates(self) -> Iterator[tuple[str, Member, Member]]:
+    def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
         """Dotted path of each key that stands more than once in one object, an earlier member and the last."""
         yield from _duplicates(self.root, "")
 
 
-def _duplicates(value: Value, prefix: str) -> Iterator[tuple[str, Member, Member]]:
+def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
     last = {m.key: m for m in value.members}
     for member in value.members:
         path = f"{prefix}{member.key}"
@@ -121,7 +121,7 @@ def parse(text: str) -> Document:
     """The document. Raises SyntaxFault with line, column and what was expected there."""
     try:
         tree = _parser().parse(text)
-        commas: list[Place] = []
+        commas: list[TextPosition] = []
         root = _value(tree.children[0], commas)
     except UnexpectedInput as error:
         raise _fault(error, text) from None
@@ -140,27 +140,27 @@ def _parser() -> Lark:
     return Lark(GRAMMAR, parser="lalr", propagate_positions=True, maybe_placeholders=False)
 
 
-def _value(node: Tree | Token, commas: list[Place]) -> Value:
+def _value(node: Tree | Token, commas: list[TextPosition]) -> ParsedValue:
     if isinstance(node, Token):
-        return Value(place=_place(node), data=json.loads(node))
+        return ParsedValue(place=_place(node), data=json.loads(node))
     place = _place(node.meta)
     parts = [c for c in node.children if not (isinstance(c, Tree) and c.data == "comma")]
     commas.extend(_place(c.meta) for c in node.children if isinstance(c, Tree) and c.data == "comma")
     if node.data == "array":
         items = tuple(_value(part, commas) for part in parts)
-        return Value(place=place, data=[i.data for i in items], items=items)
+        return ParsedValue(place=place, data=[i.data for i in items], items=items)
     members = tuple(_member(part, commas) for part in parts)
-    return Value(place=place, data={m.key: m.value.data for m in members}, members=members)
+    return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=members)
 
 
-def _member(pair: Tree, commas: list[Place]) -> Member:
+def _member(pair: Tree, commas: list[TextPosition]) -> ObjectMember:
     key, value = pair.children
-    return Member(key=json.loads(key), place=_place(key), value=_value(value, commas))
+    return ObjectMember(key=json.loads(key), place=_place(key), value=_value(value, commas))
 
 
-def _place(mark: Any) -> Place:
+def _place(mark: Any) -> TextPosition:
     """Of a token or a tree's meta, which name their places alike."""
-    return Place(line=mark.line, column=mark.column, start=mark.start_pos, end=mark.end_pos)
+    return TextPosition(line=mark.line, column=mark.column, start=mark.start_pos, end=mark.end_pos)
 
 
 def _fault(error: UnexpectedInput, text: str) -> SyntaxFault:

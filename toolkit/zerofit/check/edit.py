@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.check.document import Document, Member, Value, parse
+from zerofit.check.document import Document, ObjectMember, ParsedValue, parse
 
 
 @dataclass(frozen=True)
-class Set:
+class Assignment:
     """Give the key at a dotted path this value; objects on the way are made."""
 
     path: str
@@ -20,14 +20,14 @@ class Set:
 
 
 @dataclass(frozen=True)
-class Remove:
+class Removal:
     """Take the key at a dotted path out; nothing happens where it is not there."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class Rename:
+class Renaming:
     """Call the key at a dotted path something else, in the same object."""
 
     path: str
@@ -35,24 +35,24 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Deletion:
     """Take out what stands at these offsets of the text that was checked."""
 
     start: int
     end: int
 
 
-Edit = Set | Remove | Rename | Cut
+Edit = Assignment | Removal | Renaming | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
     """The mended text. Cuts, whose offsets are of the old text, come first."""
     text = document.text
     todo = {repr(edit): edit for edit in edits}.values()  # each once
-    for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Cut)):
+    for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Deletion)):
         text = text[:start] + text[end:]
     for edit in todo:
-        if not isinstance(edit, Cut):
+        if not isinstance(edit, Deletion):
             text = _apply(parse(text), edit)
     return text
 
@@ -67,20 +67,20 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _apply(document: Document, edit: Edit) -> str:
-    if isinstance(edit, Set):
+    if isinstance(edit, Assignment):
         return _set(document, edit)
-    assert not isinstance(edit, Cut)
+    assert not isinstance(edit, Deletion)
     member = document.member(edit.path)
     text = document.text
     if member is None:
         return text
-    if isinstance(edit, Rename):
+    if isinstance(edit, Renaming):
         return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]
     start, end = _span_of(document, edit.path, member)
     return text[:start] + text[end:]
 
 
-def _span_of(document: Document, path: str, member: Member) -> tuple[int, int]:
+def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, int]:
     """Offsets of a member together with the one comma and the line that go with it."""
     parent = path.rpartition(".")[0]
     owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
@@ -104,7 +104,7 @@ def after_comma(text: str, end: int) -> int:
     return end + found.end()
 
 
-def _set(document: Document, edit: Set) -> str:
+def _set(document: Document, edit: Assignment) -> str:
     text, path, value = document.text, edit.path, edit.value
     member = document.member(path)
     if member:
@@ -116,7 +116,7 @@ def _set(document: Document, edit: Set) -> str:
         parent, _, key = parent.rpartition(".")
     path = f"{parent}.{key}" if parent else key
     if document.member(path):  # no object stands where one is needed
-        return _set(document, Set(path, value))
+        return _set(document, Assignment(path, value))
     owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
     return _insert(text, owner, key, value)
 
@@ -126,7 +126,7 @@ def _is_object(document: Document, path: str) -> bool:
     return member is not None and isinstance(member.value.data, dict)
 
 
-def _insert(text: str, owner: Value, key: str, value: Any) -> str:
+def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
     """A new last member, laid out like the ones before it."""
     if owner.members:
         last = owner.members[-1]

@@ -11,7 +11,7 @@ from zerofit.check.catalog import catalog
 from zerofit.check.document import Document
 from zerofit.check.dotted import leaves
 from zerofit.check.finding import Finding
-from zerofit.check.subject import ZERO, Setting, Subject
+from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 
@@ -41,7 +41,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class KeyRow:
     """One key: what it is, and what becomes of it."""
 
     path: str
@@ -54,12 +54,12 @@ class Row:
         return asdict(self)
 
 
-def _always(c: Subject) -> bool:
+def _always(c: CheckSubject) -> bool:
     return True
 
 
 # defaults that surprise, and when they matter. Sources: the files that define them, all of DeepSpeed 0.19.8
-DEFAULTS: tuple[tuple[str, Callable[[Subject], bool], str], ...] = (
+DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], bool], str], ...] = (
     (f"{ZERO}.stage", _always, "no ZeRO: every rank holds all states"),
     ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
     ("gradient_accumulation_steps", _always, "1, or what the other two batch sizes leave"),
@@ -117,30 +117,30 @@ DEFAULTS: tuple[tuple[str, Callable[[Subject], bool], str], ...] = (
 )
 
 
-def explain(document: Document, findings: Sequence[Finding], setting: Setting) -> list[Row]:
+def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
     """Every key of the JSON in its order, then the defaults that matter for it."""
     known = catalog()
-    subject = Subject(config=document.config, catalog=known, setting=setting)
+    subject = CheckSubject(config=document.config, catalog=known, setting=setting)
     verdicts = {f.path: f for f in reversed(findings)}
     rows = [_row(path, value, verdicts) for path, value in leaves(document.config)]
     for path, matters, text in DEFAULTS:
         if matters(subject) and not subject.has(path):
-            rows.append(Row(path=path, value=known.default(path), status="default", text=text))
+            rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
     return rows
 
 
-def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> Row:
+def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> KeyRow:
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in IGNORED)), None)
     if finding is not None and finding.code in IGNORED:
-        return Row(path=path, value=value, status="ignored", text=finding.why)
+        return KeyRow(path=path, value=value, status="ignored", text=finding.why)
     if finding is not None and finding.severity == "error":
-        return Row(path=path, value=value, status="wrong", text=finding.message)
+        return KeyRow(path=path, value=value, status="wrong", text=finding.message)
     if value == "auto":
-        return Row(path=path, value=value, status="auto", text="zerofit or Hugging Face fill it in")
+        return KeyRow(path=path, value=value, status="auto", text="zerofit or Hugging Face fill it in")
     node = catalog().node(path) or {}
-    return Row(path=path, value=value, status="takes effect", text=node.get("description", ""))
+    return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from zerofit.check.auto import FILLED
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
 from zerofit.check.dotted import get
-from zerofit.check.edit import Cut, Edit, Remove, Rename, Set, after_comma
+from zerofit.check.edit import Assignment, Deletion, Edit, Removal, Renaming, after_comma
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
 from zerofit.check.subject import ZERO
@@ -60,7 +60,7 @@ def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
             message="a comma after the last member",
             why="DeepSpeed takes it; Hugging Face's integrations read strict JSON and stop",
             fix="remove it",
-            edits=(Cut(place.start, place.end),),
+            edits=(Deletion(place.start, place.end),),
             line=place.line,
             column=place.column,
         )
@@ -88,7 +88,7 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
         message=f"{path} stands twice: here and in line {last.place.line}",
         why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers take the last one',
         fix="remove one of them",
-        edits=(Cut(start, end),),
+        edits=(Deletion(start, end),),
         line=first.place.line,
         column=first.place.column,
     )
@@ -117,7 +117,7 @@ def _removed(path: str) -> Finding:
         message=f"{path} is gone from this DeepSpeed",
         why="DeepSpeed stops at the key, whatever its value, also where it is disabled",
         fix="remove it" + (f"; {INSTEAD[path]}" if path in INSTEAD else ""),
-        edits=(Remove(path),),
+        edits=(Removal(path),),
     )
 
 
@@ -128,15 +128,15 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
     better = None if key.startswith("_") or elsewhere else near(key, documented, SYNONYMS)
     if better and not _could_be(siblings[key], known[better]):
         better = None
-    edits: tuple[Edit, ...] = (Remove(path),)
+    edits: tuple[Edit, ...] = (Removal(path),)
     fix = "remove it"
     if better:
         fix = f"did you mean {better}?"
-        edits = (Rename(path, better),) if better not in siblings else edits
+        edits = (Renaming(path, better),) if better not in siblings else edits
     elif elsewhere:
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
         if len(elsewhere) == 1 and not parent and get(siblings, elsewhere[0]) is None:
-            edits = (*edits, Set(elsewhere[0], siblings[key]))
+            edits = (*edits, Assignment(elsewhere[0], siblings[key]))
     if parent in catalog.strict:
         why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
     else:
@@ -176,7 +176,7 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
             message=f"{key} is the old form of {new}",
             why="DeepSpeed warns and drops the value",
             fix="remove it, and set pin_memory in these sections",
-            edits=(Remove(path),),
+            edits=(Removal(path),),
         )
         return
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
@@ -190,13 +190,13 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
             if parent in catalog.strict
             else "DeepSpeed reads the new one only",
             fix=f"keep {alias}",
-            edits=(Remove(path),),
+            edits=(Removal(path),),
         )
         return
     if key.startswith("cpu_offload"):
-        edits = (Remove(path), *((Set(f"{parent}.{new}", {"device": "cpu"}),) if value is True else ()))
+        edits = (Removal(path), *((Assignment(f"{parent}.{new}", {"device": "cpu"}),) if value is True else ()))
     else:
-        edits = (Rename(path, alias),)
+        edits = (Renaming(path, alias),)
         new = alias
     yield Finding(
         code="deprecated-key",
@@ -241,7 +241,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
         message=f'{path} is "auto", which nothing fills: neither zerofit nor Hugging Face\'s integrations',
         why=why,
         fix="write a value, or remove the key",
-        edits=(Remove(path),) if default is None or section else (Set(path, default),),
+        edits=(Removal(path),) if default is None or section else (Assignment(path, default),),
     )
 
 
@@ -255,22 +255,22 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
     allowed = _allowed(schema)
     shown = json.dumps(value) if len(json.dumps(value)) < 60 else f"{json.dumps(value)[:57]}..."
     default = schema.get("default")
-    edits: tuple[Any, ...] = (Remove(path),) if default is None else (Set(path, default),)
+    edits: tuple[Any, ...] = (Removal(path),) if default is None else (Assignment(path, default),)
     code, why = "wrong-type", "DeepSpeed refuses it, or fails on it later"
     if isinstance(value, str) and _number(value) is not None and _fits(_number(value), schema):
-        code, edits = "number-as-string", (Set(path, _number(value)),)
+        code, edits = "number-as-string", (Assignment(path, _number(value)),)
         why = "DeepSpeed converts it in some sections and fails on it in others"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
-        edits = (Set(path, {"enabled": value}),)
+        edits = (Assignment(path, {"enabled": value}),)
     elif _fits(True, schema) and (flag := _flag(value)) is not None:
-        edits = (Set(path, flag),)
+        edits = (Assignment(path, flag),)
         why = 'DeepSpeed converts it in strict sections; elsewhere any string counts as true, "false" too'
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):
         code = "not-allowed"
         better = near(value, [v for v in schema["enum"] if isinstance(v, str)])
-        edits = (Set(path, better),) if better else edits
+        edits = (Assignment(path, better),) if better else edits
     yield Finding(
         code=code,
         severity="error",
@@ -294,7 +294,7 @@ def _flag(value: Any) -> bool | None:
 
 
 def _spoken(edit: Any) -> str:
-    return f"take {json.dumps(edit.value)}" if isinstance(edit, Set) else "correct it, or remove it"
+    return f"take {json.dumps(edit.value)}" if isinstance(edit, Assignment) else "correct it, or remove it"
 
 
 def _fits(value: Any, schema: Schema) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check
 from zerofit.check.document import Document, parse
-from zerofit.check.edit import Remove, Set, apply
+from zerofit.check.edit import Assignment, Removal, apply
 from zerofit.check.rules.optimizer import GONE
-from zerofit.check.subject import ZERO, Setting, Subject
+from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
 
@@ -24,7 +24,7 @@ class Default:
 
     path: str
     old: Any
-    when: Callable[[Subject], bool]
+    when: Callable[[CheckSubject], bool]
     text: str
 
 
@@ -63,7 +63,7 @@ class Migrated:
     kept: tuple[str, ...]
 
 
-def migrate(document: Document, setting: Setting) -> Migrated:
+def migrate(document: Document, setting: TargetHardware) -> Migrated:
     """Old names become new ones, what is gone goes, and defaults that changed are written out as they were."""
     lost: list[str] = []
     document = _without_gone_optimizer(document, lost)
@@ -77,15 +77,15 @@ def migrate(document: Document, setting: Setting) -> Migrated:
         document = parse(apply(document, [edit for finding in found for edit in finding.edits]))
     kept = []
     for default in DEFAULTS:
-        subject = Subject(config=document.config, catalog=catalog(), setting=setting)
+        subject = CheckSubject(config=document.config, catalog=catalog(), setting=setting)
         if default.when(subject) and not subject.has(default.path):
-            document = parse(apply(document, [Set(default.path, default.old)]))
+            document = parse(apply(document, [Assignment(default.path, default.old)]))
             kept.append(f"{default.path} {default.old}: {default.text}")
     return Migrated(text=document.text, lost=tuple(lost), kept=tuple(kept))
 
 
 def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
-    subject = Subject(config=document.config, catalog=catalog(), setting=Setting())
+    subject = CheckSubject(config=document.config, catalog=catalog(), setting=TargetHardware())
     name = subject.word("optimizer.type") or ""
     if name.lower() not in GONE:
         return document
@@ -94,7 +94,7 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     extra = [key for key in subject.section("optimizer.params") if key not in known]
     lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")
     lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)
-    edits = [Set("optimizer.type", new), *(Remove(f"optimizer.params.{key}") for key in extra)]
+    edits = [Assignment("optimizer.type", new), *(Removal(f"optimizer.params.{key}") for key in extra)]
     return parse(apply(document, edits))
 
 

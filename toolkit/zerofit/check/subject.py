@@ -8,13 +8,13 @@ from typing import Any
 
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get
-from zerofit.spec.facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts
 
 ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TargetHardware:
     """Where the JSON will run; None where nobody has said."""
 
     ranks: int | None = None
@@ -25,12 +25,12 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckSubject:
     """A configuration with its setting. Values of a wrong type read as missing: the key check has named them."""
 
     config: Mapping[str, Any]
     catalog: Catalog
-    setting: Setting = field(default_factory=Setting)
+    setting: TargetHardware = field(default_factory=TargetHardware)
 
     def get(self, path: str) -> Any:
         """The value at a dotted path, or None."""

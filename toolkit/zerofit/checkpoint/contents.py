@@ -6,19 +6,19 @@ from pathlib import Path
 
 from torch import Tensor
 
+from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.reader import Whole
 
 # a GAN's networks have an engine each: the engine's name, and what its parameters' names begin with in the pair
 _PAIR = {"generator": "generator.", "state": "discriminator."}
 
 
-class Contents:
+class CheckpointTensors:
     """What a checkpoint holds: parameters with their optimizer states, buffers, ties."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest):
         engines = _PAIR if manifest.job["facts"]["task"] == "gan" else {"state": ""}
-        self._wholes = {prefix: Whole(checkpoint, engine) for engine, prefix in engines.items()}
+        self._wholes = {prefix: FullState(checkpoint, engine) for engine, prefix in engines.items()}
         self.names = [prefix + name for prefix, whole in self._wholes.items() for name in whole.names]
         self.buffers = [prefix + name for prefix, whole in self._wholes.items() for name in whole.buffers]
         self.ties = {p + name: p + source for p, whole in self._wholes.items() for name, source in whole.ties.items()}
@@ -43,6 +43,6 @@ class Contents:
         whole, inside = self._find(name)
         return whole.buffer(inside)
 
-    def _find(self, name: str) -> tuple[Whole, str]:
+    def _find(self, name: str) -> tuple[FullState, str]:
         prefix = next(p for p in self._wholes if name.startswith(p))
         return self._wholes[prefix], name.removeprefix(prefix)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.contents import Contents
+from zerofit.checkpoint.contents import CheckpointTensors
 from zerofit.checkpoint.locate import locate, manifest_of
 from zerofit.spec.errors import Problem, UserError
 
@@ -21,7 +21,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WEIGHTS = "fp32"
 
 
-class Side(Protocol):
+class TensorSource(Protocol):
     """What is compared: tensors by name, each with its kinds ("fp32", and optimizer states)."""
 
     names: list[str]  # of every tensor that is held, without ties
@@ -38,7 +38,7 @@ class Side(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TensorRow:
     """How one tensor differs; `apart` counts elements that are not equal bit for bit in the wider type."""
 
     name: str
@@ -50,13 +50,13 @@ class Row:
 
 
 @dataclass(kw_only=True)
-class Difference:
+class CheckpointDiff:
     """All that differs."""
 
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)  # of every tensor that could be compared
+    rows: list[TensorRow] = field(default_factory=list)  # of every tensor that could be compared
 
     @property
     def equal(self) -> bool:
@@ -64,7 +64,7 @@ class Difference:
         return not (self.only_in_a or self.only_in_b or self.shapes or any(row.apart for row in self.rows))
 
 
-def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None] = lambda _: None) -> Difference:
+def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None] = lambda _: None) -> CheckpointDiff:
     """Compare two of: a run's folder, a checkpoint's, an exported model's, any folder of safetensors.
 
     With `states` the optimizer's too, which only checkpoints hold. One tensor of each side is in memory at a time.
@@ -74,7 +74,7 @@ def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None]
     if states and not all(isinstance(side, _Checkpoint) for side in (left, right)):
         hint = "compare two checkpoints, or leave --states out"
         raise UserError(Problem(kind="no-states", message="a model's folder holds no optimizer states", hint=hint))
-    found, names = Difference(), list(dict.fromkeys([*left.names, *right.names]))
+    found, names = CheckpointDiff(), list(dict.fromkeys([*left.names, *right.names]))
     for done, name in enumerate(names, start=1):
         progress(f"comparing {name} ({done} of {len(names)})")
         mine, other = _held(left, name), _held(right, name)
@@ -87,7 +87,7 @@ def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None]
     return found
 
 
-def open_side(path: Path, where: str) -> Side:
+def open_side(path: Path, where: str) -> TensorSource:
     """What lies at a path. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
     return _Safetensors(files, where) if files else _Checkpoint(locate(path, where))
@@ -95,7 +95,7 @@ def open_side(path: Path, where: str) -> Side:
 
 class _Checkpoint:
     def __init__(self, path: Path):
-        self._held = Contents(path, manifest_of(path))
+        self._held = CheckpointTensors(path, manifest_of(path))
         self.names, self.ties = [*self._held.names, *self._held.buffers], self._held.ties
         self._buffers = set(self._held.buffers)
 
@@ -130,13 +130,15 @@ class _Safetensors:
         return self._file[name].get_tensor(name)
 
 
-def _held(side: Side, name: str) -> str | None:
+def _held(side: TensorSource, name: str) -> str | None:
     """The name under which a side holds a tensor: its own or the one that it is tied to."""
     name = side.ties.get(name, name)
     return name if name in side.names else None
 
 
-def _compare_kinds(name: str, a: tuple[Side, str], b: tuple[Side, str], states: bool, found: Difference) -> None:
+def _compare_kinds(
+    name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, found: CheckpointDiff
+) -> None:
     kinds_a, kinds_b = ((side.kinds(held) if states else [WEIGHTS]) for side, held in (a, b))
     for kind in dict.fromkeys([*kinds_a, *kinds_b]):
         if kind not in kinds_a or kind not in kinds_b:
@@ -146,7 +148,7 @@ def _compare_kinds(name: str, a: tuple[Side, str], b: tuple[Side, str], states: 
             found.rows.append(compare(name, kind, left.read(mine, kind), right.read(other, kind)))
 
 
-def compare(name: str, kind: str, a: Tensor, b: Tensor) -> Row:
+def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     """How two tensors of one shape differ."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
     for x, y in _pieces(a, b):
@@ -157,7 +159,7 @@ def compare(name: str, kind: str, a: Tensor, b: Tensor) -> Row:
             gap = (x - y).abs()
             max_abs = max(max_abs, _largest(gap))
             max_rel = max(max_rel, _largest(torch.where(gap == 0, gap, gap / torch.maximum(x.abs(), y.abs()))))
-    return Row(name=name, kind=kind, elements=a.numel(), apart=apart, max_abs=max_abs, max_rel=max_rel)
+    return TensorRow(name=name, kind=kind, elements=a.numel(), apart=apart, max_abs=max_abs, max_rel=max_rel)
 
 
 def _largest(values: Tensor) -> float:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.about import about_run, inputs_of, write_about
-from zerofit.checkpoint.aside import refuse_existing, refuse_small_disk, written_aside
-from zerofit.checkpoint.contents import Contents
+from zerofit.checkpoint.contents import CheckpointTensors
+from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor, published_dtypes
 from zerofit.checkpoint.locate import manifest_of
 from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.published import Part, Published, published_dtypes
-from zerofit.checkpoint.shards import Entry, check_file, cut, write_file
+from zerofit.checkpoint.model_card import about_run, inputs_of, write_about
+from zerofit.checkpoint.safetensors_writer import TensorEntry, check_file, cut, write_file
+from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, written_aside
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find
@@ -52,18 +52,18 @@ class _Plan:
         self.run = RunSpec(**manifest.job["run"])
         self.inputs: Inputs = inputs_of(manifest.job["inputs"])
         self.dtype = dtype or self.run.precision or "fp32"
-        self.contents = Contents(checkpoint, manifest)
+        self.contents = CheckpointTensors(checkpoint, manifest)
         self.model, self.transformers = _empty_model(self.run, self.inputs)
         _check_names(self.model, self.contents, checkpoint)
-        self.published = Published(self.model, self.transformers)
+        self.published = PublishedModel(self.model, self.transformers)
         dtypes = published_dtypes(self.model, DTYPES[self.dtype])
         self._parts = {name: part for part in self.published.parts for name in part.outputs}
         self.entries = [
-            Entry(name=name, shape=shape, dtype=dtypes[part.source])
+            TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
             for part in self.published.parts
             for name, shape in part.outputs.items()
         ]
-        self._held: tuple[Part, dict[str, Tensor]] | None = None
+        self._held: tuple[PublishedTensor, dict[str, Tensor]] | None = None
 
     def read(self, name: str) -> Tensor:
         """A published tensor; one part of the model is held at a time, since several tensors can come out of it."""
@@ -121,7 +121,7 @@ def _empty_model(run: RunSpec, inputs: Inputs) -> tuple[nn.Module, bool]:
         raise UserError(Problem(kind=error.kind, message=message, hint=hint, where="PATH")) from None
 
 
-def _check_names(model: nn.Module, contents: Contents, checkpoint: Path) -> None:
+def _check_names(model: nn.Module, contents: CheckpointTensors, checkpoint: Path) -> None:
     """Raise UserError with every name that is missing, too many, or of another shape than the model's."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     held = {name: contents.shape(name) for name in contents.names}
@@ -140,7 +140,7 @@ def _check_names(model: nn.Module, contents: Contents, checkpoint: Path) -> None
     problems.raise_if_any()
 
 
-def _tensor(contents: Contents, name: str) -> Tensor:
+def _tensor(contents: CheckpointTensors, name: str) -> Tensor:
     name = contents.ties.get(name, name)
     return contents.buffer(name) if name in contents.buffers else contents.read(name)
 
@@ -152,7 +152,7 @@ def _tokenizer(plan: _Plan) -> Any:
     return load_transformers(plan.run.tokenizer)
 
 
-def _files(plan: _Plan, max_shard_bytes: int) -> dict[str, list[Entry]]:
+def _files(plan: _Plan, max_shard_bytes: int) -> dict[str, list[TensorEntry]]:
     """Entries by file name, named as transformers names them."""
     shards = cut(plan.entries, max_shard_bytes) if plan.transformers else [plan.entries]
     if len(shards) == 1:
@@ -160,7 +160,9 @@ def _files(plan: _Plan, max_shard_bytes: int) -> dict[str, list[Entry]]:
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _write_weights(plan: _Plan, files: dict[str, list[Entry]], folder: Path, progress: Callable[[str], None]) -> None:
+def _write_weights(
+    plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path, progress: Callable[[str], None]
+) -> None:
     done, total = 0, sum(entry.bytes for entry in plan.entries)
 
     def wrote(count: int) -> None:
@@ -173,7 +175,7 @@ def _write_weights(plan: _Plan, files: dict[str, list[Entry]], folder: Path, pro
         check_file(folder / name, entries)
 
 
-def _write_transformers(plan: _Plan, files: dict[str, list[Entry]], folder: Path) -> None:
+def _write_transformers(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path) -> None:
     """config.json, generation_config.json where the model generates, and the index of several files."""
     config = plan.model.config
     config.dtype = DTYPES[plan.dtype]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 
 
 def job_json(job: Job) -> dict[str, Any]:

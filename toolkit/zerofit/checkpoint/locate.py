@@ -8,7 +8,7 @@ from pathlib import Path
 from zerofit.checkpoint import manifest as manifests
 from zerofit.checkpoint.manifest import Manifest, ManifestError
 from zerofit.checkpoint.names import step_of
-from zerofit.checkpoint.store import Entry, Store
+from zerofit.checkpoint.store import CheckpointEntry, Store
 from zerofit.checkpoint.verify import Damage, quick_look, verify
 from zerofit.spec.errors import Problem, UserError
 
@@ -35,7 +35,7 @@ def locate(
     path: Path,
     where: str = "PATH",
     progress: Callable[[str], None] | None = None,
-    on_passed_over: Callable[[Entry], None] = lambda _: None,
+    on_passed_over: Callable[[CheckpointEntry], None] = lambda _: None,
 ) -> Path:
     """The checkpoint's folder itself, or a run's newest one that is whole; newer ones go to `on_passed_over`.
 

@@ -18,7 +18,7 @@ from zerofit.checkpoint.verify import Damage, quick_look, verify
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint that is visible; `damage` is what a quick look finds, without checksums."""
 
     step: int
@@ -33,7 +33,7 @@ class Store:
 
     folder: Path
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """All visible checkpoints by step, damaged ones too."""
         if not self.folder.is_dir():
             return []
@@ -41,14 +41,16 @@ class Store:
         return [_entry(step, path) for step, path in found]
 
     def newest_whole(
-        self, on_damaged: Callable[[Entry], None] = lambda _: None, progress: Callable[[str], None] | None = None
-    ) -> Entry | None:
+        self,
+        on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
+        progress: Callable[[str], None] | None = None,
+    ) -> CheckpointEntry | None:
         """The newest checkpoint of which every byte is as written; those passed over are handed to `on_damaged`."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
                 return entry
-            on_damaged(Entry(step=entry.step, path=entry.path, manifest=entry.manifest, damage=damage))
+            on_damaged(CheckpointEntry(step=entry.step, path=entry.path, manifest=entry.manifest, damage=damage))
         return None
 
     def aside(self, step: int) -> Path:
@@ -98,9 +100,9 @@ class Store:
         return gone
 
 
-def _entry(step: int, path: Path) -> Entry:
+def _entry(step: int, path: Path) -> CheckpointEntry:
     manifest, damage = quick_look(path)
-    return Entry(step=step, path=path, manifest=manifest, damage=damage)
+    return CheckpointEntry(step=step, path=path, manifest=manifest, damage=damage)
 
 
 def sync_file(path: Path) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofit.checkpoint import safe
-from zerofit.checkpoint.aside import refuse_existing, refuse_small_disk, written_aside
+from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.full_state import FullState
 from zerofit.checkpoint.locate import manifest_of
 from zerofit.checkpoint.manifest import Manifest
 from zerofit.checkpoint.names import STATE, folder_name
-from zerofit.checkpoint.reader import Whole
+from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, written_aside
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.units import shown_bytes
 
@@ -37,7 +37,7 @@ GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConvertResult:
     """What was written."""
 
     out: Path
@@ -46,7 +46,7 @@ class Converted:
     bytes: int
 
 
-def convert(checkpoint: Path, out: Path, progress: Callable[[str], None] = lambda _: None) -> Converted:
+def convert(checkpoint: Path, out: Path, progress: Callable[[str], None] = lambda _: None) -> ConvertResult:
     """Write a checkpoint's folder as a universal checkpoint into `out`, which must not exist or be empty.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine
@@ -56,7 +56,7 @@ def convert(checkpoint: Path, out: Path, progress: Callable[[str], None] = lambd
     manifest = manifest_of(checkpoint)
     tag = folder_name(manifest.step)
     tags = {STATE: tag} | ({"generator": f"{tag}-generator"} if manifest.job["facts"]["task"] == "gan" else {})
-    wholes = {engine: Whole(checkpoint, engine) for engine in tags}
+    wholes = {engine: FullState(checkpoint, engine) for engine in tags}
     total = sum(4 * _numel(w, name) * len(w.kinds(name)) for w in wholes.values() for name in w.names)
     refuse_small_disk(out, total)
     with written_aside(out) as aside:
@@ -67,10 +67,10 @@ def convert(checkpoint: Path, out: Path, progress: Callable[[str], None] = lambd
                 progress(f"converting {shown_bytes(done)} of {shown_bytes(total)}")
         (aside / "latest_universal").write_text(tag)
     parameters = sum(_numel(whole, name) for whole in wholes.values() for name in whole.names)
-    return Converted(out=out, tag=tag, parameters=parameters, bytes=total)
+    return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
 
 
-def _write_engine(state: Path, whole: Whole, manifest: Manifest, folder: Path) -> Iterator[int]:
+def _write_engine(state: Path, whole: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
     """Write one engine's files; bytes of tensors as they are written."""
     counters, held = _counters(state), _held_by_optimizer(state)
     for name in whole.names:
@@ -91,14 +91,14 @@ def _counters(state: Path) -> dict[str, Any]:
     """What every rank's model states file says alike."""
     files = sorted(state.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
-    said = safe.load(files[0], for_engine=True)
+    said = safe_load.load(files[0], for_engine=True)
     return {key: said[key] for key in COUNTERS if key in said}
 
 
 def _held_by_optimizer(state: Path) -> dict[str, Any]:
     """What is not a part of one parameter: the globals of ZeRO's optimizer, the parameter groups, the step count."""
     files = sorted(state.glob("*_optim_states.pt")) or sorted(state.glob("mp_rank_*_model_states.pt"))
-    said = safe.load(files[0], for_engine=True)
+    said = safe_load.load(files[0], for_engine=True)
     own = _own_state(said)
     if own is None:
         message = f"{files[0]} holds no state of an optimizer"
@@ -136,5 +136,5 @@ def _optimizer_state(held: dict[str, Any], counters: dict[str, Any]) -> dict[str
     return known | {"optimizer_state_dict": inner}
 
 
-def _numel(whole: Whole, name: str) -> int:
+def _numel(whole: FullState, name: str) -> int:
     return torch.Size(whole.shape(name)).numel()

@@ -28,11 +28,11 @@ def calibrate(seconds: float, as_json: bool) -> None:
 
 
 def _calibrate(budget_s: float) -> dict[str, Any]:
-    from zerofit.cli.plan_hardware import Asked, clusters
+    from zerofit.app.planning.hardware import HardwareRequest, clusters
     from zerofit.launch.machine import usable_cores
     from zerofit.spec.calibration import Calibration, write_calibration
 
-    (cluster,) = clusters(Asked())
+    (cluster,) = clusters(HardwareRequest())
     start = time.perf_counter()
     found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     calibration = Calibration(
@@ -52,12 +52,12 @@ def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from zerofit.doctor.measured import Job, measured, together
+    from zerofit.doctor.measured import MeasurementJob, measured, together
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        job = Job(ranks=ranks, threads=threads, seconds=budget_s)
+        job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s)
         found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
     return {**together(found), "device_name": found[0]["device_name"]}
 

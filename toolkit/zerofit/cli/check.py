@@ -90,7 +90,7 @@ def _check(file: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting(given: dict[str, Any]):
-    from zerofit.check.subject import Setting
+    from zerofit.check.subject import TargetHardware
 
     gpu = given.get("gpu")
     if gpu not in (None, "cpu"):
@@ -100,7 +100,7 @@ def _setting(given: dict[str, Any]):
         precisions = ("fp32", "bf16")  # fp16 needs instructions that few CPUs have
     elif gpu:
         precisions = tuple(p for p in precisions if supports(gpu, p))
-    return Setting(
+    return TargetHardware(
         ranks=given.get("ranks"),
         pipeline=given.get("pipeline"),
         accelerator=None if gpu is None else "cpu" if gpu == "cpu" else "cuda",
@@ -125,8 +125,8 @@ def _facts(given: dict[str, Any]):
 def _resolve(document: Any, file: str, given: dict[str, Any], facts: Any) -> dict[str, Any]:
     """The plain JSON and the reason of each value that the file left open. Raises UserError with all that is wrong."""
     from zerofit.config.reasons import reasons
-    from zerofit.config.refuse import check_model
     from zerofit.config.resolve import decide, resolve
+    from zerofit.config.validate import check_model
     from zerofit.spec.errors import Problem, Problems, UserError
     from zerofit.spec.load import load_run
 
@@ -146,7 +146,7 @@ def _resolve(document: Any, file: str, given: dict[str, Any], facts: Any) -> dic
 
 def _machine(given: dict[str, Any]):
     """The machine that is asked about; this one, as far as nothing is said."""
-    from zerofit.spec.facts import Machine
+    from zerofit.spec.model_facts import Machine
 
     gpu = given.get("gpu")
     if gpu is None:

@@ -11,7 +11,7 @@ import click
 
 from zerofit.cli import ckpt_show
 from zerofit.cli.answer import answer
-from zerofit.cli.progress import Line
+from zerofit.cli.progress import StatusLine
 
 DIFFERENT, DAMAGED = 1, 2
 FOLDER = click.Path(path_type=Path)
@@ -100,7 +100,7 @@ def diff(a: Path, b: Path, states: bool, as_json: bool) -> None:
 
 def _watched(work: Callable[[Callable[[str], None]], dict[str, Any]]) -> dict[str, Any]:
     """The work's answer; what it says on the way stands in one line."""
-    with Line() as line:
+    with StatusLine() as line:
         return work(line.show)
 
 
@@ -141,8 +141,8 @@ def _verify(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _convert(path: Path, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    from zerofit.checkpoint.aside import refuse_existing
     from zerofit.checkpoint.locate import locate
+    from zerofit.checkpoint.staging import refuse_existing
     from zerofit.checkpoint.universal import convert as write
 
     refuse_existing(out)
@@ -157,9 +157,9 @@ def _export(
 
     most = parse_bytes(max_shard_size, "--max-shard-size")
     say("importing torch ...")
-    from zerofit.checkpoint.aside import refuse_existing
     from zerofit.checkpoint.export import export as write
     from zerofit.checkpoint.locate import locate
+    from zerofit.checkpoint.staging import refuse_existing
 
     refuse_existing(out)
     done = write(locate(path, progress=say, on_passed_over=_passed_over), out, dtype, most, say)

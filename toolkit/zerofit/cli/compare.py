@@ -75,8 +75,8 @@ def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> 
 
     One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
     """
+    from zerofit.app.comparing.comparisons import compare_strategies
     from zerofit.cli.compare_show import show_strategies
-    from zerofit.cli.compare_work import compare_strategies
 
     answer(lambda: compare_strategies(model, names, _given(options)), as_json, show_strategies)
 
@@ -97,8 +97,8 @@ def batch_size(model: str, as_json: bool, **options: Any) -> None:
 
     Each run is on one device. --lr is that of the smallest size; --scale-lr raises it for larger ones.
     """
+    from zerofit.app.comparing.comparisons import compare_sizes
     from zerofit.cli.compare_show import show_sizes
-    from zerofit.cli.compare_work import compare_sizes
 
     own = {name: options.pop(name) for name in ("sizes", "target", "scale_lr", "seeds", "epochs")}
     answer(lambda: compare_sizes(model, own, _given(options)), as_json, show_sizes)
@@ -113,8 +113,8 @@ def batch_size(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 def scaling(model: str, as_json: bool, name: str, **options: Any) -> None:
     """1 to --ranks ranks, weak (the batch grows with them) and strong (it does not), with their efficiency."""
+    from zerofit.app.comparing.comparisons import compare_scaling
     from zerofit.cli.compare_show import show_scaling
-    from zerofit.cli.compare_work import compare_scaling
 
     answer(lambda: compare_scaling(model, name, _given(options)), as_json, show_scaling)
 

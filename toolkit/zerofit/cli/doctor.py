@@ -35,13 +35,13 @@ def doctor(hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: 
 
 
 def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
-    from zerofit.cli.progress import Line
-    from zerofit.doctor.examine import Wanted, examine
+    from zerofit.cli.progress import StatusLine
+    from zerofit.doctor.examine import ExamineOptions, examine
     from zerofit.launch.hostfile import read_hostfile
 
     hosts = read_hostfile(hostfile) if hostfile else [_this()]
-    with Line() as line:
-        checks = examine(hosts, Wanted(ssh_port=ssh_port, build_ops=build_ops, measure=not quick), line.show)
+    with StatusLine() as line:
+        checks = examine(hosts, ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick), line.show)
     return {"checks": [check.as_dict() for check in checks], "hosts": len(hosts)}
 
 

@@ -64,14 +64,14 @@ def run(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[
 
 def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     say("looking at the model and the data ...")  # importing torch alone takes seconds
-    from zerofit.cli.progress import Line
+    from zerofit.cli.progress import StatusLine
     from zerofit.data import RichProgress, split_name
-    from zerofit.infer.asked import open_asked_data, scratch_folder
+    from zerofit.infer.eval_data import open_asked_data, scratch_folder
     from zerofit.infer.evaluate import evaluate, working_bytes
     from zerofit.infer.figures import figures_of
     from zerofit.infer.limits import read_limits
-    from zerofit.infer.saved import find_folder
-    from zerofit.infer.session import Session, open_model
+    from zerofit.infer.saved_model import find_folder
+    from zerofit.infer.session import InferenceSession, open_model
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
 
@@ -81,15 +81,15 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     if "data" in flags:
         problems.attempt(lambda: split_name(flags["data"]))
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    with Line() as line:
+    with StatusLine() as line:
         folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
-        with Line() as line:
+        with StatusLine() as line:
             saved, dtype = open_model(folder, options["dtype"], scratch, line.show)
         data = open_asked_data(saved, flags, progress)
         micro = flags.get("micro_batch", MICRO_BATCH)
-        session = Session(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
+        session = InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
         figures = figures_of(saved, session.empty, dtype)
         working = working_bytes(session.empty, figures, data.inputs, micro, session.main, str(ckpt))
         if not working:

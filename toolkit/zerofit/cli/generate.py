@@ -44,28 +44,30 @@ def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, Any]:
     say("looking at the model ...")  # importing torch alone takes seconds
-    from zerofit.cli.progress import Line
+    from zerofit.cli.progress import StatusLine
     from zerofit.data import RichProgress
-    from zerofit.infer.asked import scratch_folder
+    from zerofit.infer.eval_data import scratch_folder
     from zerofit.infer.generate import generate, working_bytes
+    from zerofit.infer.generation_request import make_wish
     from zerofit.infer.limits import read_limits
-    from zerofit.infer.saved import find_folder
-    from zerofit.infer.session import Session, open_model
-    from zerofit.infer.wish import make_wish
+    from zerofit.infer.saved_model import find_folder
+    from zerofit.infer.session import InferenceSession, open_model
     from zerofit.spec.errors import Problems
 
     problems = Problems()
     if not options["prompt"]:
         problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    with Line() as line:
+    with StatusLine() as line:
         folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
-        with Line() as line:
+        with StatusLine() as line:
             saved, dtype = open_model(folder, options["dtype"], scratch, line.show)
         wish, decode = make_wish(saved, options)
-        session = Session(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=RichProgress(), say=say)
+        session = InferenceSession(
+            saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=RichProgress(), say=say
+        )
         working = working_bytes(session.empty, wish, session.main)
         model, placement = session.load(working, "a smaller --max-new-tokens,")
         write = partial(click.echo, nl=False, err=as_json)

@@ -44,8 +44,8 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    from zerofit.cli.attempts import Attempts
-    from zerofit.cli.launch_hosts import command, find_hosts, wish_of
+    from zerofit.app.clusters.hosts import command, find_hosts, wish_of
+    from zerofit.app.clusters.restarts import RestartingRun
 
     if own["slurm"] or own["kubernetes"]:
         activate = Path(sys.prefix, "bin", "activate")
@@ -55,11 +55,11 @@ def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> d
     if own["dry_run"]:
         return command(asked.run, hosts, wish)
     if wish.node_rank:
-        from zerofit.cli.follow import follow
+        from zerofit.app.clusters.node_agent import follow
 
         return follow(asked.run, hosts, wish)
     run_file = Path(target) if target and is_run_file(target) else None
-    return Attempts(asked, hosts, wish, run_file, own["max_restarts"], own["min_nodes"]).run()
+    return RestartingRun(asked, hosts, wish, run_file, own["max_restarts"], own["min_nodes"]).run()
 
 
 def _show_launched(result: dict[str, Any]) -> None:

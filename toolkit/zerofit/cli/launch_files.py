@@ -13,7 +13,7 @@ import click
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
 from zerofit.launch.runner import forwarded
 from zerofit.launch.sbatch import SlurmJob, sbatch_text
-from zerofit.launch.written import write_once
+from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import RunSpec
 

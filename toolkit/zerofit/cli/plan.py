@@ -62,11 +62,11 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
 
 def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from zerofit.cli.inputs import parse_image
-    from zerofit.cli.plan_flags import early_problems
-    from zerofit.cli.plan_hardware import Asked, clusters
-    from zerofit.cli.plan_tuned import read_tuned, refuse_other_device
-    from zerofit.cli.plan_write import refuse_existing
+    from zerofit.app.model_inputs import parse_image
+    from zerofit.app.planning.corrections import read_tuned, refuse_other_device
+    from zerofit.app.planning.files import refuse_existing
+    from zerofit.app.planning.flags import early_problems
+    from zerofit.app.planning.hardware import HardwareRequest, clusters
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
 
@@ -84,7 +84,7 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
     names = ("kinds", "gpus", "nodes", "host_memory", "device_memory", "nvme", "network")
-    found = problems.attempt(lambda: clusters(Asked(**{name: options[name] for name in names})))
+    found = problems.attempt(lambda: clusters(HardwareRequest(**{name: options[name] for name in names})))
     options["tuned"] = problems.attempt(lambda: read_tuned(options["tuned"])) if options["tuned"] else None
     for cluster in found or () if options["tuned"] else ():
         problems.attempt(lambda cluster=cluster: refuse_other_device(options["tuned"], cluster.device.kind))
@@ -102,7 +102,7 @@ def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> d
     if len(results) > 1:
         result["boxes"] = [_box(one) for one, _ in results]
     if options["write"] and answered.best:
-        from zerofit.cli.plan_write import write_plan
+        from zerofit.app.planning.files import write_plan
 
         extra = (options["model_args"] or {}, options["image"], options["nvme_path"])
         number = result["plainest"] or 0  # a forecast of time cannot tell it from the first
@@ -112,8 +112,8 @@ def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> d
 
 
 def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[dict[str, Any], tuple[Any, Any]]:
-    from zerofit.cli import plan_question as questions
-    from zerofit.cli.plan_json import answer_json
+    from zerofit.app.planning import questions as questions
+    from zerofit.app.planning.result import answer_json
 
     question, place = _question(model, options, cluster)
     asked: dict[str, Any] = {}
@@ -138,13 +138,13 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
 
 def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[Any, Path | None]:
     """The question about this cluster, and where its profile lies."""
-    from zerofit.cli.plan_flags import refuse_meaningless
-    from zerofit.cli.plan_profile import Wanted, get_profile, read_profile
-    from zerofit.cli.plan_question import Question, precision_of, traced_degrees
-    from zerofit.plan.space import Wish
+    from zerofit.app.planning.flags import refuse_meaningless
+    from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
+    from zerofit.app.planning.questions import PlanQuestion, precision_of, traced_degrees
+    from zerofit.plan.space import PlanRequest
 
     stored = read_profile(options["profile"]) if options["profile"] else None
-    wish = Wish(
+    wish = PlanRequest(
         precision=precision_of(options["precision"], cluster, stored),
         global_batch=options["global_batch"],
         micro_batch=options["micro_batch"],
@@ -157,8 +157,8 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
     asked = {"top": options["top"], "correct": options["tuned"].correct if options["tuned"] else None}
     if stored is not None:
         refuse_meaningless(stored, options)
-        return Question(profile=stored, wish=wish, **asked), options["profile"]
-    wanted = Wanted(
+        return PlanQuestion(profile=stored, wish=wish, **asked), options["profile"]
+    wanted = ProfileRequest(
         model=model,
         precision=wish.precision,
         device="cpu" if cluster.on_cpu else "cuda",
@@ -170,7 +170,7 @@ def _question(model: str | None, options: dict[str, Any], cluster: Any) -> tuple
     profile, place = get_profile(wanted, lambda message: click.echo(message, err=True))
     refuse_meaningless(profile, options)
     wanted = replace(wanted, seq_len=profile.seq_len)
-    return Question(profile=profile, wish=wish, wanted=wanted, **asked), place
+    return PlanQuestion(profile=profile, wish=wish, wanted=wanted, **asked), place
 
 
 def _box(result: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.status import Status
 PLAIN_S = 10.0  # between lines where there is no terminal
 
 
-class Line:
+class StatusLine:
     """A spinner with changing words; without a terminal a plain line every few seconds."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Line:
         self._status = Status("", console=console) if console.is_terminal else None
         self._said = 0.0
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> StatusLine:
         if self._status:
             self._status.start()
         return self

@@ -54,7 +54,7 @@ def simulate(target: str, as_json: bool, **options: Any) -> None:
 
 def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
-    from zerofit.cli.plan_hardware import Asked, clusters
+    from zerofit.app.planning.hardware import HardwareRequest, clusters
     from zerofit.cli.train import is_run_file
     from zerofit.spec.errors import Problem, Problems, UserError
     from zerofit.spec.load import load_run
@@ -66,7 +66,7 @@ def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
     names = ("kinds", "gpus", "nodes", "host_memory", "device_memory")
     if options["gpus"] is None and asked and asked.run.ranks:
         options["gpus"] = asked.run.ranks // (options["nodes"] or 1)
-    found = problems.attempt(lambda: clusters(Asked(**{name: options[name] for name in names})))
+    found = problems.attempt(lambda: clusters(HardwareRequest(**{name: options[name] for name in names})))
     problems.raise_if_any()
     if len(found) > 1:
         hint = "`zerofit plan` compares several"
@@ -78,9 +78,9 @@ def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
     click.echo("checking the run and the model ...", err=True)  # importing torch alone takes seconds
-    from zerofit.cli.progress import Line
+    from zerofit.app.simulation import prepare_target, ranks_of
+    from zerofit.cli.progress import StatusLine
     from zerofit.cli.simulate_show import show
-    from zerofit.cli.target import prepare_target, ranks_of
     from zerofit.data import RichProgress
     from zerofit.simulate.run import simulate as run
     from zerofit.simulate.summary import open_question, summary
@@ -88,7 +88,7 @@ def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
 
     prepared = prepare_target(asked, cluster, options["image"], RichProgress())
     targets = [prepared.target(rank, cluster) for rank in ranks_of(prepared, options["rank"])]
-    with Line() as line:
+    with StatusLine() as line:
         simulations = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)
         for n, found in enumerate(simulations):
             if not isinstance(found, Problem) and open_question(found, cluster):
@@ -113,8 +113,8 @@ def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
     """What each change would bring, the most helpful first; a rank of the same pipeline stage is simulated."""
-    from zerofit.cli.progress import Line
-    from zerofit.cli.target import turned
+    from zerofit.app.simulation import turned
+    from zerofit.cli.progress import StatusLine
     from zerofit.simulate.knobs import knobs
     from zerofit.simulate.run import Simulation
     from zerofit.simulate.run import simulate as run
@@ -125,7 +125,7 @@ def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[s
         job = turned(asked, prepared, knob, cluster, options["image"])
         if job is not None:
             tried.append((knob.change, job.target(target.rank, cluster)))
-    with Line() as line:
+    with StatusLine() as line:
         targets = [target for _, target in tried]
         simulations = run(targets, lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
     rows = []

@@ -11,7 +11,7 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
 DEFAULT_JOB = {
@@ -86,10 +86,10 @@ def is_run_file(target: str) -> bool:
 def start(asked: Any) -> dict[str, Any]:
     """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError, RunFailed and Stopped."""
     click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
-    from zerofit.cli.prepare import prepare
-    from zerofit.cli.run_folder import finished_before, make_ready
+    from zerofit.app.prepare_folder import finished_before, make_ready
+    from zerofit.app.resolve import prepare
     from zerofit.data import RichProgress
-    from zerofit.launch.hold import held
+    from zerofit.launch.run_lock import held
 
     job, folder, machine = prepare(asked, RichProgress())
     finished = finished_before(job, folder)
@@ -104,13 +104,13 @@ def start(asked: Any) -> dict[str, Any]:
 
 def _run(job: Any, folder: RunFolder, machine: Any) -> dict[str, Any]:
     """Start the ranks of a job that is ready, and watch them to their end; their result."""
-    from zerofit.cli.start import run_once
-    from zerofit.cli.view import View
+    from zerofit.app.supervision import run_once
+    from zerofit.cli.view import RunView
     from zerofit.launch.local import local_site
     from zerofit.launch.ops import build_ops, needed_ops
     from zerofit.watch.watch import Watch
 
-    with View(folder, job.run.log_every) as view, closing(Watch("127.0.0.1")) as watch:
+    with RunView(folder, job.run.log_every) as view, closing(Watch("127.0.0.1")) as watch:
         site = local_site(job, machine)
         build_ops(needed_ops(job.ds_config, machine), site.env(""), view.phase)
         return run_once(folder, site, watch, view)

@@ -14,7 +14,7 @@ from zerofit.cli.options import run_options
 from zerofit.cli.train import asked_run
 
 if TYPE_CHECKING:
-    from zerofit.cli.tune_job import TuneJob
+    from zerofit.app.tuning.job import TuneJob
     from zerofit.tune.search import Search
 
 LEAST_S = 20.0  # left of the time, below which no trial is begun
@@ -55,9 +55,9 @@ def _tune(
     on_hosts: dict[str, Any],
 ) -> dict[str, Any]:
     click.echo("checking the run, the model and the data ...", err=True)
-    from zerofit.cli.launch_hosts import find_hosts
-    from zerofit.cli.tune_job import TuneJob
-    from zerofit.cli.tune_write import answer_of, find_output, write_results
+    from zerofit.app.clusters.hosts import find_hosts
+    from zerofit.app.tuning.job import TuneJob
+    from zerofit.app.tuning.result import answer_of, find_output, write_results
 
     output = find_output(flags.pop("output", None))
     words = host_arguments(on_hosts)
@@ -69,17 +69,17 @@ def _tune(
 
 def tuned(job: TuneJob, most: int, minutes: float) -> Search:
     """All trials of a job: those that are known, and new ones until there are `most`, or the time is over."""
-    from zerofit.cli.progress import Line
-    from zerofit.cli.tune_kept import Kept
-    from zerofit.cli.tune_trial import run_trial
+    from zerofit.app.tuning.trial import run_trial
+    from zerofit.app.tuning.trial_store import TrialStore
+    from zerofit.cli.progress import StatusLine
     from zerofit.tune.search import Search
 
-    deadline, kept = time.monotonic() + 60 * minutes, Kept(job)
+    deadline, kept = time.monotonic() + 60 * minutes, TrialStore(job)
     search = Search(job.candidates, kept.trials())
     if search.trials:
         click.echo(f"note: {len(search.trials)} trials of this run are known ({kept.path})", err=True)
     click.echo(f"{len(job.candidates)} configurations fit by the forecast", err=True)
-    with Line() as line:
+    with StatusLine() as line:
         while len(search.trials) < most and deadline - time.monotonic() > LEAST_S:
             candidate = search.next()
             if candidate is None:

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 
 QUIET_S = 15.0  # without a terminal, a phase that lasts says so this often
 
 
-class Tail:
+class JsonlTail:
     """Whole lines of a growing JSON lines file, each once; not those that it has by now."""
 
     def __init__(self, path: Path):
@@ -36,11 +36,11 @@ class Tail:
                 yield json.loads(line)
 
 
-class View:
+class RunView:
     """Shows a run's events and metrics while they are written."""
 
     def __init__(self, folder: RunFolder, log_every: int):
-        self._metrics, self._events = Tail(folder.metrics), Tail(folder.events)
+        self._metrics, self._events = JsonlTail(folder.metrics), JsonlTail(folder.events)
         self._log_every = log_every
         self._console = Console(stderr=True, highlight=False)
         self._live = sys.stderr.isatty()
@@ -59,7 +59,7 @@ class View:
         self._ranks = ""
         self._phase, self._since = "", time.monotonic()
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RunView:
         self._bar.start()
         return self
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.compare.work import Work, batch_norms
+from zerofit.compare.benchmark_task import BenchmarkTask, batch_norms
 
 NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 
 
-def train_to_target(work: Work) -> dict[str, Any]:
+def train_to_target(work: BenchmarkTask) -> dict[str, Any]:
     """The curve over the epochs; seconds are those of training, without evaluations and measurements of noise.
 
     An epoch ends with the step that completes it, so that every size sees as many samples, but for less than a batch.
@@ -44,7 +44,7 @@ def train_to_target(work: Work) -> dict[str, Any]:
     return {"curve": curve, "noise_scale": noise.scale}
 
 
-def _now(work: Work) -> float:
+def _now(work: BenchmarkTask) -> float:
     if work.device.type == "cuda":
         torch.cuda.synchronize(work.device)
     return time.perf_counter()
@@ -60,7 +60,7 @@ class Noise:
     def __init__(self) -> None:
         self._half, self._whole, self._sizes = list[float](), list[float](), (0, 0)
 
-    def of_half(self, work: Work, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    def of_half(self, work: BenchmarkTask, model: nn.Module, x: Tensor, y: Tensor) -> None:
         """The gradient over the first half of a batch, which is not trained with; running statistics stay."""
         half = len(x) // 2
         if half == 0:

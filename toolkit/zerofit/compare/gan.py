@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 
-class Pair(nn.Module):
+class GanPair(nn.Module):
     """Images with planes of noise below them (batch, channels + planes, size, size) to a loss a sample (batch,).
 
     Both networks step at once: the discriminator's loss does not reach the generator, and the generator's reaches the

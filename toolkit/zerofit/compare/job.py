@@ -14,7 +14,7 @@ WARM = 3  # steps that are not timed: connections, caches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class CompareJob:
     """One measurement. Written as JSON for the processes that do it."""
 
     strategy: str
@@ -47,6 +47,6 @@ class Job:
         path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls, path: Path) -> CompareJob:
         """From JSON."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))

@@ -13,7 +13,7 @@ from zerofit.compare.job import WARM
 from zerofit.spec.flows import Flow, flows
 
 
-class Measure:
+class StrategyMeter:
     """Begins before the model is built; what comes after the last step is not in it."""
 
     def __init__(self, device: torch.device):

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zerofit.compare.batch_size import train_to_target
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, batch_norms
 from zerofit.compare.catalog import STRATEGIES
-from zerofit.compare.job import Job
-from zerofit.compare.work import NotHereError, Work, batch_norms
+from zerofit.compare.job import CompareJob
 from zerofit.models.catalog import ModelError
 
 REFERENCE = "single.safetensors"  # beside the strategies' folders
@@ -29,7 +29,7 @@ REFERENCE = "single.safetensors"  # beside the strategies' folders
 def main() -> None:
     """Do this process's part."""
     folder, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
-    job = Job.read(folder / "job.json")
+    job = CompareJob.read(folder / "job.json")
     try:
         word = _measured(job, folder, rank)
     except (NotHereError, ModelError) as reason:
@@ -45,8 +45,8 @@ def main() -> None:
     os._exit(1 if "error" in word else 0)  # tearing process groups down takes seconds
 
 
-def _measured(job: Job, folder: Path, rank: int) -> dict[str, Any]:
-    work = Work(job, folder, rank)
+def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
+    work = BenchmarkTask(job, folder, rank)
     if job.epochs:
         return train_to_target(work)
     strategy = STRATEGIES[job.strategy]
@@ -59,7 +59,7 @@ def _measured(job: Job, folder: Path, rank: int) -> dict[str, Any]:
     return word
 
 
-def _judged(work: Work, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict[str, Any]:
     """Loss and accuracy of the trained model, and how far its weights are from the single device's."""
     model = work.model()
     model.load_state_dict(state)

@@ -7,9 +7,9 @@ from typing import Any
 
 from zerofit.check.dotted import get, leaves
 from zerofit.check.subject import ZERO
+from zerofit.config.derived_sizes import SIZES
 from zerofit.config.resolve import Decision
-from zerofit.config.sizes import SIZES
-from zerofit.spec.facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts
 
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",

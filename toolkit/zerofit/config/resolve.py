@@ -11,14 +11,14 @@ from zerofit.check.document import Document
 from zerofit.check.dotted import autos, drop, get, put
 from zerofit.check.finding import Finding
 from zerofit.config.batch import solve
-from zerofit.config.examine import examine
-from zerofit.config.pairs import OPTIMIZER_TYPES, PAIRS, merge
-from zerofit.config.refuse import check_combination, check_optimizer
-from zerofit.config.sizes import SIZES
+from zerofit.config.derived_sizes import SIZES
+from zerofit.config.json_findings import examine
+from zerofit.config.merge import OPTIMIZER_TYPES, PAIRS, merge
+from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
-from zerofit.spec.facts import Machine, ModelFacts
 from zerofit.spec.layout import Batch, Layout
-from zerofit.spec.load import Asked
+from zerofit.spec.load import RunRequest
+from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.run import RunSpec
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
@@ -35,7 +35,7 @@ class Decision:
     warnings: tuple[Finding, ...] = ()  # about the JSON
 
 
-def decide(asked: Asked, document: Document, ds_place: str, machine: Machine, problems: Problems) -> Decision:
+def decide(asked: RunRequest, document: Document, ds_place: str, machine: Machine, problems: Problems) -> Decision:
     """Check the JSON, settle degrees, batch sizes, precision and optimizer; notes what is wrong in `problems`.
 
     Where the JSON has errors of its own, those are noted, and the answer is of no use.
@@ -65,7 +65,7 @@ def decide(asked: Asked, document: Document, ds_place: str, machine: Machine, pr
 
 
 def _layout(
-    asked: Asked, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
+    asked: RunRequest, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
 ) -> Layout:
     run = asked.run
     tp, pp, sp = merged.get("tensor_parallel", 1), run.pipeline, merged.get("sequence_parallel", 1)

@@ -23,7 +23,7 @@ NAMED = 20  # problems that an error lists
 CHUNK_BYTES = 1 << 22
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Consecutive text of one document."""
 
     text: str
@@ -52,7 +52,7 @@ class Source(ABC):
         """Hash all content and count the documents. Raises UserError "empty-data"."""
 
     @abstractmethod
-    def pieces(self, documents: int) -> Iterator[Piece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
         """All text, never more than a few MB (or one jsonl line) at a time. Raises UserError with every bad place."""
 
     def size_bytes(self) -> int | None:
@@ -73,15 +73,15 @@ def held_out_hash(names: Iterable[str], documents: int) -> int:
     return held_out_limit(hashes, HELD_OUT)
 
 
-def split_text(name: str, text: str, limit: int) -> Iterator[Piece]:
+def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
     """One document as one piece, or, where documents are few, as its first 95 % and the rest."""
     if limit >= 0:
-        yield Piece(text, name_hash(name) <= limit, True)
+        yield TextPiece(text, name_hash(name) <= limit, True)
         return
     cut = round(len(text) * (1 - HELD_OUT))
     cut = text.find("\n", cut, len(text) - 1) + 1 or cut
-    yield Piece(text[:cut], False, True)
-    yield Piece(text[cut:], True, True)
+    yield TextPiece(text[:cut], False, True)
+    yield TextPiece(text[cut:], True, True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class FileSource(Source):
         """The sum of the files' sizes."""
         return sum(path.stat().st_size for _, path in self.files)
 
-    def pieces(self, documents: int) -> Iterator[Piece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See Source.pieces; files that are not UTF-8 are named with line and column."""
         limit = held_out_hash((name for name, _ in self.files), documents)
         problems: list[Problem] = []
@@ -118,7 +118,7 @@ class FileSource(Source):
         if problems:
             raise UserError(*problems)
 
-    def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[Piece]:
+    def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[TextPiece]:
         size = path.stat().st_size
         if limit >= 0:
             yield from _segment(path, 0, size, self.errors, held_out=name_hash(name) <= limit)
@@ -140,7 +140,7 @@ def _cut_at_line(path: Path, wanted: int, size: int) -> int:
     return wanted + inside
 
 
-def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[Piece]:
+def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
     """Bytes start..stop of a file, in pieces that end with a line where lines are not absurdly long."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     with path.open("rb") as file:
@@ -149,7 +149,7 @@ def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) 
             raw = file.read(min(CHUNK_BYTES, stop - start))
             raw += file.readline(min(CHUNK_BYTES, stop - start - len(raw)))
             start = start + len(raw) if raw else stop
-            yield Piece(decoder.decode(raw, final=start >= stop), held_out, start >= stop)
+            yield TextPiece(decoder.decode(raw, final=start >= stop), held_out, start >= stop)
 
 
 def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:

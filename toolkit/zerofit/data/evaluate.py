@@ -41,12 +41,12 @@ def eval_batches(
     Every rank gets the same number of batches of `micro` samples. What is missing in the last ones is filled with
     samples seen before, whose labels are all -100 and whose `real` is False. `workers`: see `micro_batches`.
     """
-    maker = _Share(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
+    maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
     return made(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers)
 
 
 @dataclass(frozen=True)
-class _Share:
+class _EvalShare:
     dataset: Dataset
     dp_rank: int
     dp: int

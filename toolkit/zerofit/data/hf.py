@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.data.documents import NAMED, Piece, Source, Survey, held_out_hash, split_text
+from zerofit.data.documents import NAMED, Source, Survey, TextPiece, held_out_hash, split_text
 from zerofit.data.hashing import text_digest
 from zerofit.data.hub import hub_if_reachable
 from zerofit.data.progress import Progress
@@ -76,15 +76,15 @@ class HfSource(Source):
         """The fingerprint stands for the content: reading it again would find nothing new."""
         return Survey(self.fingerprint(), len(self.train))
 
-    def pieces(self, documents: int) -> Iterator[Piece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See Source.pieces; rows whose field is no string are named."""
         problems: list[Problem] = []
         limit = held_out_hash(map(str, range(documents)), documents)
         for row, text in self._rows(self.train, "train", problems):
             whole = self.valid is not None
-            yield from [Piece(text, False, True)] if whole else split_text(str(row), text, limit)
+            yield from [TextPiece(text, False, True)] if whole else split_text(str(row), text, limit)
         for _, text in self._rows(self.valid, "validation", problems) if self.valid is not None else ():
-            yield Piece(text, True, True)
+            yield TextPiece(text, True, True)
         if problems:
             raise UserError(*problems)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from zerofit.data.base import Dataset, TaskName
 from zerofit.data.imagefolder import open_imagefolder
-from zerofit.data.opened import Images
+from zerofit.data.opened import OpenedImages
 from zerofit.data.paths import data_root
 from zerofit.data.pixels import PixelImages, Scaling
 from zerofit.data.progress import Progress
@@ -19,7 +19,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run import RunSpec
 
 
-def open_digits(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> Images:
+def open_digits(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
     """scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
     from sklearn.datasets import load_digits
 
@@ -35,7 +35,7 @@ def open_digits(run: RunSpec, argument: str, task: TaskName, progress: Progress)
         PixelImages(pixels=pixels[part], labels=labels[part], scaling=scaling, size=run.image_size or 8)
         for part in (~held_out, held_out)
     ]
-    return Images(train=parts[0], valid=parts[1], channels=1, size=run.image_size or 8, classes=10)
+    return OpenedImages(train=parts[0], valid=parts[1], channels=1, size=run.image_size or 8, classes=10)
 
 
 def _stratified_fifth(labels: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class VisionSet:
     mib: int = 0  # how much is downloaded
 
 
-def open_vision_set(word: str, run: RunSpec, argument: str, task: TaskName, progress: Progress) -> Images:
+def open_vision_set(word: str, run: RunSpec, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
     """One of torchvision's sets, from --data-root; fetched into it when --download is given.
 
     Raises UserError "data-missing" or "download".
@@ -77,7 +77,7 @@ def open_vision_set(word: str, run: RunSpec, argument: str, task: TaskName, prog
         augmented = {"shift": 0 if task == "gan" else facts.shift, "mirror": facts.mirror} if train else {}
         size = size or pixels.shape[-1]
         splits.append(PixelImages(pixels=pixels, labels=labels, scaling=scaling, size=size, **augmented))
-    return Images(train=splits[0], valid=splits[1], channels=len(facts.mean), size=size, classes=10)
+    return OpenedImages(train=splits[0], valid=splits[1], channels=len(facts.mean), size=size, classes=10)
 
 
 def _fetch(word: str, facts: VisionSet, run: RunSpec, progress: Progress) -> None:
@@ -125,11 +125,11 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def open_synthetic_images(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> Images:
+def open_synthetic_images(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
     """Made-up 3-channel images, 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size. Learnable."""
     classes, size = parse_size(argument, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
-    return Images(
+    return OpenedImages(
         train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), channels=3, size=size, classes=classes
     )
 
@@ -147,7 +147,7 @@ VISION_SETS: dict[str, VisionSet] = {
     ),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[RunSpec, str, TaskName, Progress], Images]] = {
+IMAGE_SOURCES: dict[str, Callable[[RunSpec, str, TaskName, Progress], OpenedImages]] = {
     "digits": open_digits,
     "mnist": partial(open_vision_set, "mnist"),
     "fashion-mnist": partial(open_vision_set, "fashion-mnist"),

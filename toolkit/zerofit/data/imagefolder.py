@@ -12,7 +12,7 @@ import numpy as np
 from zerofit.data.base import Dataset, TaskName
 from zerofit.data.hashing import held_out_limit, name_hash
 from zerofit.data.image_check import ImageFile, refuse_or_skip, unreadable
-from zerofit.data.opened import Images
+from zerofit.data.opened import OpenedImages
 from zerofit.data.pixels import Scaling
 from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError
@@ -24,7 +24,7 @@ VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
 
 
-def open_imagefolder(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> Images:
+def open_imagefolder(run: RunSpec, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
     """PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
 
     Without such a folder a tenth of the files, by the hash of their relative names, is held out. Each file is decoded
@@ -45,7 +45,7 @@ def open_imagefolder(run: RunSpec, argument: str, task: TaskName, progress: Prog
     make = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
     if task == "gan":
         make = replace(make, scaling=Scaling.symmetric(3, 255))
-    return Images(
+    return OpenedImages(
         train=_with_files(make, train, classes, "gan" if task == "gan" else "train"),
         valid=_with_files(make, valid, classes, "valid"),
         channels=3,

@@ -23,7 +23,7 @@ _ALIGNMENT = 64  # bytes: of torch's own allocations, which kernels may depend o
 _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
 
 
-class Maker(Protocol):
+class BatchMaker(Protocol):
     """Makes the batch that belongs to an item."""
 
     def __getitem__(self, item: object) -> dict: ...
@@ -86,12 +86,12 @@ def _in_a_block(batch: dict) -> int:
     return max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if lies_alike else 1
 
 
-def made(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
+def made(maker: BatchMaker, items: Iterable, workers: int) -> Iterator[dict]:
     """`maker[item]` for each item, in order: here, or in `workers` processes."""
     return _from_processes(maker, items, workers) if workers else map(maker.__getitem__, items)
 
 
-def _from_processes(maker: Maker, items: Iterable, workers: int) -> Iterator[dict]:
+def _from_processes(maker: BatchMaker, items: Iterable, workers: int) -> Iterator[dict]:
     import multiprocessing
 
     import torch

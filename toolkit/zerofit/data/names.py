@@ -10,7 +10,7 @@ from zerofit.spec.errors import Problem, UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class SourceKind:
     """One kind of data source."""
 
     media: frozenset[str]  # "image", "text" or both
@@ -74,15 +74,15 @@ def _path_hint(data: str) -> str:
 
 _IMAGE, _TEXT = frozenset({"image"}), frozenset({"text"})
 
-KINDS: dict[str, Kind] = {
-    "digits": Kind(media=_IMAGE),
-    "mnist": Kind(media=_IMAGE),
-    "fashion-mnist": Kind(media=_IMAGE),
-    "cifar10": Kind(media=_IMAGE),
-    "imagefolder": Kind(media=_IMAGE, argument="PATH", required=True),
-    "pysource": Kind(media=_TEXT),
-    "text": Kind(media=_TEXT, argument="GLOB", required=True),
-    "jsonl": Kind(media=_TEXT, argument="GLOB", required=True),
-    "hf": Kind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
-    "synthetic": Kind(media=_IMAGE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
+KINDS: dict[str, SourceKind] = {
+    "digits": SourceKind(media=_IMAGE),
+    "mnist": SourceKind(media=_IMAGE),
+    "fashion-mnist": SourceKind(media=_IMAGE),
+    "cifar10": SourceKind(media=_IMAGE),
+    "imagefolder": SourceKind(media=_IMAGE, argument="PATH", required=True),
+    "pysource": SourceKind(media=_TEXT),
+    "text": SourceKind(media=_TEXT, argument="GLOB", required=True),
+    "jsonl": SourceKind(media=_TEXT, argument="GLOB", required=True),
+    "hf": SourceKind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
+    "synthetic": SourceKind(media=_IMAGE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
 }

@@ -8,7 +8,7 @@ from zerofit.data.base import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
-class Images:
+class OpenedImages:
     """Two splits of square images and the facts a model's shape depends on."""
 
     train: Dataset

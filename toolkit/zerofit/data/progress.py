@@ -11,7 +11,7 @@ from typing import Protocol
 LINE_EVERY_S = 5.0
 
 
-class Task(Protocol):
+class ProgressTask(Protocol):
     """One piece of work under way."""
 
     def advance(self, n: int = 1) -> None:
@@ -21,7 +21,7 @@ class Task(Protocol):
 class Progress(Protocol):
     """Shows pieces of work."""
 
-    def task(self, text: str, total: int | None, unit: str) -> AbstractContextManager[Task]:
+    def task(self, text: str, total: int | None, unit: str) -> AbstractContextManager[ProgressTask]:
         """Show `text` while the context lasts; `total` units in all (None: unknown), "bytes" are shown as MB."""
 
 
@@ -34,7 +34,7 @@ class NullProgress:
     """Shows nothing; for ranks other than the first, and for tests."""
 
     @contextmanager
-    def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
+    def task(self, text: str, total: int | None, unit: str) -> Iterator[ProgressTask]:
         """Do nothing while the context lasts."""
         yield _Silent()
 
@@ -77,7 +77,7 @@ class RichProgress:
     """A bar on standard error when that is a terminal, plain lines otherwise."""
 
     @contextmanager
-    def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
+    def task(self, text: str, total: int | None, unit: str) -> Iterator[ProgressTask]:
         """Show `text` with its progress, time and, where `total` is known, the time left."""
         if not sys.stderr.isatty():
             lines = _Lines(text, total, unit)

@@ -13,9 +13,9 @@ from pathlib import Path
 from zerofit.data.documents import (
     NAMED,
     FileSource,
-    Piece,
     Source,
     Survey,
+    TextPiece,
     files_fingerprint,
     hash_files,
     held_out_hash,
@@ -105,7 +105,7 @@ class JsonlSource(Source):
         """The sum of the files' sizes."""
         return sum(path.stat().st_size for _, path in self.files)
 
-    def pieces(self, documents: int) -> Iterator[Piece]:
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See Source.pieces; up to 20 bad lines are named file:line:column."""
         limit = held_out_hash((f"{name}:{number}" for name, _, number, _ in self._lines()), documents)
         problems: list[Problem] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.documents import Piece, Source
+from zerofit.data.documents import Source, TextPiece
 from zerofit.data.files import write_aside
 from zerofit.data.hashing import text_digest
 from zerofit.data.locks import waiting_lock
@@ -114,9 +114,9 @@ def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
     """Lists large enough to keep a tokenizer's threads busy, small enough for any memory."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)

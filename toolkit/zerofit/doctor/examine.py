@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofit.doctor import expected, standing
+from zerofit.doctor import host_checks, rated_speeds
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.conversation import Conversation
-from zerofit.doctor.measured import Job, together
+from zerofit.doctor.measured import MeasurementJob, together
 from zerofit.doctor.ops import examine_ops, lost
-from zerofit.doctor.preflight import Asked, Preflight, preflight
+from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import INSIDE, ask_all, conversations
 from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ExamineOptions:
     """How far to go."""
 
     ssh_port: int | None = None
@@ -32,18 +32,18 @@ class Wanted:
     measure: bool = True
 
 
-def examine(hosts: Sequence[Host], wanted: Wanted, say: Say) -> list[Check]:
+def examine(hosts: Sequence[Host], wanted: ExamineOptions, say: Say) -> list[Check]:
     """Everything; hosts that cannot be reached are among the checks."""
     say(f"asking {len(hosts)} host(s)")
-    first = preflight(hosts, Asked(ssh_port=wanted.ssh_port, compilers=True))
+    first = preflight(hosts, PreflightRequest(ssh_port=wanted.ssh_port, compilers=True))
     checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
     for name, facts in first.facts.items():
-        checks += standing.checks(name, facts, many=len(hosts) > 1)
+        checks += host_checks.checks(name, facts, many=len(hosts) > 1)
     reached = [host for host in hosts if host.name in first.facts]
     return checks + asyncio.run(_inside(reached, first, wanted, say))
 
 
-async def _inside(hosts: list[Host], first: Preflight, wanted: Wanted, say: Say) -> list[Check]:
+async def _inside(hosts: list[Host], first: Preflight, wanted: ExamineOptions, say: Say) -> list[Check]:
     async with conversations([host.name for host in hosts], wanted.ssh_port, INSIDE) as opened:
         there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
         checks = [lost(name, "torch", one) for name, one in opened.items() if isinstance(one, Unreachable)]
@@ -66,8 +66,8 @@ async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Pr
             checks.append(Check(name="measurement", host=host.name, status=FAIL, value=answer["error"]))
         else:
             ranks = len(answer["ranks"])
-            checks += expected.local(host.name, facts, together(answer["ranks"]), ranks)
-            checks += expected.nvme(host.name, answer["nvme"])
+            checks += rated_speeds.local(host.name, facts, together(answer["ranks"]), ranks)
+            checks += rated_speeds.nvme(host.name, answer["nvme"])
     well = not any(check.status == FAIL for check in checks)
     if len(hosts) > 1 and first.master_address and well:
         checks += await _across(hosts, there, first, say)
@@ -80,7 +80,7 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
 
 def _question(host: Host, facts: dict[str, Any]) -> dict[str, Any]:
     ranks = _ranks(host, facts)
-    job = Job(ranks=ranks, threads=max(1, facts["cores"]["usable"] // ranks), seconds=SECONDS)
+    job = MeasurementJob(ranks=ranks, threads=max(1, facts["cores"]["usable"] // ranks), seconds=SECONDS)
     return {"ask": "measure", "job": asdict(job), "local": ranks, "interface": None}
 
 
@@ -90,7 +90,7 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
     questions = {}
     for number, host in enumerate(hosts):
         threads = max(1, first.facts[host.name]["cores"]["usable"] // local[number])
-        job = Job(
+        job = MeasurementJob(
             rank=sum(local[:number]),
             ranks=sum(local),
             threads=threads,
@@ -111,4 +111,4 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
         figures += answer["ranks"]
     slowest = {"link": min(f["link"] for f in figures), "link_latency_s": max(f["link_latency_s"] for f in figures)}
     name = hosts[0].name
-    return list(expected.across(name, first.facts[name], slowest, first.interfaces.get(name)))
+    return list(rated_speeds.across(name, first.facts[name], slowest, first.interfaces.get(name)))

@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import compilers, gpus, network, places, software, system
+from zerofit.doctor import compilers, gpus, network, run_folder_probe, software, system
 from zerofit.doctor.serve import Say, serve
-from zerofit.launch.leftovers import end_all
+from zerofit.launch.orphans import end_all
 
 LIFE_S = 120
 
@@ -57,7 +57,7 @@ def _of(path: str | None, work: Any) -> Any:
 
 
 def _look(path: Path, token: str, stack: ExitStack) -> dict[str, Any]:
-    place = places.Place(path, token)
+    place = run_folder_probe.RunFolderProbe(path, token)
     stack.callback(place.clear)
     return place.look()
 

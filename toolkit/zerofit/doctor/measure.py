@@ -1,6 +1,6 @@
 """What this machine's ranks reach, measured by as many processes at once as a run would start.
 
-Run as `python -m zerofit.doctor.measure JOB` with a `Job` as JSON; each writes its figures to the job's folder.
+Run as `python -m zerofit.doctor.measure JOB`, a `MeasurementJob` as JSON; each writes its figures to the job's folder.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from zerofit.doctor.disk import measure_disk
-from zerofit.doctor.measured import Job
+from zerofit.doctor.measured import MeasurementJob
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
 PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
 
 
-def measure(job: Job) -> dict[str, object]:
+def measure(job: MeasurementJob) -> dict[str, object]:
     """All figures of one rank; ranks measure the same thing at the same time."""
     rank, ranks, budget_s, folder = job.rank, job.ranks, job.seconds, Path(job.folder)
     device = torch.device("cuda", job.device) if torch.cuda.is_available() else torch.device("cpu")
@@ -137,7 +137,7 @@ def _fixed(work: Callable[[], object], count: int, device: torch.device) -> floa
     return statistics.median(taken)
 
 
-def main(job: Job) -> None:
+def main(job: MeasurementJob) -> None:
     """Measure as one rank and leave the figures in the folder."""
     torch.set_num_threads(job.threads)
     cuda, folder = torch.cuda.is_available(), Path(job.folder)
@@ -159,4 +159,4 @@ def main(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))
+    main(MeasurementJob(**json.loads(sys.argv[1])))

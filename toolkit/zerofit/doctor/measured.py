@@ -22,7 +22,7 @@ Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class MeasurementJob:
     """What one rank is to measure; see `measure`."""
 
     rank: int = 0
@@ -35,7 +35,9 @@ class Job:
     collectives_only: bool = False
 
 
-def measured(first: Job, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None) -> list[Figures]:
+def measured(
+    first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
+) -> list[Figures]:
     """What each of `local` ranks of this host has measured; `first` is the first one's job. Raises RunFailed.
 
     The disk that is measured is the cache's.
@@ -54,16 +56,19 @@ def measured(first: Job, local: int, say: Callable[[str], None], env: Mapping[st
         return [json.loads((Path(name) / f"rank-{job.rank}.json").read_text()) for job in jobs]
 
 
-def _started(job: Job, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """One rank, which the kernel ends with this process."""
     module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
-    command = [sys.executable, "-P", "-m", "zerofit.launch.parent", str(os.getpid()), module, argument]
+    command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
     with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
 
 
 def _watch(
-    jobs: Sequence[Job], processes: Sequence[subprocess.Popen[bytes]], folder: Path, say: Callable[[str], None]
+    jobs: Sequence[MeasurementJob],
+    processes: Sequence[subprocess.Popen[bytes]],
+    folder: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Wait for all; the first that fails ends the measurement. Raises RunFailed."""
     end = time.monotonic() + LIMIT_S

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import compare, routes, storage
+from zerofit.doctor import compare, routes, shared_folder_checks
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.clocks import clock
 from zerofit.doctor.facts import collect
-from zerofit.doctor.places import left_token
 from zerofit.doctor.remote import Conversation, ask_all, conversations
+from zerofit.doctor.run_folder_probe import left_token
 from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
 
@@ -22,7 +22,7 @@ MARK_S = 3.0  # for a file of another host's to be seen here; network file syste
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PreflightRequest:
     """What the hosts are asked about; None leaves that check out."""
 
     run_folder: Path | None = None  # exists on the asking side; has to be the same folder everywhere
@@ -58,7 +58,7 @@ class Preflight:
         return any(check.status == FAIL for check in self.checks)
 
 
-def preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
+def preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
     """Ask all hosts at the same time and compare them with each other and with this side.
 
     Raises OSError where the run folder cannot be written on this side.
@@ -66,7 +66,7 @@ def preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
     return asyncio.run(_preflight(hosts, asked))
 
 
-async def _preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
+async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Preflight:
     names = [host.name for host in hosts]
     with ExitStack() as stack:
         question: dict[str, Any] = {
@@ -91,8 +91,8 @@ async def _preflight(hosts: Sequence[Host], asked: Asked) -> Preflight:
         checks = [_unreached(name, lost[name]) for name in names if name in lost]
         checks += compare.checks(hosts, facts, await own, asked.accelerator)
         if asked.run_folder is not None:
-            checks += storage.folders(facts, asked.run_folder, seen)
-            checks += storage.disk(facts, asked.checkpoint_bytes)
+            checks += shared_folder_checks.folders(facts, asked.run_folder, seen)
+            checks += shared_folder_checks.disk(facts, asked.checkpoint_bytes)
         checks += [clock(name, one.clock_s, one.clock_error_s) for name, one in there.items()]
         checks += found.checks
     order = {name: number for number, name in enumerate(names)}

@@ -21,7 +21,7 @@ from zerofit.launch.hostfile import NAME
 
 CONNECT_S = 5  # of one attempt of ssh's
 LINE_BYTES = 2**22
-FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.inside"  # without torch, and with it
+FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # without torch, and with it
 HERE = ("localhost", "127.0.0.1", "::1")
 
 

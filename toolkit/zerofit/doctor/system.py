@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.leftovers import mark_of, others
+from zerofit.launch.orphans import mark_of, others
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")

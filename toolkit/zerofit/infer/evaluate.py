@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.data import Data, Progress, default_workers, eval_batches, eval_indices
+from zerofit.infer.activation_memory import working
 from zerofit.infer.failures import failures, guarded
-from zerofit.infer.figures import Figures
+from zerofit.infer.figures import EvalFigures
 from zerofit.infer.limits import Device
-from zerofit.infer.working import working
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.errors import Problem, RunFailed, UserError
 
@@ -23,7 +23,7 @@ LONGEST_LOSS = 700.0  # exp() of more overflows
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    figures: Figures,
+    figures: EvalFigures,
     data: Data,
     micro: int,
     limit: int | None,
@@ -51,7 +51,9 @@ def evaluate(
     return _shown(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
 
-def working_bytes(model: nn.Module, figures: Figures, inputs: Inputs, micro: int, device: Device, whose: str) -> int:
+def working_bytes(
+    model: nn.Module, figures: EvalFigures, inputs: Inputs, micro: int, device: Device, whose: str
+) -> int:
     """Bytes that evaluating `micro` samples takes beside the weights of this empty model; 0 where it cannot be known.
 
     Raises UserError where the model cannot take such samples.
@@ -74,7 +76,7 @@ def working_bytes(model: nn.Module, figures: Figures, inputs: Inputs, micro: int
         raise UserError(problem) from error
 
 
-def _counts(model: nn.Module, figures: Figures, x: Tensor, labels: Tensor, device: torch.device) -> Tensor:
+def _counts(model: nn.Module, figures: EvalFigures, x: Tensor, labels: Tensor, device: torch.device) -> Tensor:
     x = x.to(device, figures.dtype) if x.is_floating_point() else x.to(device)
     return figures(model, x, labels.to(device)).cpu()
 
@@ -87,7 +89,7 @@ def _example(inputs: Inputs, micro: int, dtype: torch.dtype, device: torch.devic
     return x, torch.zeros_like(x)
 
 
-def _shown(sums: list[float], figures: Figures, inputs: Inputs, samples: int, seconds: float) -> dict[str, Any]:
+def _shown(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> dict[str, Any]:
     total, targets, right, near = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):

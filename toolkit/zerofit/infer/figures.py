@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zerofit.data import IGNORED
-from zerofit.infer.saved import Saved
+from zerofit.infer.saved_model import SavedModel
 from zerofit.models.build import forward_logits
 
 CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
@@ -20,7 +20,7 @@ TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class EvalFigures:
     """How a batch's outputs are judged."""
 
     task: str
@@ -57,11 +57,11 @@ class Figures:
         return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
 
 
-def figures_of(saved: Saved, model: nn.Module, dtype: torch.dtype) -> Figures:
+def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype) -> EvalFigures:
     """How this model is judged, its weights being of this type."""
     own_loss = saved.own and "labels" in inspect.signature(model.forward).parameters
     loss = saved.about.loss if saved.about else None
-    return Figures(task=saved.task, dtype=dtype, own=saved.own, own_loss=own_loss, loss=loss)
+    return EvalFigures(task=saved.task, dtype=dtype, own=saved.own, own_loss=own_loss, loss=loss)
 
 
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:

@@ -12,23 +12,27 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
+from zerofit.infer.activation_memory import working
 from zerofit.infer.failures import failures, guarded
+from zerofit.infer.generation_request import GenerationRequest
 from zerofit.infer.limits import Device
-from zerofit.infer.wish import Wish
-from zerofit.infer.working import working
 
 UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, wish: Wish, decode: Callable[[list[int]], str], device: torch.device, say: Callable[[str], None]
+    model: nn.Module,
+    wish: GenerationRequest,
+    decode: Callable[[list[int]], str],
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """What follows the prompt: text, tokens (new ones), tokens_per_s. `say` gets each piece of text as it comes.
 
     The same seed gives the same text. Raises RunFailed out of memory.
     """
-    stream = _Stream(decode, wish.ends, say)
+    stream = _TextStreamer(decode, wish.ends, say)
     prompt = torch.tensor([wish.prompt], device=device)
     torch.manual_seed(wish.seed)
     start = time.perf_counter()
@@ -44,7 +48,7 @@ def generate(
     return {"text": stream.text, "tokens": count, "tokens_per_s": count / max(seconds, 1e-9)}
 
 
-def _config(wish: Wish) -> GenerationConfig:
+def _config(wish: GenerationRequest) -> GenerationConfig:
     draw: dict[str, Any] = {"do_sample": False}
     if wish.temperature > 0:
         draw = {"do_sample": True, "temperature": wish.temperature, "top_p": wish.top_p, "top_k": 0}
@@ -53,7 +57,7 @@ def _config(wish: Wish) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=wish.most, eos_token_id=ends, pad_token_id=pad, use_cache=True, **draw)
 
 
-def working_bytes(model: nn.Module, wish: Wish, device: Device) -> int:
+def working_bytes(model: nn.Module, wish: GenerationRequest, device: Device) -> int:
     """Bytes beside the weights of this empty model: the forward of the prompt, and the KV cache of all tokens.
 
     While a token is added, the cache of one layer is there twice.
@@ -74,7 +78,7 @@ def _cached(fake: nn.Module, length: int, device: torch.device) -> Iterable[Tens
     return [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 
-class _Stream(BaseStreamer):
+class _TextStreamer(BaseStreamer):
     """Takes tokens as transformers draws them and says their text, whole characters only."""
 
     def __init__(self, decode: Callable[[list[int]], str], ends: frozenset[int], say: Callable[[str], None]):

@@ -16,14 +16,14 @@ FLAG = "--max-memory"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class MemoryLimits:
     """Bytes that may be taken."""
 
     memory: dict[Device, int]  # of GPUs, by number, and of the CPU; one that is not named is not used
     disk: int | None = None  # of weights that stay on the disk; None: as many as there are
 
 
-def read_limits(text: str | None) -> Limits:
+def read_limits(text: str | None) -> MemoryLimits:
     """Limits out of "0=20GiB,cpu=60GiB", or most of what is free where nothing is said.
 
     A device that is not named is not used; the disk is, unless "disk=0" is among them. Raises UserError with all that
@@ -34,7 +34,7 @@ def read_limits(text: str | None) -> Limits:
     gpus = torch.cuda.device_count()
     if text is None:
         free: dict[Device, int] = {n: int(SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(gpus)}
-        return Limits(memory={**free, "cpu": int(SHARE * _free_host())})
+        return MemoryLimits(memory={**free, "cpu": int(SHARE * _free_host())})
     found: dict[Device, int] = {}
     problems = Problems()
     for part in text.split(","):
@@ -48,7 +48,7 @@ def read_limits(text: str | None) -> Limits:
     if not any(found.values()):
         hint = "give a device memory, such as cpu=8GiB: layers on the disk are taken into it one by one"
         raise UserError(Problem(kind="bad-value", message=f"{FLAG} {text} names no memory", hint=hint, where=FLAG))
-    return Limits(memory=found, disk=disk)
+    return MemoryLimits(memory=found, disk=disk)
 
 
 def _pair(part: str, gpus: int) -> tuple[Device, int]:

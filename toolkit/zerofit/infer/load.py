@@ -12,17 +12,17 @@ from safetensors import safe_open
 from torch import nn
 
 from zerofit.data import Progress
-from zerofit.infer.empty import loads_whole
+from zerofit.infer.meta_model import loads_whole
 from zerofit.infer.placement import Placement, device_of
 from zerofit.infer.quiet import quiet
-from zerofit.infer.saved import Saved
-from zerofit.infer.weights import Stored
+from zerofit.infer.saved_model import SavedModel
+from zerofit.infer.weights import StoredTensor
 from zerofit.models.hf import AUTO_CLASSES
 from zerofit.spec.errors import Problem, Problems, UserError
 
 
 def load_model(
-    saved: Saved, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, progress: Progress
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, progress: Progress
 ) -> nn.Module:
     """The model with its weights in place, ready to run on `placement.execution_device`.
 
@@ -37,7 +37,9 @@ def load_model(
         return _dispatched(saved, empty, placement, progress)
 
 
-def _transformers(saved: Saved, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path) -> nn.Module:
+def _transformers(
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path
+) -> nn.Module:
     import transformers
 
     try:
@@ -62,7 +64,7 @@ def _transformers(saved: Saved, empty: nn.Module, placement: Placement, dtype: t
     return model
 
 
-def _dispatched(saved: Saved, model: nn.Module, placement: Placement, progress: Progress) -> nn.Module:
+def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, progress: Progress) -> nn.Module:
     """Any other model: tensor by tensor to its device, and hooks for what stays on the disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
@@ -89,11 +91,11 @@ def _dispatched(saved: Saved, model: nn.Module, placement: Placement, progress: 
     )
 
 
-def _by_name(saved: Saved, model: nn.Module) -> dict[str, tuple[str, Stored]]:
+def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, StoredTensor]]:
     """Each name in the model's state_dict with its name and place in the files; tied ones may be there once only."""
     held = saved.weights.tensors
     twins = {name: group for group in find_tied_parameters(model) for name in group}
-    found: dict[str, tuple[str, Stored]] = {}
+    found: dict[str, tuple[str, StoredTensor]] = {}
     missing, problems = [], Problems()
     for name, tensor in model.state_dict().items():
         key = next((n for n in (name, *twins.get(name, ())) if n in held), None)
@@ -109,7 +111,7 @@ def _by_name(saved: Saved, model: nn.Module) -> dict[str, tuple[str, Stored]]:
     return found
 
 
-def _refuse(missing: list[str], saved: Saved) -> None:
+def _refuse(missing: list[str], saved: SavedModel) -> None:
     """Raise UserError where the model has tensors that the files lack."""
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -9,9 +9,9 @@ import torch
 from accelerate import infer_auto_device_map
 from torch import nn
 
-from zerofit.infer.empty import block_classes, loads_whole
 from zerofit.infer.fit import room
-from zerofit.infer.limits import Device, Limits
+from zerofit.infer.limits import Device, MemoryLimits
+from zerofit.infer.meta_model import block_classes, loads_whole
 from zerofit.infer.quiet import quiet
 
 # of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
@@ -19,7 +19,7 @@ SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class DeviceRow:
     """What one device takes, in bytes."""
 
     device: Device
@@ -51,7 +51,7 @@ class Placement:
 
     device_map: dict[str, Device]  # module (or parameter) -> device, for accelerate
     main: Device  # the first GPU, else "cpu": where layers of memory and disk are taken to run
-    rows: tuple[Row, ...]
+    rows: tuple[DeviceRow, ...]
     largest: str  # the module with most weights that is taken to the main device; "" where nothing is
 
     @property
@@ -70,12 +70,12 @@ class Placement:
         return torch.device("cpu" if self.main == "cpu" else f"cuda:{self.main}")
 
 
-def main_device(limits: Limits) -> Device:
+def main_device(limits: MemoryLimits) -> Device:
     """Where a model runs if any of it fits there: the first GPU that may be used, else the CPU."""
     return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
 
 
-def place(model: nn.Module, limits: Limits, working: int) -> Placement:
+def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
     """Spread a model that has no weights yet over GPUs, then memory, then disk, with `working` bytes left to run in.
 
     Only transformers' models go over several GPUs: what other models do between their parts is not known. Where
@@ -122,7 +122,7 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
     return {**device_map, **dict.fromkeys([*left, *single], main)}
 
 
-def _placed(model: nn.Module, device_map: dict[str, Device], limits: Limits, working: int) -> Placement:
+def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimits, working: int) -> Placement:
     gpus = sorted({d for d in device_map.values() if isinstance(d, int)})
     main: Device = gpus[0] if gpus else "cpu"
     weights: dict[Device, int] = dict.fromkeys(device_map.values(), 0) | {main: 0}
@@ -137,7 +137,7 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: Limits, wor
         runs = isinstance(device, int) or device == main
         modules = tuple(name or "all" for name, on in device_map.items() if on == device)
         rows.append(
-            Row(
+            DeviceRow(
                 device=device,
                 modules=modules,
                 weights=weights[device],

@@ -11,23 +11,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zerofit.checkpoint.aside import refuse_small_disk
-from zerofit.checkpoint.published import Part, Published
-from zerofit.checkpoint.safe import load
-from zerofit.checkpoint.shards import Entry, write_file
+from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor
+from zerofit.checkpoint.safe_load import load
+from zerofit.checkpoint.safetensors_writer import TensorEntry, write_file
+from zerofit.checkpoint.staging import refuse_small_disk
 from zerofit.data import Progress
 from zerofit.infer.quiet import quiet
-from zerofit.infer.saved import Saved
-from zerofit.infer.weights import Weights, read_weights
+from zerofit.infer.saved_model import SavedModel
+from zerofit.infer.weights import StoredWeights, read_weights
 
 FILE = "model.safetensors"
 COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halves stacked, the whole
 
 
-class Rewriting:
+class WeightRewrite:
     """What has to be done to a saved model's files so that each forward can read from them; perhaps nothing."""
 
-    def __init__(self, saved: Saved, empty: nn.Module, dtype: torch.dtype):
+    def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype
         self._stored = saved.weights.tensors
         self._merged = _merged(saved, empty)
@@ -43,7 +43,7 @@ class Rewriting:
         largest = max((math.prod(shapes[part.source]) for part in self._merged), default=0)
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
 
-    def write(self, scratch: Path, progress: Progress) -> Saved:
+    def write(self, scratch: Path, progress: Progress) -> SavedModel:
         """The model with its weights in one safetensors file inside `scratch`, a tensor at a time in memory.
 
         Raises UserError where the disk is too small, and where a number has no place in the type ("overflow").
@@ -55,7 +55,7 @@ class Rewriting:
         shapes = {name: tuple(self._empty.state_dict()[name].shape) for name in parts}
         shapes |= {name: where.shape for name, where in self._stored.items() if name not in gone}
         types = self._wanted | dict.fromkeys(parts, self._dtype)
-        entries = [Entry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
+        entries = [TensorEntry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
         total = sum(entry.bytes for entry in entries)
         refuse_small_disk(folder, total, "--offload-folder")
 
@@ -75,7 +75,7 @@ class Rewriting:
         own = self._empty.state_dict(keep_vars=True).get(name)
         return self._dtype if own is None else own.dtype
 
-    def _merge(self, part: Part) -> Tensor:
+    def _merge(self, part: PublishedTensor) -> Tensor:
         """One tensor of the model out of several of the files, as transformers puts them together."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -91,15 +91,15 @@ class Rewriting:
         return merged
 
 
-def _merged(saved: Saved, empty: nn.Module) -> list[Part]:
+def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
     """The tensors of the model that the files hold in several (a mixture's experts, one by one)."""
     if saved.source.family != "transformers":
         return []
-    several = [part for part in Published(empty, transformers=True).parts if len(part.outputs) > 1]
+    several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]
     return [part for part in several if set(part.outputs) <= set(saved.weights.tensors)]
 
 
-def _tensor(weights: Weights, name: str) -> Tensor:
+def _tensor(weights: StoredWeights, name: str) -> Tensor:
     """Opened anew for each tensor: what a mapping has shown stays resident until it is closed."""
     where = weights.tensors[name]
     if weights.pickled:

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 from zerofit.data import Progress
-from zerofit.infer.empty import empty_model
 from zerofit.infer.failures import failures
 from zerofit.infer.fit import refuse_merging, refuse_misfit
-from zerofit.infer.limits import Device, Limits
+from zerofit.infer.limits import Device, MemoryLimits
 from zerofit.infer.load import load_model
 from zerofit.infer.memory import give_back_at_once, peak_device_bytes, peak_host_bytes, start_counting
+from zerofit.infer.meta_model import empty_model
 from zerofit.infer.placement import Placement, main_device, place
-from zerofit.infer.rewrite import Rewriting
-from zerofit.infer.saved import DTYPES, Saved, exported, is_checkpoint, open_saved
-from zerofit.infer.table import table
+from zerofit.infer.placement_table import table
+from zerofit.infer.rewrite import WeightRewrite
+from zerofit.infer.saved_model import DTYPES, SavedModel, exported, is_checkpoint, open_saved
 
 
 @dataclass(kw_only=True)
-class Session:
+class InferenceSession:
     """One saved model on its way to its devices."""
 
-    saved: Saved
+    saved: SavedModel
     dtype: torch.dtype
-    limits: Limits
+    limits: MemoryLimits
     scratch: Path  # for what is written on the way
     progress: Progress
     say: Callable[[str], None]  # a line for people
@@ -60,11 +60,11 @@ class Session:
             )
         return model, placement
 
-    def _readable(self, placement: Placement) -> Saved:
+    def _readable(self, placement: Placement) -> SavedModel:
         """The model in files that each forward can read from, if any of it stays on the disk."""
         if "disk" not in placement.device_map.values():
             return self.saved
-        rewriting = Rewriting(self.saved, self.empty, self.dtype)
+        rewriting = WeightRewrite(self.saved, self.empty, self.dtype)
         if not rewriting.needed:
             return self.saved
         refuse_merging(rewriting.host_bytes, self.limits.memory.get("cpu"))
@@ -89,7 +89,7 @@ class Session:
 
 def open_model(
     folder: Path, dtype: str | None, scratch: Path, progress: Callable[[str], None]
-) -> tuple[Saved, torch.dtype]:
+) -> tuple[SavedModel, torch.dtype]:
     """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
 
     Without `dtype` ("fp32", "bf16" or "fp16") it is the type that the weights are saved in. Comes first of all that

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from zerofit.checkpoint import shards
-from zerofit.checkpoint.safe import load
+from zerofit.checkpoint import safetensors_writer
+from zerofit.checkpoint.safe_load import load
 from zerofit.spec.errors import Problem, Problems, UserError
 
 INDEX = ".index.json"  # of several files
 # in the order in which transformers takes them
 NAMES = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", "pytorch_model.bin" + INDEX)
 LONGEST_HEADER = 100_000_000  # bytes; what the safetensors library takes
-DTYPES = {name: dtype for dtype, name in shards.DTYPES.items()}
+DTYPES = {name: dtype for dtype, name in safetensors_writer.DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredTensor:
     """Where one tensor lies."""
 
     file: Path
@@ -33,10 +33,10 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class StoredWeights:
     """A model's weights on the disk, by name."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     pickled: bool  # written by torch.save, and not in the safetensors format
 
     @property
@@ -54,7 +54,7 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in NAMES)
 
 
-def read_weights(folder: Path) -> Weights:
+def read_weights(folder: Path) -> StoredWeights:
     """What the files in a model's folder hold, from their headers alone.
 
     Raises UserError: "weights-missing", "weights-damaged", or of a pickle "unsafe-file" or "damaged-file".
@@ -66,11 +66,11 @@ def read_weights(folder: Path) -> Weights:
     files = _shards(folder / name) if name.endswith(INDEX) else [folder / name]
     pickled = files[0].suffix == ".bin"
     problems = Problems()
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors |= problems.attempt(lambda file=file: _pickle(file) if pickled else _header(file)) or {}
     problems.raise_if_any()
-    return Weights(tensors=tensors, pickled=pickled)
+    return StoredWeights(tensors=tensors, pickled=pickled)
 
 
 def _shards(index: Path) -> list[Path]:
@@ -88,7 +88,7 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file; its length must be what the header says, since reading maps it to memory."""
     size = file.stat().st_size
     try:
@@ -100,7 +100,7 @@ def _header(file: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         tensors = {
-            name: Stored(file=file, shape=tuple(entry["shape"]), dtype=DTYPES.get(entry["dtype"]))
+            name: StoredTensor(file=file, shape=tuple(entry["shape"]), dtype=DTYPES.get(entry["dtype"]))
             for name, entry in header.items()
         }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -111,12 +111,14 @@ def _header(file: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _pickle(file: Path) -> dict[str, Stored]:
+def _pickle(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a torch file, mapped to memory and not read."""
     held = load(file)
     if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
         raise _damaged(file, "it holds something else than tensors by name")
-    return {name: Stored(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in held.items()}
+    return {
+        name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in held.items()
+    }
 
 
 def _damaged(file: Path, what: str) -> UserError:

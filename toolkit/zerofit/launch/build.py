@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from zerofit.launch.parent import PR_SET_PDEATHSIG
+from zerofit.launch.parent_death import PR_SET_PDEATHSIG
 
 
 def end_session(session: int) -> None:

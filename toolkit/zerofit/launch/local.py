@@ -16,16 +16,16 @@ from pathlib import Path
 from types import FrameType
 
 from zerofit.launch.environment import environment
-from zerofit.launch.parent import LAUNCHER
-from zerofit.launch.site import Site
-from zerofit.spec.facts import Machine
-from zerofit.spec.folder import Job, RunFolder
+from zerofit.launch.launch_site import LaunchSite
+from zerofit.launch.parent_death import LAUNCHER
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.run_folder import Job, RunFolder
 
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 HERE = "localhost"
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 GRACE_S = 10.0  # for a launcher whose ranks have ended
-GUARD = Path(__file__).parents[1] / "watch" / "guard.py"
+GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 
 def launcher(ranks: int, port: int) -> list[str]:
@@ -35,15 +35,15 @@ def launcher(ranks: int, port: int) -> list[str]:
     The launcher and its ranks end with this process.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), LAUNCHER]
+    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), LAUNCHER]
     return [*argv, f"--world_info={world}", f"--master_port={port}", "--no_local_rank"]
 
 
-def local_site(job: Job, machine: Machine) -> Site:
+def local_site(job: Job, machine: Machine) -> LaunchSite:
     """The devices of this machine."""
     ranks = job.layout.world_size
     port, env = free_port(), environment(machine.accelerator, machine.cores, ranks)
-    return Site(
+    return LaunchSite(
         hosts=(HERE,) * ranks,
         addresses={HERE: "127.0.0.1"},
         master=("127.0.0.1", port),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.spec.facts import Machine
+from zerofit.spec.model_facts import Machine
 
 
 def usable_cores() -> int:

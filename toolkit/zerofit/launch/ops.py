@@ -13,9 +13,9 @@ from typing import Any
 from filelock import FileLock
 
 from zerofit.launch.build import end_session
-from zerofit.launch.stale import clear
+from zerofit.launch.stale_op_locks import clear
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.facts import Machine
+from zerofit.spec.model_facts import Machine
 
 POLL_S = 0.5
 TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from zerofit.spec.errors import Problem, RunFailed, Stopped
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 
 
 def outcome(

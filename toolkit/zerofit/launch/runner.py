@@ -50,7 +50,7 @@ def runner(
     """
     hostfile = logs / "hostfile"
     write_hostfile(hostfile, hosts)
-    argv = [sys.executable, "-m", "zerofit.launch.parent", str(os.getpid()), "deepspeed.launcher.runner"]
+    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "deepspeed.launcher.runner"]
     argv += ["--hostfile", str(hostfile), "--launcher", kind, "--no_local_rank", "--no_ssh_check"]
     if any(host.devices is not None for host in hosts):
         argv += ["--include", "@".join(f"{h.name}:{','.join(map(str, h.ids))}" for h in hosts)]

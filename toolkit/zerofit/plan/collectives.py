@@ -18,7 +18,7 @@ _SENT = {
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks that take part, and how many of them share a node."""
 
     size: int
@@ -30,9 +30,9 @@ class Group:
         return -(-self.size // self.per_node)
 
 
-def group_of(size: int, stride: int, gpus: int) -> Group:
+def group_of(size: int, stride: int, gpus: int) -> RankGroup:
     """A group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
-    return Group(size, max(1, min(size, gpus // stride)))
+    return RankGroup(size, max(1, min(size, gpus // stride)))
 
 
 def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
@@ -40,7 +40,7 @@ def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
     return size_bytes * _SENT[op](ranks)
 
 
-def collective_s(op: str, size_bytes: float, calls: float, group: Group, rates: Rates) -> float:
+def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates) -> float:
     """Seconds for `size_bytes` in `calls` calls.
 
     Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
@@ -58,7 +58,7 @@ def collective_s(op: str, size_bytes: float, calls: float, group: Group, rates: 
     return max(inside, outside) + calls * call_s(op, group, rates)
 
 
-def call_s(op: str, group: Group, rates: Rates) -> float:
+def call_s(op: str, group: RankGroup, rates: Rates) -> float:
     """Seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest."""
     steps, network_steps = group.per_node - 1, group.nodes - 1
     if op == "all_reduce":

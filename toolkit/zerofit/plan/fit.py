@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerofit.plan.choice import Choice, Memory
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.device import Device
 from zerofit.spec.overhead import (
@@ -54,7 +54,7 @@ class Fit:
         return max(wanted / max(1, there) for wanted, there in pairs)
 
 
-def fit(memory: Memory, choice: Choice, cluster: Cluster) -> Fit:
+def fit(memory: LayoutMemory, choice: PlannedLayout, cluster: Cluster) -> Fit:
     """The forecast against the cluster."""
     margin = margin_bytes(memory.peak_bytes, choice, cluster)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
@@ -69,7 +69,7 @@ def fit(memory: Memory, choice: Choice, cluster: Cluster) -> Fit:
     )
 
 
-def margin_bytes(peak_bytes: int, choice: Choice, cluster: Cluster) -> float:
+def margin_bytes(peak_bytes: int, choice: PlannedLayout, cluster: Cluster) -> float:
     """What is kept free beside the allocated peak."""
     share = FRAGMENTATION
     if choice.zero_stage == 3:
@@ -77,7 +77,7 @@ def margin_bytes(peak_bytes: int, choice: Choice, cluster: Cluster) -> float:
     return share * peak_bytes + fixed_bytes(choice, cluster)
 
 
-def fixed_bytes(choice: Choice, cluster: Cluster) -> int:
+def fixed_bytes(choice: PlannedLayout, cluster: Cluster) -> int:
     """Context, matrix products' workspaces and communicators of a rank, each at the upper end of what sources give."""
     if cluster.on_cpu:
         return CPU_PROCESS_BYTES

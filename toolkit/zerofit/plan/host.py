@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerofit.plan.choice import Choice
-from zerofit.plan.timeline import Parameter, Timeline
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
 
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
@@ -31,7 +31,7 @@ class SubGroup(NamedTuple):
     numels: tuple[int, ...]  # of the whole parameters
 
 
-class Offloaded(NamedTuple):
+class OffloadedMemory(NamedTuple):
     """Bytes that stay from step to step, and those of the moment when host memory is highest."""
 
     host: dict[str, int]
@@ -44,7 +44,7 @@ def pinned(device: str) -> Callable[[int], int]:
     return int if device == "cpu" else pinned_bytes
 
 
-def sub_groups(line: Timeline, part: Part) -> list[SubGroup]:
+def sub_groups(line: StageTimeline, part: Part) -> list[SubGroup]:
     """zero/stage3.py, _create_fp16_sub_groups."""
     found = []
     for group in filter(None, line.members):
@@ -60,7 +60,9 @@ def sub_groups(line: Timeline, part: Part) -> list[SubGroup]:
     return found
 
 
-def optimizer_offloaded(line: Timeline, choice: Choice, part: Part, element: int, device: str) -> Offloaded:
+def optimizer_offloaded(
+    line: StageTimeline, choice: PlannedLayout, part: Part, element: int, device: str
+) -> OffloadedMemory:
     """States, masters and gradients; sub-groups below a MiB stay on the host (optimizer_utils.py)."""
     locked, groups = pinned(device), sub_groups(line, part)
     disk = choice.offload_optimizer == "nvme"
@@ -74,15 +76,15 @@ def optimizer_offloaded(line: Timeline, choice: Choice, part: Part, element: int
         "gradients": locked(element * whole) + sum(locked(4 * size) for size in kept),
     }
     if not swapped:
-        return Offloaded(host)
+        return OffloadedMemory(host)
     host["swap buffers"] = SWAP_BUFFERS * locked(4 * _aligned(max(swapped), 4))  # swap_tensor/utils.py:180
     # moments are made in ordinary memory at the first step; gradients before they are locked (:791)
-    return Offloaded(host, 16 * sum(swapped), max(8 * max(swapped), element * whole if device != "cpu" else 0))
+    return OffloadedMemory(host, 16 * sum(swapped), max(8 * max(swapped), element * whole if device != "cpu" else 0))
 
 
 def parameters_offloaded(
-    line: Timeline, choice: Choice, part: Part, element: int, device: str, tied: int = 0
-) -> Offloaded:
+    line: StageTimeline, choice: PlannedLayout, part: Part, element: int, device: str, tied: int = 0
+) -> OffloadedMemory:
     """A flat buffer a group (zero/stage3.py:884); on disk what is beyond PARAMETERS_IN_CPU, with buffers to read into.
 
     `tied`: elements of a matrix that another one replaces once it has been written.
@@ -90,7 +92,7 @@ def parameters_offloaded(
     locked = pinned(device)
     totals = [sum(map(part, group)) for group in filter(None, line.members)]
     if choice.offload_param == "cpu":
-        return Offloaded({"parameters": sum(locked(element * size) for size in totals)})
+        return OffloadedMemory({"parameters": sum(locked(element * size) for size in totals)})
     flat, room = [], PARAMETERS_IN_CPU
     for size in totals:
         flat.append(min(size, max(0, room)))
@@ -104,7 +106,7 @@ def parameters_offloaded(
     written = [part(p) for group in line.members for p in group] + [part(Parameter(tied, 0, 0))]
     files = sum(element * _aligned(n, element) for n in written if element * n >= LEAST_SWAPPED_BYTES)
     kept = sum(locked(element * size) for size in flat if size)
-    return Offloaded({"parameters": kept, "swap buffers": buffers}, files)
+    return OffloadedMemory({"parameters": kept, "swap buffers": buffers}, files)
 
 
 def _aligned(numel: int, element: int) -> int:

@@ -12,18 +12,18 @@ from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from zerofit.plan.choice import Choice, Memory
-from zerofit.plan.gather import gathered_at_once, gathered_in_forward
+from zerofit.plan.backward import LiveMemory, backward_moments, upper
+from zerofit.plan.initialization import start_moments
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.optimizer_step import step_moments
+from zerofit.plan.persistent import PersistentMemory, overlap_in_partition, shards, standing
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
-from zerofit.plan.replay import Held, backward_moments, upper
-from zerofit.plan.start import start_moments
-from zerofit.plan.states import Standing, overlap_in_partition, shards, standing
-from zerofit.plan.step import step_moments
-from zerofit.plan.timeline import ELEMENT_BYTES, Point, Timeline, timeline
+from zerofit.plan.timeline import ELEMENT_BYTES, Point, StageTimeline, timeline
+from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.profile import Profile, setting
 
 # all of a choice that the moments of a step depend on
-_WITHOUT_MICRO_BATCH = tuple(name for name in Choice.__dataclass_fields__ if name != "micro_batch")
+_WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
 _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
 
@@ -49,7 +49,7 @@ class _Tables(NamedTuple):
     nvme_bytes: int
 
 
-def forecast(profile: Profile, choice: Choice, device: str = "cuda") -> Memory:
+def forecast(profile: Profile, choice: PlannedLayout, device: str = "cuda") -> LayoutMemory:
     """The memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
     return Forecaster(profile, device).memory(choice)
 
@@ -68,7 +68,7 @@ class Forecaster:
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
 
-    def memory(self, choice: Choice) -> Memory:
+    def memory(self, choice: PlannedLayout) -> LayoutMemory:
         """Memory of the pipeline stage that needs most."""
         key = _key_of(choice)
         tables = self._tables.get(key)
@@ -80,7 +80,7 @@ class Forecaster:
         table = tables[stage]
         return _memory(table, table.moments[found[stage][1]], samples)
 
-    def _made(self, choice: Choice) -> Iterator[_Tables]:
+    def _made(self, choice: PlannedLayout) -> Iterator[_Tables]:
         key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
         if choice.pp == 1:
             yield self._table(self._timeline(key, None), choice, [(choice, _NOTHING)], self._waiting())
@@ -94,7 +94,9 @@ class Forecaster:
         """A micro batch's samples outlast its backward, on the host."""
         return (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
-    def _table(self, line: Timeline, choice: Choice, passes: list[tuple[Choice, Point]], between: Point) -> _Tables:
+    def _table(
+        self, line: StageTimeline, choice: PlannedLayout, passes: list[tuple[PlannedLayout, Point]], between: Point
+    ) -> _Tables:
         """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
         stands = standing(line, choice, self.device, self._tied)
         moments = []
@@ -105,7 +107,7 @@ class Forecaster:
                 moments.append(_moment("backward", held, stands, between if held.after else more, self.device))
         host = stands.momentary
         for step in step_moments(line, choice, self.device):
-            held = Held(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
+            held = LiveMemory(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
             moments.append(_moment("step", held, stands, between, self.device, step.host))
             host = max(host, step.host)
         for kinds in start_moments(line, choice, self.device, self.profile.model_type is not None):
@@ -115,7 +117,7 @@ class Forecaster:
         return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
 
 
-def _forward_moments(line: Timeline, choice: Choice, device: str) -> Iterator[Held]:
+def _forward_moments(line: StageTimeline, choice: PlannedLayout, device: str) -> Iterator[LiveMemory]:
     """Forward of the micro batch that finds most: a later one, where gradients accumulate."""
     element = ELEMENT_BYTES[choice.precision]
     gradients = buckets = 0
@@ -130,8 +132,8 @@ def _forward_moments(line: Timeline, choice: Choice, device: str) -> Iterator[He
     copied = gathered_at_once(line, here, device) if partitioned else [0] * len(line.forward)
     for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
-            yield Held(point, gradients, buckets, whole)
-        yield Held(before, gradients, buckets, whole, copy)
+            yield LiveMemory(point, gradients, buckets, whole)
+        yield LiveMemory(before, gradients, buckets, whole, copy)
 
 
 def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:
@@ -145,7 +147,7 @@ def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:
     return stages
 
 
-def _moment(phase: str, held: Held, stands: Standing, more: Point, device: str, host: int = 0) -> _Moment:
+def _moment(phase: str, held: LiveMemory, stands: PersistentMemory, more: Point, device: str, host: int = 0) -> _Moment:
     kinds = dict(stands.device)
     parts = {
         "gradients": held.gradients,
@@ -174,12 +176,12 @@ def _upper(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
     return tuple(best)
 
 
-def _memory(table: _Tables, moment: _Moment, samples: int) -> Memory:
+def _memory(table: _Tables, moment: _Moment, samples: int) -> LayoutMemory:
     activations = round(moment.activations[0] + moment.activations[1] * samples)
     breakdown = {kind: size for kind, size in moment.kinds.items() if size}
     if activations:
         breakdown["activations"] = activations
-    return Memory(
+    return LayoutMemory(
         peak_bytes=sum(breakdown.values()),
         peak_phase=moment.phase,
         static_bytes=table.static_bytes,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
-from zerofit.plan.choice import Choice
-from zerofit.plan.timeline import Point, Timeline
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.timeline import Point, StageTimeline
 from zerofit.spec.profile import Profile
 
 
@@ -29,7 +29,7 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
     return _balanced(weights, stages)
 
 
-def in_flight(line: Timeline, choice: Choice, stage: int) -> Iterator[tuple[Choice, Point]]:
+def in_flight(line: StageTimeline, choice: PlannedLayout, stage: int) -> Iterator[tuple[PlannedLayout, Point]]:
     """Kinds of passes of a stage, and the bytes held besides those of the micro batch at hand.
 
     One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
@@ -44,7 +44,7 @@ def in_flight(line: Timeline, choice: Choice, stage: int) -> Iterator[tuple[Choi
         yield choice, _held(line, most - 1)
 
 
-def idle(line: Timeline) -> Point:
+def idle(line: StageTimeline) -> Point:
     """What stays between steps: a buffer to receive activations (:1123), one for their gradients (:1180).
 
     The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are used again (:751).
@@ -55,7 +55,7 @@ def idle(line: Timeline) -> Point:
     )
 
 
-def _held(line: Timeline, micro_batches: int) -> Point:
+def _held(line: StageTimeline, micro_batches: int) -> Point:
     """Each micro batch has its input twice: as received (:1128), and as the forward took it (:705)."""
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's are in its two buffers
     between = idle(line)

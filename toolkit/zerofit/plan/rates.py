@@ -9,7 +9,7 @@ from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
 
 
-class Figure(NamedTuple):
+class SourcedRate(NamedTuple):
     """A number and how it was come by."""
 
     value: float
@@ -18,39 +18,41 @@ class Figure(NamedTuple):
 
 # share of the peak that the best matrix product reaches in bf16; one published table, measured by its contributors
 _MAMF = "measured: stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS (bf16)"
-BEST_MATMUL: dict[str, Figure] = {
-    "B200": Figure(0.776, _MAMF),
-    "H200": Figure(0.838, _MAMF + ", its GH200 with the same chip"),
-    "H100": Figure(0.803, _MAMF),
-    "H100 PCIe": Figure(0.803, "assumed as H100 SXM"),
-    "A100": Figure(0.869, _MAMF),
-    "MI250X": Figure(0.767, _MAMF + ", one GCD"),
-    "MI300X": Figure(0.601, _MAMF),
+BEST_MATMUL: dict[str, SourcedRate] = {
+    "B200": SourcedRate(0.776, _MAMF),
+    "H200": SourcedRate(0.838, _MAMF + ", its GH200 with the same chip"),
+    "H100": SourcedRate(0.803, _MAMF),
+    "H100 PCIe": SourcedRate(0.803, "assumed as H100 SXM"),
+    "A100": SourcedRate(0.869, _MAMF),
+    "MI250X": SourcedRate(0.767, _MAMF + ", one GCD"),
+    "MI300X": SourcedRate(0.601, _MAMF),
 }
-OTHER_MATMUL = Figure(0.80, "assumed: the middle of those that were measured")
+OTHER_MATMUL = SourcedRate(0.80, "assumed: the middle of those that were measured")
 
-EFFICIENCIES: dict[str, Figure] = {
-    "shapes": Figure(0.85, "assumed: products in a model's shapes against the best shape"),
-    "memory": Figure(0.85, "assumed: streaming kernels against the data sheet's bandwidth"),
-    "nvlink": Figure(
+EFFICIENCIES: dict[str, SourcedRate] = {
+    "shapes": SourcedRate(0.85, "assumed: products in a model's shapes against the best shape"),
+    "memory": SourcedRate(0.85, "assumed: streaming kernels against the data sheet's bandwidth"),
+    "nvlink": SourcedRate(
         0.78, "measured by others: nccl-tests all_reduce_perf, 8 A100 reach 230 to 250 of 300 GB/s of bus bandwidth"
     ),
-    "pcie ring": Figure(0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"),
-    "network": Figure(0.8, "assumed: GPUDirect RDMA on a quiet fabric"),
-    "pcie": Figure(0.8, "assumed: pinned copies"),
-    "host": Figure(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
-    "nvme": Figure(0.8, "assumed: large asynchronous reads and writes"),
-    "cpu": Figure(0.7, "assumed: oneDNN against the cores' peak"),
-    "cpu bf16": Figure(0.5, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
+    "pcie ring": SourcedRate(
+        0.6, "measured by others: nccl-tests all_reduce_perf, 8 H100 PCIe reach 35 to 45 of 63 GB/s"
+    ),
+    "network": SourcedRate(0.8, "assumed: GPUDirect RDMA on a quiet fabric"),
+    "pcie": SourcedRate(0.8, "assumed: pinned copies"),
+    "host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
+    "nvme": SourcedRate(0.8, "assumed: large asynchronous reads and writes"),
+    "cpu": SourcedRate(0.7, "assumed: oneDNN against the cores' peak"),
+    "cpu bf16": SourcedRate(0.5, "assumed: no bf16 instructions, so that it is converted to fp32 and back"),
 }
-LAUNCH_S = Figure(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
-HOP_S = Figure(2e-6, "assumed: one step of a ring inside a node")
-NETWORK_HOP_S = Figure(6e-6, "assumed: one step of a ring between nodes")
-CALL_S = Figure(20e-6, "assumed: what a collective costs before its first byte")
-ZERO3_HOOK_S = Figure(
+LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
+HOP_S = SourcedRate(2e-6, "assumed: one step of a ring inside a node")
+NETWORK_HOP_S = SourcedRate(6e-6, "assumed: one step of a ring between nodes")
+CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
+ZERO3_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
-CONTENTION = Figure(0.15, "assumed: what compute loses of the time that a collective runs beside it")
+CONTENTION = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +119,9 @@ def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None =
     )
 
 
-def _matmul(cluster: Cluster, precision: str) -> Figure:
+def _matmul(cluster: Cluster, precision: str) -> SourcedRate:
     """The share of the peak that the matrix products of a model reach."""
     if cluster.on_cpu:
         return EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
     best, shapes = BEST_MATMUL.get(cluster.device.name, OTHER_MATMUL), EFFICIENCIES["shapes"]
-    return Figure(best.value * shapes.value, f"{best.how}; times {shapes.value:g}, {shapes.how}")
+    return SourcedRate(best.value * shapes.value, f"{best.how}; times {shapes.value:g}, {shapes.how}")

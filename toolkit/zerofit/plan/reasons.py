@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from zerofit.plan.choice import Choice, Memory
 from zerofit.plan.fit import Fit, fit
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.derived import BUCKET_LIMIT
 from zerofit.spec.units import shown_bytes
+from zerofit.spec.zero_sizes import BUCKET_LIMIT
 
-Forecast = Callable[[Choice], Memory]
+Forecast = Callable[[PlannedLayout], LayoutMemory]
 
 
-def why(memory: Memory, judged: Fit) -> str:
+def why(memory: LayoutMemory, judged: Fit) -> str:
     """What is too large, by how much."""
     if judged.short == "device":
         kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
@@ -31,7 +31,7 @@ def why(memory: Memory, judged: Fit) -> str:
     return f"a node's disks take {shown_bytes(judged.nvme_bytes)}, and there are {shown_bytes(judged.nvme_there_bytes)}"
 
 
-def remedy(choice: Choice, cluster: Cluster, forecast: Forecast) -> str:
+def remedy(choice: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
     """The first change of one knob with which the layout would fit."""
     for words, changed in _changes(choice, cluster):
         try:
@@ -42,7 +42,7 @@ def remedy(choice: Choice, cluster: Cluster, forecast: Forecast) -> str:
     return ""
 
 
-def _changes(choice: Choice, cluster: Cluster) -> list[tuple[str, Choice]]:
+def _changes(choice: PlannedLayout, cluster: Cluster) -> list[tuple[str, PlannedLayout]]:
     changes = []
     if choice.bucket > BUCKET_LIMIT:
         changes.append((f"a bucket of {BUCKET_LIMIT:,} elements", replace(choice, bucket=BUCKET_LIMIT)))

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zerofit.plan.choice import Choice, Memory
 from zerofit.plan.degrees import Degrees, degree_problem
 from zerofit.plan.fit import Fit, fit
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.reasons import Forecast, remedy, why
-from zerofit.plan.space import Space, Wish, space_of
+from zerofit.plan.space import PlanRequest, SearchSpace, space_of
 from zerofit.plan.time import BYTES, StepTime, Timer, model_flops
 from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
@@ -21,24 +21,24 @@ from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Profile, setting
 
-Correct = Callable[[Choice, float], float]
+Correct = Callable[[PlannedLayout, float], float]
 PLAIN = 0.03  # a forecast of time is less exact than this share
 
 
-class Rated(NamedTuple):
+class TimedLayout(NamedTuple):
     """A layout that fits, and its speed."""
 
-    choice: Choice
+    choice: PlannedLayout
     time: StepTime
     samples_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranked:
+class RankedLayout:
     """One of the best layouts, with everything that is known of it."""
 
-    choice: Choice
-    memory: Memory
+    choice: PlannedLayout
+    memory: LayoutMemory
     fit: Fit
     time: StepTime
     samples_per_s: float
@@ -53,17 +53,19 @@ class Rejected:
     count: int
     message: str
     hint: str
-    choice: Choice | None = None
+    choice: PlannedLayout | None = None
     fit: Fit | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanResult:
     """What a search has found."""
 
     cluster: Cluster
     rates: Rates
-    best: list[Ranked]  # best first, those that differ in more than buckets and overlap, or every one if so wished
+    best: list[
+        RankedLayout
+    ]  # best first, those that differ in more than buckets and overlap, or every one if so wished
     rejected: list[Rejected]
     considered: int
     fitting: int
@@ -78,12 +80,12 @@ class Answer:
 def search(
     profile: Profile,
     cluster: Cluster,
-    wish: Wish,
+    wish: PlanRequest,
     forecast: Forecast,
     calibration: Calibration | None = None,
     top: int = 10,
     correct: Correct | None = None,
-) -> Answer:
+) -> PlanResult:
     """Rank all layouts. Raises UserError where degrees or batches that were asked for cannot be.
 
     `correct`: the step time of a choice whose forecast is given, both in seconds.
@@ -98,7 +100,7 @@ def search(
     timer = Timer(profile, cluster, rates)
     rated = sorted((_rated(choice, timer, correct) for choice in fitting), key=_rank)
     flops = model_flops(profile, wish.precision) if setting(wish.precision, False, 1, 1) in profile.costs else None
-    return Answer(
+    return PlanResult(
         cluster=cluster,
         rates=rates,
         best=[_ranked(one, cluster, forecast, rates, flops) for one in _shown(rated, top, wish.every)],
@@ -109,13 +111,13 @@ def search(
     )
 
 
-def pressure(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float:
+def pressure(profile: Profile, cluster: Cluster, wish: PlanRequest, forecast: Forecast) -> float:
     """What the layout that fits best wants of the scarcest memory, as a share of what there is; above 1 none fits."""
     families = space_of(profile, cluster, wish).families
     return min((_over(family[0], profile, cluster, forecast) for family in families), default=math.inf)
 
 
-def _over(choice: Choice, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
+def _over(choice: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
     """What a layout wants as a share of what there is; at least that, where a pipeline is far too large.
 
     Cutting hundreds of layers into stages takes seconds: it is left out where a stage's average share of parameters
@@ -129,14 +131,14 @@ def _over(choice: Choice, profile: Profile, cluster: Cluster, forecast: Forecast
     return _fit_of(choice, cluster, forecast)[1].over
 
 
-def host_needed(profile: Profile, cluster: Cluster, wish: Wish, forecast: Forecast) -> float | None:
+def host_needed(profile: Profile, cluster: Cluster, wish: PlanRequest, forecast: Forecast) -> float | None:
     """Bytes of a node's memory with which a layout would fit; None where that alone does not help."""
     ample = replace(cluster, host_bytes=10**18)
     fits = [_fit_of(family[0], ample, forecast)[1] for family in space_of(profile, cluster, wish).families]
     return min((one.host_bytes / (1 - HOST_RESERVE) for one in fits if one.short is None), default=None)
 
 
-def refuse(profile: Profile, cluster: Cluster, wish: Wish) -> None:
+def refuse(profile: Profile, cluster: Cluster, wish: PlanRequest) -> None:
     """Raise a UserError with everything that makes the asked degrees and batch impossible."""
     problems = Problems()
     if wish.tp or wish.pp or wish.sp:
@@ -153,7 +155,7 @@ def refuse(profile: Profile, cluster: Cluster, wish: Wish) -> None:
     problems.raise_if_any()
 
 
-def _fit_of(choice: Choice, cluster: Cluster, forecast: Forecast) -> tuple[Memory, Fit]:
+def _fit_of(choice: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
     """The forecast counts one micro batch before the last, and those in flight; more of them change nothing."""
     most = max(2, choice.pp)
     memory = forecast(choice if choice.accumulation <= most else replace(choice, accumulation=most))
@@ -161,8 +163,8 @@ def _fit_of(choice: Choice, cluster: Cluster, forecast: Forecast) -> tuple[Memor
 
 
 def _judged(
-    families: list[list[Choice]], cluster: Cluster, forecast: Forecast
-) -> tuple[list[Choice], dict[str, tuple[int, Choice, Memory, Fit]]]:
+    families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
+) -> tuple[list[PlannedLayout], dict[str, tuple[int, PlannedLayout, LayoutMemory, Fit]]]:
     """Those that fit, and for each reason how many do not and the one that came nearest.
 
     Where the first of a family does not fit, the others, which need more, do not either. Where it fits with all that
@@ -187,32 +189,32 @@ def _judged(
     return fitting, misses
 
 
-def _most_added(variant: Choice) -> float:
+def _most_added(variant: PlannedLayout) -> float:
     """Bytes that buckets can add at most: in float32, flattened, sent and received, twice with overlap."""
     return 4 * 4 * variant.bucket * (1 + variant.overlap)
 
 
-def _note(misses: dict, short: str, count: int, choice: Choice, memory: Memory, judged: Fit) -> None:
+def _note(misses: dict, short: str, count: int, choice: PlannedLayout, memory: LayoutMemory, judged: Fit) -> None:
     reason = f"device-memory-{memory.peak_phase}" if short == "device" else f"{short}-memory"
     known = misses.get(reason)
     nearest = (choice, memory, judged) if known is None or judged.over < known[3].over else known[1:]
     misses[reason] = ((known[0] if known else 0) + count, *nearest)
 
 
-def _rated(choice: Choice, timer: Timer, correct: Correct | None) -> Rated:
+def _rated(choice: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
     """The speed in three digits, so that layouts which differ in the fourth alone are told apart by their plainness."""
     step = timer.step(choice)
     if correct:
         step = step.stretched(correct(choice, step.step_s) / step.step_s)
-    return Rated(choice, step, float(f"{choice.global_batch / step.step_s:.3g}"))
+    return TimedLayout(choice, step, float(f"{choice.global_batch / step.step_s:.3g}"))
 
 
-def _rank(one: Rated) -> tuple:
+def _rank(one: TimedLayout) -> tuple:
     """Fastest first; of those that are alike the plainest."""
     return (-one.samples_per_s, *plain(one.choice))
 
 
-def plain(choice: Choice) -> tuple:
+def plain(choice: PlannedLayout) -> tuple:
     """Sorts plain layouts before those with more machinery."""
     offloads = (choice.offload_optimizer != "none") + (choice.offload_param != "none")
     degrees = choice.tp * choice.pp * choice.sp
@@ -220,17 +222,17 @@ def plain(choice: Choice) -> tuple:
     return (offloads, degrees, choice.checkpointing, choice.zero_stage, *sizes)
 
 
-def plainest(best: list[Ranked]) -> int | None:
+def plainest(best: list[RankedLayout]) -> int | None:
     """The place of the plainest among those that are nearly as fast as the first."""
     near = [n for n, one in enumerate(best) if one.samples_per_s >= (1 - PLAIN) * best[0].samples_per_s]
     return min(near, key=lambda n: plain(best[n].choice), default=None)
 
 
-def _shown(rated: list[Rated], most: int, every: bool) -> list[Rated]:
+def _shown(rated: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
     """The best ones that differ in more than buckets and overlap; or all kinds of them."""
     if every:
         return rated[:most]
-    seen: dict[tuple, Rated] = {}
+    seen: dict[tuple, TimedLayout] = {}
     for one in rated:
         c = one.choice
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.checkpointing)
@@ -240,13 +242,13 @@ def _shown(rated: list[Rated], most: int, every: bool) -> list[Rated]:
     return list(seen.values())
 
 
-def _ranked(one: Rated, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None) -> Ranked:
+def _ranked(one: TimedLayout, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None) -> RankedLayout:
     memory, judged = _fit_of(one.choice, cluster, forecast)
     mfu = one.samples_per_s * flops / (rates.peak * cluster.ranks) if rates.peak and flops else None
-    return Ranked(memory=memory, fit=judged, mfu=mfu, **one._asdict())
+    return RankedLayout(memory=memory, fit=judged, mfu=mfu, **one._asdict())
 
 
-def _rejected(misses: dict, space: Space, cluster: Cluster, forecast: Forecast) -> list[Rejected]:
+def _rejected(misses: dict, space: SearchSpace, cluster: Cluster, forecast: Forecast) -> list[Rejected]:
     rejected = []
     for reason, (count, choice, memory, judged) in misses.items():
         message, hint = why(memory, judged), remedy(choice, cluster, forecast)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from zerofit.plan.choice import Choice, Offload
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
+from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.derived import bucket_elements, persistence_elements, prefetch_elements, width
 from zerofit.spec.errors import Problem
 from zerofit.spec.profile import Profile, setting
+from zerofit.spec.zero_sizes import bucket_elements, persistence_elements, prefetch_elements, width
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
@@ -20,7 +20,7 @@ MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class PlanRequest:
     """What is asked of a plan; None leaves it to the search."""
 
     precision: str
@@ -36,13 +36,13 @@ class Wish:
 
 
 @dataclass
-class Space:
+class SearchSpace:
     """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often.
 
     A family's members differ in buckets, overlap and stage 3's sizes alone; the first needs least memory.
     """
 
-    families: list[list[Choice]] = field(default_factory=list)
+    families: list[list[PlannedLayout]] = field(default_factory=list)
     left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
 
     def leave_out(self, problem: Problem) -> None:
@@ -51,9 +51,9 @@ class Space:
         self.left_out[problem.kind] = (problem, count + 1)
 
 
-def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
+def space_of(profile: Profile, cluster: Cluster, wish: PlanRequest) -> SearchSpace:
     """Every layout that can be run on this cluster as wished."""
-    space = Space()
+    space = SearchSpace()
     for degrees in _degrees(cluster, profile, wish):
         problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, wish)
         if problem:
@@ -64,7 +64,7 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
             product(_sharding(degrees, cluster, wish.precision), _checkpointings(degrees, profile, wish), batches)
         )
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
-            first = Choice(
+            first = PlannedLayout(
                 zero_stage=stage,
                 micro_batch=micro,
                 accumulation=accumulation,
@@ -83,7 +83,7 @@ def space_of(profile: Profile, cluster: Cluster, wish: Wish) -> Space:
     return space
 
 
-def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees]:
+def _degrees(cluster: Cluster, profile: Profile, wish: PlanRequest) -> Iterator[Degrees]:
     """All of them, or those that were asked for."""
     if wish.tp or wish.pp or wish.sp:
         yield Degrees(wish.tp or 1, wish.pp or 1, wish.sp or 1)
@@ -98,7 +98,7 @@ def _degrees(cluster: Cluster, profile: Profile, wish: Wish) -> Iterator[Degrees
             yield Degrees(pp=degree)
 
 
-def _untraced(degrees: Degrees, profile: Profile, wish: Wish) -> Problem | None:
+def _untraced(degrees: Degrees, profile: Profile, wish: PlanRequest) -> Problem | None:
     keys = [setting(wish.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
     if any(key in profile.costs for key in keys):
         return None
@@ -131,13 +131,13 @@ def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tu
         yield 3, "nvme", "nvme"
 
 
-def _checkpointings(degrees: Degrees, profile: Profile, wish: Wish) -> list[bool]:
+def _checkpointings(degrees: Degrees, profile: Profile, wish: PlanRequest) -> list[bool]:
     wanted = (False, True) if wish.checkpointing is None else (wish.checkpointing,)
     return [c for c in wanted if setting(wish.precision, c, degrees.tp, degrees.sp) in profile.costs]
 
 
 def _batches(
-    degrees: Degrees, profile: Profile, cluster: Cluster, wish: Wish, space: Space
+    degrees: Degrees, profile: Profile, cluster: Cluster, wish: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
     """Micro batch and accumulation steps; a pipeline gets at least one micro batch a stage."""
     dp = cluster.ranks // degrees.product
@@ -159,7 +159,7 @@ def _batches(
             yield micro, share // micro
 
 
-def _variants(first: Choice, profile: Profile, every: bool) -> list[Choice]:
+def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
     """The same with larger buckets, with gradients reduced beside backward, and with more of a model kept gathered."""
     if first.zero_stage == 0 or first.pp > 1:
         return []

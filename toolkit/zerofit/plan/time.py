@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from zerofit.plan.choice import Choice
-from zerofit.plan.collectives import Group, collective_s, group_of
+from zerofit.plan.collectives import RankGroup, collective_s, group_of
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.profile import LayerCost, Line, Profile, setting
+from zerofit.spec.profile import LayerCost, Linear, Profile, setting
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
@@ -62,7 +62,7 @@ class Timer:
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes: dict[tuple, _Pass] = {}
 
-    def step(self, choice: Choice) -> StepTime:
+    def step(self, choice: PlannedLayout) -> StepTime:
         """The time of one optimizer step. KeyError where the choice's setting is not in the profile."""
         one, rates, b = self._pass(choice), self.rates, BYTES[choice.precision]
         micro_batches = choice.accumulation
@@ -91,14 +91,14 @@ class Timer:
             transfer_s=transfer_s,
         )
 
-    def _pass(self, choice: Choice) -> _Pass:
+    def _pass(self, choice: PlannedLayout) -> _Pass:
         degrees = (choice.tp, choice.sp, choice.pp, choice.zero_stage == 3)
         key = (choice.precision, choice.checkpointing, choice.micro_batch, *degrees)
         if key not in self._passes:
             self._passes[key] = self._compute_pass(choice)
         return self._passes[key]
 
-    def _compute_pass(self, choice: Choice) -> _Pass:
+    def _compute_pass(self, choice: PlannedLayout) -> _Pass:
         key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
         costs, layers, m = self._profile.costs[key], self._profile.layers, choice.micro_batch
         # DeepSpeed fetches and releases module by module: about one for each tensor
@@ -141,17 +141,17 @@ class Timer:
     def _layer_s(self, cost: LayerCost, micro_batch: int, phase: str, hooks_s: float) -> float:
         """Compute-bound and memory-bound kernels take turns, so their times add; launches run ahead on GPUs."""
         rates = self.rates
-        flops: Line = getattr(cost, f"{phase}_flops")
-        moved: Line = getattr(cost, f"{phase}_bytes")
+        flops: Linear = getattr(cost, f"{phase}_flops")
+        moved: Linear = getattr(cost, f"{phase}_bytes")
         busy_s = flops.at(micro_batch) / rates.flops + moved.at(micro_batch) / rates.memory
         launch_s = getattr(cost, f"{phase}_ops") * rates.launch_s + hooks_s
         return max(busy_s, launch_s) if rates.ahead else busy_s + launch_s
 
-    def _neighbours(self, choice: Choice) -> Group:
+    def _neighbours(self, choice: PlannedLayout) -> RankGroup:
         """A pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology."""
         return group_of(2 if choice.pp > 1 else 1, choice.dp, self._cluster.gpus)
 
-    def _model_parallel_s(self, choice: Choice, one: _Pass) -> tuple[float, float]:
+    def _model_parallel_s(self, choice: PlannedLayout, one: _Pass) -> tuple[float, float]:
         """All-reduces of tensor and all-to-alls of sequence parallelism in one micro batch; compute waits for them."""
         gpus, again = self._cluster.gpus, 3 if choice.checkpointing else 2
         tp, sp = group_of(choice.tp, 1, gpus), group_of(choice.sp, 1, gpus)
@@ -160,7 +160,7 @@ class Timer:
             collective_s("all_to_all", one.sequence_bytes, 4 * again * one.layers, sp, self.rates),
         )
 
-    def _gather_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+    def _gather_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
         if choice.zero_stage < 3:
             return 0.0
@@ -173,14 +173,14 @@ class Timer:
             seconds += whole / shards.size * self._cluster.gpus / self.rates.nvme_read
         return 2 * seconds
 
-    def _reduce_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+    def _reduce_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """All gradients once. Stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
         op = "reduce_scatter" if choice.zero_stage == 3 else "all_reduce"
         calls = max(1.0, one.parameters / max(1, choice.bucket))
         return collective_s(op, b * one.parameters, calls, shards, self.rates)
 
     def _waits(
-        self, choice: Choice, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
+        self, choice: PlannedLayout, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
     ) -> tuple[float, float]:
         """How long compute waits for gathers in a micro batch, and for one reduction of gradients.
 
@@ -194,7 +194,7 @@ class Timer:
         last_bucket_s = reduce_s * min(1.0, choice.bucket / max(1, self._pass(choice).parameters))
         return gather_wait_s, max(_beside(reduce_s, idle_s), last_bucket_s)
 
-    def _optimizer_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+    def _optimizer_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """Adam on a rank's share, then stages 1 and 2 gather what was stepped."""
         share = one.parameters / (shards.size if choice.zero_stage else 1)
         gathered_s = 0.0
@@ -205,7 +205,7 @@ class Timer:
             return share * ADAM_BYTES / self.rates.memory + gathered_s
         return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
 
-    def _transfer_s(self, choice: Choice, one: _Pass, shards: Group, b: int) -> float:
+    def _transfer_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """What offloading the optimizer moves: gradients, stepped parameters, states from and to the disks.
 
         Gradients of earlier micro batches come up, are added to and go down again: at stage 3 a rank's share
@@ -233,7 +233,7 @@ def _beside(collective_s: float, compute_s: float) -> float:
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """FLOPs of one sample's forward and backward, counted as three forwards (train/record.py does the same).
+    """FLOPs of one sample's forward and backward, counted as three forwards (train/metrics.py does the same).
 
     KeyError where the plain setting was not traced.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zerofit.spec.profile import Layer, LayerCost, Line, Moment, Profile
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # of many equal layers, these of the last and the first; the rest lie between them (see `_told_apart`)
@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
     split: bool = False  # tensor parallel ranks have a part each
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """A stretch of the backward, up to a parameter's complete gradient; bytes above parameters and done gradients."""
 
     live: tuple[Point, ...]  # the largest holds
@@ -39,12 +39,12 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class StageTimeline:
     """One pipeline stage's layers on one rank; compared by identity, so that what is derived of it can be cached."""
 
     layers: tuple[tuple[Parameter, ...], ...]  # in the order of the forward
     forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
-    backward: tuple[Event, ...]
+    backward: tuple[TimelineEvent, ...]
     saved: Point  # of one micro batch, once its forward is done
     buffers_bytes: int
     received: Point = (0.0, 0.0)  # activation that comes from the stage before
@@ -73,7 +73,7 @@ class Timeline:
         return max((max(group, default=0) for group in self.groups), default=0)
 
 
-def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) -> Timeline:
+def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) -> StageTimeline:
     """The layers from bounds[0] to below bounds[1] (of all, each counted) in the setting `key`; None: the whole model.
 
     Raises KeyError where the profile has no such setting.
@@ -87,7 +87,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
     mine = _stand_alone(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
     layers, bases = _in_groups(mine), _bases(mine)
     told = _told_apart(mine)
-    return Timeline(
+    return StageTimeline(
         layers=layers,
         forward=tuple((n, bases[n], _raised(_forward(mine[n]), bases[n])) for n in told),
         backward=tuple(_backward(mine, layers, bases, told)),
@@ -102,7 +102,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
 class _Placed:
     """A layer with its costs, and the numels of one rank: matrices, vectors, then matrices tied to another stage's."""
 
-    def __init__(self, layer: Layer, cost: LayerCost, tied: tuple[int, ...] = (), shift: float = 0.0):
+    def __init__(self, layer: LayerRun, cost: LayerCost, tied: tuple[int, ...] = (), shift: float = 0.0):
         self.layer, self.cost = layer, cost
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
         whole = layer.matrices + layer.vectors
@@ -163,7 +163,7 @@ def _told_apart(mine: Sequence[_Placed]) -> list[int]:
 
 def _backward(
     mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], told: Sequence[int]
-) -> Iterator[Event]:
+) -> Iterator[TimelineEvent]:
     after = [sum(placed.numels) for placed in mine]
     for n in reversed(told):
         done = sum(after[n + 1 :])
@@ -171,27 +171,27 @@ def _backward(
             parameter = None if moment.parameter is None else layers[n][moment.parameter]
             base = (bases[n][0] + mine[n].shift, bases[n][1])
             end = (base[0] + moment.end.fixed, base[1] + moment.end.per_sample)
-            yield Event(_raised(moment.live, base), end, done, parameter, n)
+            yield TimelineEvent(_raised(moment.live, base), end, done, parameter, n)
             done += parameter.numel if parameter else 0
 
 
-def _moments(placed: _Placed) -> Iterator[Moment]:
+def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
     """The traced moments; without a trace the peak comes before all gradients, which are complete one by one."""
     cost = placed.cost
-    yield from cost.backward or (Moment(live=(cost.backward_peak_bytes,)),)
+    yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}
     for place in reversed(range(len(placed.numels))):
         if place not in traced:
-            yield Moment(live=(), parameter=place)
+            yield BackwardMoment(live=(), parameter=place)
 
 
-def _forward(placed: _Placed) -> tuple[Line, ...]:
+def _forward(placed: _Placed) -> tuple[Linear, ...]:
     return placed.cost.forward or (placed.cost.forward_peak_bytes,)
 
 
-def _raised(lines: Sequence[Line], base: Point) -> tuple[Point, ...]:
+def _raised(lines: Sequence[Linear], base: Point) -> tuple[Point, ...]:
     return tuple((line.fixed + base[0], line.per_sample + base[1]) for line in lines)
 
 
-def _point(line: Line) -> Point:
+def _point(line: Linear) -> Point:
     return line.fixed, line.per_sample

@@ -35,7 +35,7 @@ class Point(TypedDict):
     bytes: dict[str, int]
 
 
-class Phase(TypedDict):
+class PlotPhase(TypedDict):
     """A stretch of the run, from one `t` to another."""
 
     name: str
@@ -43,18 +43,18 @@ class Phase(TypedDict):
     end: int
 
 
-class Timeline(TypedDict):
+class MemoryTimeline(TypedDict):
     """What is drawn. Everything but points and phases may be left out."""
 
     points: list[Point]
-    phases: list[Phase]
+    phases: list[PlotPhase]
     title: NotRequired[str]
     device: NotRequired[str]
     device_total_bytes: NotRequired[int]
     peak_at: NotRequired[str]  # module and line of code
 
 
-def draw(timeline: Timeline, path: Path) -> None:
+def draw(timeline: MemoryTimeline, path: Path) -> None:
     """Draw a timeline into a file of the format that its name ends with. Raises UserError where that cannot be."""
     problems = Problems()
     if path.suffix.lower() not in PICTURES:
@@ -69,7 +69,7 @@ def draw(timeline: Timeline, path: Path) -> None:
         raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where="--plot")) from None
 
 
-def _figure(timeline: Timeline) -> Any:
+def _figure(timeline: MemoryTimeline) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6), layout="constrained")
@@ -103,7 +103,7 @@ def _figure(timeline: Timeline) -> Any:
     return figure
 
 
-def _kinds(timeline: Timeline) -> list[str]:
+def _kinds(timeline: MemoryTimeline) -> list[str]:
     """The kinds that occur, in the order of the stack; kinds without a colour count as "other"."""
     seen = {kind if kind in COLOURS else "other" for point in timeline["points"] for kind in point["bytes"]}
     return [kind for kind in COLOURS if kind in seen]
@@ -115,13 +115,13 @@ def _bytes_of(point: Point, kind: str) -> int:
     return sum(size for name, size in point["bytes"].items() if name == "other" or name not in COLOURS)
 
 
-def _span(timeline: Timeline) -> tuple[int, int]:
+def _span(timeline: MemoryTimeline) -> tuple[int, int]:
     moments = [point["t"] for point in timeline["points"]]
     moments += [phase[end] for phase in timeline["phases"] for end in ("start", "end")]
     return min(moments), max(max(moments), min(moments) + 1)
 
 
-def _stack(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
+def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     points = sorted(timeline["points"], key=lambda point: point["t"])
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
     points = [*points, points[-1]]  # the last one lasts to the end
@@ -133,7 +133,7 @@ def _stack(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
         areas.stackplot(moments, heights, labels=labels, colors=colours, step="post", linewidth=0)
 
 
-def _capacity(areas: Any, timeline: Timeline, peak: Point, unit: int) -> float:
+def _capacity(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
     """The device's capacity as a line, unless it would press the picture flat; the upper end of the axis.
 
     A fifth of the picture stays free at its top, for the peak's words.
@@ -159,11 +159,11 @@ def _capacity(areas: Any, timeline: Timeline, peak: Point, unit: int) -> float:
     return max(total, highest) * 1.25
 
 
-def _device(timeline: Timeline) -> str:
+def _device(timeline: MemoryTimeline) -> str:
     return f"{timeline.get('device', 'device')}: {shown_bytes(timeline.get('device_total_bytes', 0))}"
 
 
-def _peak(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
+def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     start, end = _span(timeline)
     share = (peak["t"] - start) / (end - start)
     total = sum(peak["bytes"].values())
@@ -190,7 +190,7 @@ def _peak(areas: Any, timeline: Timeline, peak: Point, unit: int) -> None:
     )
 
 
-def _phases(figure: Any, strip: Any, timeline: Timeline) -> None:
+def _phases(figure: Any, strip: Any, timeline: MemoryTimeline) -> None:
     """Bands with the phases' names; turned where narrow, left out where there is no room at all."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)

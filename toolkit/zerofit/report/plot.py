@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.folder import RunFolder
+from zerofit.spec.run_folder import RunFolder
 
 PICTURES = (".png", ".pdf", ".svg")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 
 
 def batches(job: Job, inputs: Inputs) -> Iterator[dict[str, Any]]:

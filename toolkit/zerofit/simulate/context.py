@@ -35,7 +35,7 @@ class Overhead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Communicator:
     """A communicator: its ranks, and to how many of them this rank sends directly (all-to-all: to all the others)."""
 
     name: str
@@ -43,7 +43,7 @@ class Group:
     direct_peers: int = 0
 
 
-def overheads(device: Device, groups: Sequence[Group]) -> list[Overhead]:
+def overheads(device: Device, groups: Sequence[Communicator]) -> list[Overhead]:
     """What a rank of these communicators has on this device besides torch's reserved memory."""
     if device.kind == "cpu":
         source = "resident size after importing torch and DeepSpeed and starting gloo (spec/overhead.py)"
@@ -65,7 +65,7 @@ def blas_workspaces(device: Device) -> list[int]:
     return [] if device.kind == "cpu" else [blas_workspace_bytes(device.kind)] * 2
 
 
-def _communicator(device: Device, group: Group) -> Overhead:
+def _communicator(device: Device, group: Communicator) -> Overhead:
     """Buffers of one communicator: rings and trees to two neighbours, and the direct connections that are used."""
     over_pcie = "PCIe" in device.link_name
     fewest, most = NCCL_PCIE_CHANNELS if over_pcie else NCCL_NVLINK_CHANNELS

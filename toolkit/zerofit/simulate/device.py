@@ -16,18 +16,18 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zerofit.simulate.ledger import PINNED
-from zerofit.simulate.meter import Meter
+from zerofit.simulate.tracker import AllocationTracker
 
 NAME = "simgpu"
 
 
-def install_gpu(meter: Meter, device_bytes: int) -> None:
+def install_gpu(meter: AllocationTracker, device_bytes: int) -> None:
     """Make the device known to torch and DeepSpeed. To be called before anything asks for the accelerator."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     real_accelerator.set_accelerator(SimulatedGpu(meter, device_bytes))
 
 
-def install_host(meter: Meter, device_bytes: int) -> None:
+def install_host(meter: AllocationTracker, device_bytes: int) -> None:
     """Let DeepSpeed compute on a CPU of this size."""
     real_accelerator.set_accelerator(SimulatedHost(meter, device_bytes))
 
@@ -63,7 +63,7 @@ class _Backend:
         pass
 
 
-class _Stream:
+class _FakeStream:
     """Ops are issued in order; there is nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any):
@@ -94,7 +94,7 @@ class _Stream:
 class SimulatedHost(CPU_Accelerator):
     """The CPU accelerator with as much memory as is said."""
 
-    def __init__(self, meter: Meter, device_bytes: int):
+    def __init__(self, meter: AllocationTracker, device_bytes: int):
         super().__init__()
         self._meter, self._device_bytes = meter, device_bytes
 
@@ -116,7 +116,7 @@ class SimulatedGpu(SimulatedHost):
 
     _torch_pins_host_memory = True
 
-    def __init__(self, meter: Meter, device_bytes: int):
+    def __init__(self, meter: AllocationTracker, device_bytes: int):
         super().__init__(meter, device_bytes)
         self._name, self._communication_backend_name = NAME, "fake"
 
@@ -156,15 +156,15 @@ class SimulatedGpu(SimulatedHost):
         """Give cached memory back to the driver."""
         self._meter.ledger.empty_cache()
 
-    Stream = Event = _Stream
+    Stream = Event = _FakeStream
 
     def stream(self, stream: Any) -> Any:
         """A context in which a stream is current."""
         return nullcontext()
 
-    def current_stream(self, device_index: int | None = None) -> _Stream:
+    def current_stream(self, device_index: int | None = None) -> _FakeStream:
         """Any stream."""
-        return _Stream()
+        return _FakeStream()
 
     default_stream = current_stream
 

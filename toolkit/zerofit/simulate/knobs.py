@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.dotted import get, put
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 
 CHUNK = 1024  # targets of a loss in chunks
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links

@@ -26,7 +26,7 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class PhaseMark:
     """Where a phase begins in the list of events."""
 
     event: int
@@ -40,7 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []  # (index of the storage, change in bytes)
-        self.marks: list[Mark] = []
+        self.marks: list[PhaseMark] = []
         self.emptied: list[int] = []  # before which events the device's cached memory was given back
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Ledger:
 
     def begin(self, name: str, step: int) -> None:
         """Mark the beginning of a phase."""
-        self.marks.append(Mark(event=len(self.events), name=name, step=step))
+        self.marks.append(PhaseMark(event=len(self.events), name=name, step=step))
 
     def empty_cache(self) -> None:
         """Note that the caching allocator gives back what it does not use."""

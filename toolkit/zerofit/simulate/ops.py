@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from zerofit.simulate.ledger import PINNED
-from zerofit.simulate.meter import Meter
+from zerofit.simulate.tracker import AllocationTracker
 
 
-def stand_in(name: str, meter: Meter) -> Any:
+def stand_in(name: str, meter: AllocationTracker) -> Any:
     """What the builder of this op (its NAME) would have loaded."""
     return _AsyncIO(meter) if name == "async_io" else _InPlace()
 
@@ -27,7 +27,7 @@ class _InPlace:
 class _AsyncIO:
     """The async_io module: what it is told to write is added up, what it reads is there."""
 
-    def __init__(self, meter: Meter):
+    def __init__(self, meter: AllocationTracker):
         self._meter = meter
 
     def aio_handle(self, *_: Any, **__: Any) -> _Handle:
@@ -37,7 +37,7 @@ class _AsyncIO:
 class _Handle:
     """deepspeed's aio_handle, as far as its swappers ask: a request done for every one made."""
 
-    def __init__(self, meter: Meter):
+    def __init__(self, meter: AllocationTracker):
         self._meter, self._pending = meter, 0
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int = 0) -> int:

@@ -16,9 +16,9 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerofit.simulate.meter import Meter
+from zerofit.simulate.fake_kernels import MASKING, cuda_attention
 from zerofit.simulate.ops import stand_in
-from zerofit.simulate.standins import MASKING, cuda_attention
+from zerofit.simulate.tracker import AllocationTracker
 
 
 def module_apply() -> None:
@@ -52,7 +52,7 @@ def module_apply() -> None:
     nn.Module._apply = apply
 
 
-def item(meter: Meter) -> None:
+def item(meter: AllocationTracker) -> None:
     """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros, equality).
 
     Libraries ask for norms, overflows and counters so. A model of the user's own that asks is refused: what it does
@@ -120,7 +120,7 @@ def object_collectives() -> None:
     torch.distributed.all_gather_object = all_gather_object
 
 
-def compiled_ops(meter: Meter) -> None:
+def compiled_ops(meter: AllocationTracker) -> None:
     """DeepSpeed's C++ ops read memory that is not there, and need not be compiled. (deepspeed.ops.op_builder)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -128,7 +128,7 @@ def compiled_ops(meter: Meter) -> None:
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
 
 
-def rng_state(meter: Meter) -> None:
+def rng_state(meter: AllocationTracker) -> None:
     """Activation checkpointing keeps states of the random generator, which are real tensors: they are noted too.
 
     (torch.get_rng_state)
@@ -236,7 +236,7 @@ def record_stream() -> None:
 ON_GPU = (tensor_constructor, constants, backend_keys, data_setter, attention, record_stream)
 
 
-def apply_all(gpu: bool, meter: Meter) -> None:
+def apply_all(gpu: bool, meter: AllocationTracker) -> None:
     """Change what must be changed, for the rest of this process."""
     compiled_ops(meter)
     item(meter)

@@ -12,11 +12,11 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from zerofit.models.inputs import Inputs
-from zerofit.spec.folder import Job
-from zerofit.train.driver import Driver
-from zerofit.train.loop import AnyDriver
-from zerofit.train.pipeline import PipelineDriver
-from zerofit.train.place import place_of
+from zerofit.spec.run_folder import Job
+from zerofit.train.engines import ZeroTrainer
+from zerofit.train.loop import EngineTrainer
+from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.rank_coords import place_of
 
 INSTRUCTIONS: dict[type, str] = {
     schedule.LoadMicroBatch: "forward",
@@ -32,7 +32,7 @@ INSTRUCTIONS: dict[type, str] = {
 }
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """Counts live bytes and the most there have been since the last reset."""
 
     def live(self) -> int:
@@ -46,7 +46,7 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class RankPhase:
     """A stretch of a rank's life. Each begins where the one before it ends."""
 
     name: str  # "build", "init", "forward", "backward" or "step"
@@ -63,11 +63,11 @@ class Phase:
 class PhaseLog:
     """The phases so far. A phase that begins again while it lasts goes on."""
 
-    def __init__(self, meter: Meter, on_begin: Callable[[str, int], None] = lambda name, step: None):
+    def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
         self._meter, self._on_begin = meter, on_begin
         self._name: str | None = None
         self._step, self._start = -1, 0
-        self.done: list[Phase] = []
+        self.done: list[RankPhase] = []
 
     def begin(self, name: str, step: int) -> None:
         """End the current phase and begin another one."""
@@ -82,13 +82,13 @@ class PhaseLog:
         """End the current phase, if there is one."""
         if self._name is not None:
             figures = {"start_bytes": self._start, "peak_bytes": self._meter.peak(), "end_bytes": self._meter.live()}
-            self.done.append(Phase(name=self._name, step=self._step, **figures))
+            self.done.append(RankPhase(name=self._name, step=self._step, **figures))
         self._name = None
 
 
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
-) -> AnyDriver:
+) -> EngineTrainer:
     """The driver of a rank in a process group that stands: its model in phase "build", its engine in "init"."""
     initialize = deepspeed.initialize
 
@@ -98,12 +98,12 @@ def start(
         return initialize(*args, **kwargs)
 
     log.begin("build", -1)
-    kind = PipelineDriver if job.layout.pp > 1 else Driver
+    kind = PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
     with patch.object(deepspeed, "initialize", announced):
         return kind(job, place_of(rank, job.layout), inputs)
 
 
-def train_steps(driver: AnyDriver, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
+def train_steps(driver: EngineTrainer, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
     """Train this many steps; their phases are noted in the log, the last one ended."""
     now = [0]
     _cut(driver, lambda name: log.begin(name, now[0]))
@@ -124,7 +124,7 @@ def _begun(batches: Iterator[dict[str, Any]], begin: Callable[[], None]) -> Iter
         yield batch
 
 
-def _cut(driver: AnyDriver, begin: Callable[[str], None]) -> None:
+def _cut(driver: EngineTrainer, begin: Callable[[str], None]) -> None:
     """Let the driver's engine say what it begins."""
     engine = driver.engine
     if hasattr(engine, "_INSTRUCTION_MAP"):

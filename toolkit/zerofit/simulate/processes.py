@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.models.catalog import ModelError
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.errors import Problem, UserError
 
 POLL_S = 0.2
 
 
-def simulate_all(targets: Sequence[Target], show: Callable[[str], None]) -> list[dict[str, Any] | Problem]:
+def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None]) -> list[dict[str, Any] | Problem]:
     """The answer of `rank.simulate` for each target, or the reason why there is none; `show` hears how far they are.
 
     As many run at a time as there are cores.
@@ -49,7 +49,7 @@ def _result(future: Future[Any]) -> dict[str, Any] | Problem:
 
 def _pool(tasks: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zerofit.simulate.imported"])
+    context.set_forkserver_preload(["zerofit.simulate.forkserver_preload"])
     workers = max(1, min(tasks, len(os.sched_getaffinity(0))))
     return ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1)
 
@@ -62,7 +62,7 @@ def _progress(futures: list[Future[Any]], words: list[Path], seconds: float) -> 
     return f"simulating{what}{count} ({seconds:.0f} s)"
 
 
-def _one(target: Target, word: str) -> dict[str, Any] | Problem:
+def _one(target: SimulationTarget, word: str) -> dict[str, Any] | Problem:
     """In the forked process."""
     log = Path(word).with_suffix(".log")
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -13,16 +13,16 @@ from torch import Tensor
 from zerofit.models.build import forward_logits
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.simulate.costs import MICRO_BATCHES, cost_of, layer_of
-from zerofit.simulate.recorder import Recorder
-from zerofit.simulate.standins import KERNEL_SCRATCH, as_on
-from zerofit.simulate.subject import Subject, first_tensor, make_subject, takes_labels, watched
-from zerofit.spec.profile import Layer, LayerCost, Line, Profile, setting
+from zerofit.simulate.fake_kernels import KERNEL_SCRATCH, as_on
+from zerofit.simulate.layer_costs import MICRO_BATCHES, cost_of, layer_of
+from zerofit.simulate.profile_recorder import ProfileRecorder
+from zerofit.simulate.traced_model import TracedModel, first_tensor, make_subject, takes_labels, watched
+from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.train.build import DTYPES
 from zerofit.train.loss import part_of, weighted_cross_entropy
 
 
-class Setting(NamedTuple):
+class TraceSetting(NamedTuple):
     """What a trace depends on besides the model and its inputs."""
 
     precision: str
@@ -36,7 +36,7 @@ def profile_model(
     task: str,
     inputs: Inputs,
     args: dict[str, Any],
-    settings: Iterable[Setting],
+    settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
     """Layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
@@ -78,8 +78,8 @@ def _sample_bytes(inputs: Inputs) -> int:
 
 
 def _traced(
-    source: ModelSource, task: str, inputs: Inputs, args: dict[str, Any], one: Setting, device: str
-) -> tuple[Subject, tuple[Layer, ...], tuple[LayerCost, ...]]:
+    source: ModelSource, task: str, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
+) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     subject = make_subject(source, inputs, args, one.precision, one.checkpointing, one.tp)
     with as_on(device, one.sp):
         recorders = tuple(_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
@@ -90,7 +90,7 @@ def _traced(
     return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
 
 
-def _on_one_rank(cost: LayerCost, layer: Layer, config: Any, one: Setting) -> LayerCost:
+def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
     """With what tensor and sequence parallelism send, and the numels of a rank's shards."""
     if one.tp > 1 and layer.name != "block":
         return replace(cost, matrices=layer.matrices, vectors=layer.vectors)
@@ -98,12 +98,12 @@ def _on_one_rank(cost: LayerCost, layer: Layer, config: Any, one: Setting) -> La
         return cost
     out = cost.output_bytes
     if one.tp > 1:  # the outputs of attention and of the MLP are summed over the ranks
-        sent = Line(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+        sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
         return replace(cost, tp_allreduce_bytes=sent, matrices=layer.matrices, vectors=layer.vectors)
     # queries and the output have all heads, keys and values theirs
     heads = config.num_attention_heads
     share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * _head_width(config)
-    return replace(cost, sp_alltoall_bytes=Line(fixed=share * out.fixed, per_sample=share * out.per_sample))
+    return replace(cost, sp_alltoall_bytes=Linear(fixed=share * out.fixed, per_sample=share * out.per_sample))
 
 
 def _head_width(config: Any) -> float:
@@ -112,7 +112,7 @@ def _head_width(config: Any) -> float:
     return head_dim * config.num_attention_heads / config.hidden_size
 
 
-def _with_shares(layers: tuple[Layer, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[Layer, ...]:
+def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
     """The share of each layer's parameters that tensor parallelism splits, from any setting that has it split."""
     for key, entries in costs.items():
         degree = int(key.split("/tp=")[1].split("/")[0])
@@ -121,14 +121,20 @@ def _with_shares(layers: tuple[Layer, ...], costs: dict[str, tuple[LayerCost, ..
     return layers
 
 
-def _with_share(layer: Layer, cost: LayerCost, degree: int) -> Layer:
+def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
     whole, mine = sum(layer.matrices) + sum(layer.vectors), sum(cost.matrices) + sum(cost.vectors)
     return replace(layer, tp_sharded=(1 - mine / whole) / (1 - 1 / degree)) if cost.matrices else layer
 
 
-def _run(subject: Subject, task: str, inputs: Inputs, count: int, one: Setting, device: str) -> Recorder:
-    """Forward, loss and backward of `count` samples as the training step has them (train/driver.py)."""
-    recorder, model, last = Recorder(subject.model, KERNEL_SCRATCH[device]), subject.model, len(subject.units) - 1
+def _run(
+    subject: TracedModel, task: str, inputs: Inputs, count: int, one: TraceSetting, device: str
+) -> ProfileRecorder:
+    """Forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
+    recorder, model, last = (
+        ProfileRecorder(subject.model, KERNEL_SCRATCH[device]),
+        subject.model,
+        len(subject.units) - 1,
+    )
     passing = True
 
     def begin(unit: int, tensors: Any) -> None:
@@ -160,8 +166,10 @@ def _run(subject: Subject, task: str, inputs: Inputs, count: int, one: Setting, 
     return recorder
 
 
-def _batch(task: str, inputs: Inputs, count: int, one: Setting, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, labels, and what else of the batch lives through the step (train/driver.py, _inputs).
+def _batch(
+    task: str, inputs: Inputs, count: int, one: TraceSetting, device: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
 
     Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
     """
@@ -173,7 +181,7 @@ def _batch(task: str, inputs: Inputs, count: int, one: Setting, device: str) -> 
     return tokens, torch.empty_like(tokens), None
 
 
-def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: Setting, recorder: Recorder) -> Tensor:
+def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: TraceSetting, recorder: ProfileRecorder) -> Tensor:
     extra = {}
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)

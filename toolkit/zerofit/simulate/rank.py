@@ -16,23 +16,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerofit.models.catalog import PRETRAINED, ModelError, find
 from zerofit.simulate import device
 from zerofit.simulate.allocator import replay
+from zerofit.simulate.analysis import device_events, host_peak, moments, settle_kinds, timeline
 from zerofit.simulate.batches import batches
-from zerofit.simulate.handover import announce_input
-from zerofit.simulate.holders import note_held, watch_gradients
-from zerofit.simulate.meter import Meter, Scratch, is_own
+from zerofit.simulate.fake_process_group import join, set_environment
+from zerofit.simulate.ownership import note_held, watch_gradients
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, start, train_steps
-from zerofit.simulate.reading import device_events, host_peak, moments, settle_kinds, timeline
+from zerofit.simulate.pipeline_input import announce_input
 from zerofit.simulate.scratch import scratch_of
-from zerofit.simulate.target import Target
-from zerofit.simulate.world import join, set_environment
+from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.tracker import AllocationTracker, Scratch, is_own
 from zerofit.spec.errors import Problem, UserError
 
 LINES = 3  # of an exception's message
 
 
 def simulate(
-    target: Target, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+    target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """Build, init and train on fake tensors; the answer is plain JSON (see `_answer`).
 
@@ -40,7 +40,7 @@ def simulate(
     """
     set_environment(target)
     gpu = target.accelerator == "cuda"
-    meter = Meter(device.NAME if gpu else "cpu", scratch or scratch_of(target))
+    meter = AllocationTracker(device.NAME if gpu else "cpu", scratch or scratch_of(target))
     (device.install_gpu if gpu else device.install_host)(meter, target.device_bytes)
     apply_all(gpu, meter)
     try:
@@ -55,7 +55,7 @@ def simulate(
     return _answer(target, meter, log)
 
 
-def _not_simulated(target: Target, meter: Meter, error: Exception) -> Problem:
+def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
     """Where the simulation has stopped: the op, the module that ran and the line that raised."""
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
@@ -72,7 +72,7 @@ def _not_simulated(target: Target, meter: Meter, error: Exception) -> Problem:
     )
 
 
-def _without_files(target: Target, folder: str) -> Target:
+def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
     """A pretrained model's weights are not read, and what is swapped goes nowhere: shapes are all that counts."""
     job = target.job
     source = find(job.run.model)
@@ -85,7 +85,7 @@ def _without_files(target: Target, folder: str) -> Target:
     return replace(target, job=replace(job, ds_config={**job.ds_config, "zero_optimization": zero}))
 
 
-def _live(target: Target, meter: Meter, say: Callable[[str], None]) -> PhaseLog:
+def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> PhaseLog:
     job, engines = target.job, []
 
     def built(model: torch.nn.Module) -> None:
@@ -108,7 +108,7 @@ def _live(target: Target, meter: Meter, say: Callable[[str], None]) -> PhaseLog:
     return log
 
 
-def _answer(target: Target, meter: Meter, log: PhaseLog) -> dict[str, Any]:
+def _answer(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -> dict[str, Any]:
     """What was seen: figures in bytes, moments the highest first; `events` are those of the device, to be replayed."""
     ledger = meter.ledger
     settle_kinds(ledger)
@@ -127,7 +127,7 @@ def _answer(target: Target, meter: Meter, log: PhaseLog) -> dict[str, Any]:
     }
 
 
-def _sent(meter: Meter) -> list[dict[str, Any]]:
+def _sent(meter: AllocationTracker) -> list[dict[str, Any]]:
     """Collectives by op, group size, phase and step: how many, and their bytes together."""
     calls: Counter[tuple[Any, ...]] = Counter()
     sizes: Counter[tuple[Any, ...]] = Counter()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.simulate.extend import TOLERANCE, extended, layer_counts, layers_of, with_layers
+from zerofit.simulate.extrapolate import TOLERANCE, extended, layer_counts, layers_of, with_layers
 from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.errors import Problem
 
 
@@ -16,14 +16,14 @@ from zerofit.spec.errors import Problem
 class Simulation:
     """What one rank needs."""
 
-    target: Target
+    target: SimulationTarget
     answer: dict[str, Any]  # as `rank.simulate` gives it
     layers: tuple[int, ...] = ()  # simulated numbers of layers, the first one to check the extension; () if all were
     check_error: float = 0.0  # by how much the highest moment misses the extension's line there, relative
 
 
 def simulate(
-    targets: Sequence[Target], show: Callable[[str], None], *, exact: bool = False
+    targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
 ) -> list[Simulation | Problem]:
     """One simulation a target, or the reason why there is none.
 
@@ -41,7 +41,7 @@ def simulate(
 
 
 def _simulation(
-    target: Target, counts: tuple[int, ...] | None, answers: list[Any], show: Callable[[str], None]
+    target: SimulationTarget, counts: tuple[int, ...] | None, answers: list[Any], show: Callable[[str], None]
 ) -> Simulation | Problem:
     failed = next((answer for answer in answers if isinstance(answer, Problem)), None)
     if failed:

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.meter import Scratch
-from zerofit.simulate.target import Target
+from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.tracker import Scratch
 
 _Formula = Callable[[Any, Any], int]  # (args, out) -> bytes
 
 
-def scratch_of(target: Target) -> Scratch:
+def scratch_of(target: SimulationTarget) -> Scratch:
     """The scratch of the ops of the target's device."""
     table = ON_GPU if target.accelerator == "cuda" else ON_CPU
 

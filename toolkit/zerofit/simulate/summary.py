@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from zerofit.simulate.context import Group, Overhead, overheads
+from zerofit.simulate.context import Communicator, Overhead, overheads
 from zerofit.simulate.run import Simulation
-from zerofit.simulate.target import Target
-from zerofit.simulate.verdict import Verdict, judge, judge_events
+from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.verdict import FitVerdict, judge, judge_events
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
@@ -59,7 +59,7 @@ def summary(simulation: Simulation, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _run(target: Target) -> dict[str, Any]:
+def _run(target: SimulationTarget) -> dict[str, Any]:
     """What was simulated, as far as memory depends on it."""
     run, job = target.job.run, target.job
     fields = ("model", "precision", "seq_len", "activation_checkpointing", "loss_chunk", "optimizer", "ds_config")
@@ -77,7 +77,7 @@ def open_question(simulation: Simulation, cluster: Cluster) -> bool:
     return answer["moments"][0]["bytes"] < there < (1 + UNSURE) * answer["reserved_bytes"] + beside
 
 
-def _verdict(simulation: Simulation, beside: list[Overhead], cluster: Cluster) -> tuple[Verdict, int]:
+def _verdict(simulation: Simulation, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
     """The verdict on the device, and the reserved peak that it rests on."""
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator: what is released is gone
@@ -90,12 +90,12 @@ def _verdict(simulation: Simulation, beside: list[Overhead], cluster: Cluster) -
     return judge(reserved, beside, there), reserved
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[Group]:
+def _groups(rows: list[dict[str, Any]]) -> list[Communicator]:
     found = []
     for row in rows:
         peers = row["ranks"] - 1 if any(op.startswith("alltoall") for op in row["ops"]) else 0
         peers = peers or (2 if {"send", "recv"} & set(row["ops"]) else 0)
-        found.append(Group(name="+".join(row["ops"]), ranks=row["ranks"], direct_peers=peers))
+        found.append(Communicator(name="+".join(row["ops"]), ranks=row["ranks"], direct_peers=peers))
     return found
 
 

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
-from zerofit.spec.facts import ModelFacts
-from zerofit.spec.folder import Job
 from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import RunSpec
+from zerofit.spec.run_folder import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class SimulationTarget:
     """One rank of a job, and the device that it would run on."""
 
     job: Job
@@ -43,7 +43,7 @@ class Target:
         }
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Target:
+    def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
         """The target that `as_dict` gave."""
         inputs = dict(value["inputs"])
         kind = {"ImageInputs": ImageInputs, "TextInputs": TextInputs}[inputs.pop("kind")]

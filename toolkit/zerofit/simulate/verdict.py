@@ -14,7 +14,7 @@ FITS, WITHIN, NOT = "fits", "within the margin", "does not fit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class FitVerdict:
     """One of FITS, WITHIN and NOT, and why."""
 
     word: str
@@ -29,7 +29,7 @@ class Verdict:
 
 def judge(
     peak_reserved_bytes: int, overheads: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
-) -> Verdict:
+) -> FitVerdict:
     """Hold the reserved peak and what is beside it against the device.
 
     `kept_free_bytes` (default: REPLAYED of the peak) is for what no simulation knows. Fits: also with every overhead at
@@ -39,14 +39,14 @@ def judge(
     left = device_bytes - peak_reserved_bytes - sum(o.high for o in overheads)
     at_best = device_bytes - peak_reserved_bytes - sum(o.low for o in overheads)
     word = FITS if left >= kept else NOT if at_best < 0 else WITHIN
-    return Verdict(
+    return FitVerdict(
         word=word, margin_bytes=left, sentence=_sentence(word, peak_reserved_bytes, overheads, device_bytes, kept)
     )
 
 
 def judge_events(
     events: Sequence[Event], overheads: Sequence[Overhead], device_bytes: int, *, expandable: bool = False
-) -> tuple[Verdict, Reserved]:
+) -> tuple[FitVerdict, Reserved]:
     """The verdict on a sequence of allocations, and the replay that it rests on.
 
     Where the reserved peak is too large, the allocator's giving back of cached segments may still save the run: the
@@ -63,10 +63,10 @@ def judge_events(
             return _squeezed(word, tight, overheads, device_bytes, kept), tight
     sentence = _sentence(NOT, found.peak_reserved_bytes, overheads, device_bytes, kept)
     sentence += f" The allocation that fails first asks for {shown_bytes(tight.out_of_memory.asked_bytes)}."
-    return Verdict(word=NOT, margin_bytes=verdict.margin_bytes, sentence=sentence), found
+    return FitVerdict(word=NOT, margin_bytes=verdict.margin_bytes, sentence=sentence), found
 
 
-def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> Verdict:
+def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> FitVerdict:
     left = device_bytes - tight.peak_reserved_bytes - sum(o.high for o in overheads)
     sentence = _sentence(word, tight.peak_reserved_bytes, overheads, device_bytes, kept)
     if tight.flushes:
@@ -74,7 +74,7 @@ def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_
             f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which stops"
             " the device; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
         )
-    return Verdict(word=word, margin_bytes=left, sentence=sentence)
+    return FitVerdict(word=word, margin_bytes=left, sentence=sentence)
 
 
 def _sentence(word: str, reserved: int, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> str:

@@ -15,7 +15,7 @@ from zerofit.spec.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunRequest:
     """A run as asked, and where each explicit value stands (for messages that name both places)."""
 
     run: RunSpec
@@ -31,7 +31,7 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-") if field != "model" else "MODEL"
 
 
-def load_run(file: Path | None, flags: Mapping[str, Any]) -> Asked:
+def load_run(file: Path | None, flags: Mapping[str, Any]) -> RunRequest:
     """The run that a file and flags ask for; a flag overrides the file.
 
     Raises UserError with all unknown keys (nearest names offered) and all bad values.
@@ -49,7 +49,7 @@ def load_run(file: Path | None, flags: Mapping[str, Any]) -> Asked:
     except ValidationError as error:
         problems.extend(_from_pydantic(error, places))
     problems.raise_if_any()
-    return Asked(run=run, places={k: p for k, p in places.items() if k in RunSpec.model_fields})
+    return RunRequest(run=run, places={k: p for k, p in places.items() if k in RunSpec.model_fields})
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -32,7 +32,7 @@ REPLAYED = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class ByteRange:
     """What public sources say of one thing: from `low_bytes` to `high_bytes`."""
 
     low_bytes: int
@@ -43,27 +43,27 @@ class Figure:
 # Loading every kernel of torch instead of those used: 666,632,192 bytes against 287,047,680 (pytorch#86509)
 _KERNELS_BYTES = 666_632_192 - 287_047_680
 _KERNELS = "and at most what loading all kernels added in pytorch#86509, 362 MiB"
-_ADA = Figure(
+_ADA = ByteRange(
     low_bytes=426 * MIB,
     high_bytes=426 * MIB + _KERNELS_BYTES,
     source=f"a bare context, RTX 6000 Ada, torch 2.10: 426 MiB (unslothai/unsloth-zoo#1053), {_KERNELS}",
 )
-_BLACKWELL = Figure(
+_BLACKWELL = ByteRange(
     low_bytes=612 * MIB,
     high_bytes=612 * MIB + _KERNELS_BYTES,
     source=f"a bare context, B200: 612 MiB (unslothai/unsloth#8669), {_KERNELS}",
 )
-_HOPPER = Figure(
+_HOPPER = ByteRange(
     low_bytes=_ADA.low_bytes,
     high_bytes=_BLACKWELL.high_bytes,
     source="no figure of Hopper itself found: from Ada's lower end to Blackwell's upper end",
 )
-_OLDER = Figure(
+_OLDER = ByteRange(
     low_bytes=287_047_680 - 20 * MIB,
     high_bytes=666_632_192 - 20 * MIB,
     source="free memory before and after one op, with its kernels and with all, less torch's segment (pytorch#86509)",
 )
-_AMD = Figure(
+_AMD = ByteRange(
     low_bytes=200 * 10**6,
     high_bytes=1024 * MIB,
     source="rocBLAS alone about 200 MB; TensorFlow keeps 1 GiB free on MI200 and later (ROCm/tensorflow-upstream#2490)",
@@ -88,7 +88,7 @@ CUBLAS_HOPPER_BYTES = 32 * MIB
 HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * MIB
 
 
-def context_figure(kind: str) -> Figure:
+def context_figure(kind: str) -> ByteRange:
     """The driver's context and loaded kernels on a kind of device (`--gpu`'s words)."""
     for beginning, figure in _CONTEXTS.items():
         if kind.startswith(beginning):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Linear:
     """A quantity that grows with the micro batch: fixed + per_sample x micro batch."""
 
     fixed: float = 0.0
@@ -20,11 +20,11 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class BackwardMoment:
     """A stretch of a backward: what is alive in it, and the parameter whose gradient is complete at its end."""
 
-    live: tuple[Line, ...]  # the largest of them holds; bytes above what was alive before the layer's forward
-    end: Line = field(default_factory=Line)  # alive at its end, the fresh gradient included
+    live: tuple[Linear, ...]  # the largest of them holds; bytes above what was alive before the layer's forward
+    end: Linear = field(default_factory=Linear)  # alive at its end, the fresh gradient included
     parameter: int | None = None  # its place in the layer's matrices + vectors
 
 
@@ -35,26 +35,32 @@ class LayerCost:
     Bytes are of the device. Live bytes leave out parameters and the gradients of parameters.
     """
 
-    saved_bytes: Line  # activations that stay alive from its forward to its backward
-    forward_peak_bytes: Line  # most alive during its forward, above what was alive before it
-    backward_peak_bytes: Line  # most alive during its backward, above what was alive before its forward
-    output_bytes: Line  # the activation handed to the next layer (and its gradient handed back)
-    forward_flops: Line
-    backward_flops: Line  # with recomputation, where it is checkpointed
-    forward_bytes: Line  # memory traffic: bytes read and written by its ops
-    backward_bytes: Line
+    saved_bytes: Linear  # activations that stay alive from its forward to its backward
+    forward_peak_bytes: Linear  # most alive during its forward, above what was alive before it
+    backward_peak_bytes: Linear  # most alive during its backward, above what was alive before its forward
+    output_bytes: Linear  # the activation handed to the next layer (and its gradient handed back)
+    forward_flops: Linear
+    backward_flops: Linear  # with recomputation, where it is checkpointed
+    forward_bytes: Linear  # memory traffic: bytes read and written by its ops
+    backward_bytes: Linear
     forward_ops: float  # kernel launches
     backward_ops: float
-    tp_allreduce_bytes: Line = field(default_factory=Line)  # sent by tensor parallelism in forward (backward: as much)
-    sp_alltoall_bytes: Line = field(default_factory=Line)  # sent by sequence parallelism in forward (backward: as much)
-    forward: tuple[Line, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
-    backward: tuple[Moment, ...] = ()  # backward_peak_bytes in its order; the fresh gradient of a parameter included
+    tp_allreduce_bytes: Linear = field(
+        default_factory=Linear
+    )  # sent by tensor parallelism in forward (backward: as much)
+    sp_alltoall_bytes: Linear = field(
+        default_factory=Linear
+    )  # sent by sequence parallelism in forward (backward: as much)
+    forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
+    backward: tuple[
+        BackwardMoment, ...
+    ] = ()  # backward_peak_bytes in its order; the fresh gradient of a parameter included
     matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
     vectors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerRun:
     """A run of equal layers, in the order of the forward."""
 
     name: str  # "embedding", "block", "head", or the module's name
@@ -76,7 +82,7 @@ class Profile:
     model: str
     task: str  # "image", "causal-lm", "masked-lm"
     seq_len: int | None
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerRun, ...]
     costs: dict[str, tuple[LayerCost, ...]]
     attention_heads: int | None = None
     kv_heads: int | None = None
@@ -99,7 +105,7 @@ class Profile:
         """The profile that `as_dict` gave."""
         costs = {key: tuple(_cost(entry) for entry in entries) for key, entries in value["costs"].items()}
         layers = tuple(
-            Layer(**{**entry, "matrices": tuple(entry["matrices"]), "vectors": tuple(entry["vectors"])})
+            LayerRun(**{**entry, "matrices": tuple(entry["matrices"]), "vectors": tuple(entry["vectors"])})
             for entry in value["layers"]
         )
         return cls(**{**value, "layers": layers, "costs": costs})
@@ -111,14 +117,14 @@ def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
 
 
 def _cost(entry: dict[str, Any]) -> LayerCost:
-    plain = {k: Line(**v) if isinstance(v, dict) else v for k, v in entry.items()}
+    plain = {k: Linear(**v) if isinstance(v, dict) else v for k, v in entry.items()}
     lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors")}
     moments = tuple(
-        Moment(live=_lines(m["live"]), end=Line(**m["end"]), parameter=m["parameter"])
+        BackwardMoment(live=_lines(m["live"]), end=Linear(**m["end"]), parameter=m["parameter"])
         for m in entry.get("backward", ())
     )
     return LayerCost(**{**plain, **lists, "forward": _lines(entry.get("forward", ())), "backward": moments})
 
 
-def _lines(entries: Iterable[dict[str, float]]) -> tuple[Line, ...]:
-    return tuple(Line(**entry) for entry in entries)
+def _lines(entries: Iterable[dict[str, float]]) -> tuple[Linear, ...]:
+    return tuple(Linear(**entry) for entry in entries)

@@ -13,7 +13,7 @@ from torch import nn
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, find
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -14,19 +14,19 @@ from torch.nn import functional
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 from zerofit.train.build import DTYPES, batch_norm_in_fp32
-from zerofit.train.driver import Batch, start_engine
-from zerofit.train.place import Place
+from zerofit.train.engines import Batch, start_engine
+from zerofit.train.rank_coords import RankCoords
 
 
-class GanDriver:
+class GanTrainer:
     """The discriminator learns to tell images from drawings, the generator to be taken for real.
 
     The loss that is recorded is the sum of both; `loss_d` and `loss_g` stand beside it.
     """
 
-    def __init__(self, job: Job, place: Place, inputs: Inputs):
+    def __init__(self, job: Job, place: RankCoords, inputs: Inputs):
         self.job, self.place = job, place
         self.device = torch.device(get_accelerator().current_device_name())
         torch.manual_seed(job.run.seed)

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 from zerofit.train.batch_stats import average_batch_statistics
-from zerofit.train.place import Place
-from zerofit.train.pulse import Now
-from zerofit.train.record import Recorder
-from zerofit.train.requests import Requests
-from zerofit.train.sinks import Events
+from zerofit.train.heartbeat import RankProgress
+from zerofit.train.loggers import Events
+from zerofit.train.metrics import MetricsRecorder
+from zerofit.train.rank_coords import RankCoords
+from zerofit.train.stop_signals import StopRequests
 
 EVAL_WORD_S = 2.0
 
 
-class AnyDriver(Protocol):
+class EngineTrainer(Protocol):
     """What the loop needs of a driver."""
 
     job: Job
@@ -43,7 +43,7 @@ class AnyDriver(Protocol):
 
 
 @dataclass(frozen=True)
-class Ended:
+class LoopResult:
     """How a loop ended."""
 
     step: int  # optimizer steps done in all
@@ -56,15 +56,15 @@ class Loop:
     """Everything that one rank's training needs, put together by `zerofit.train.run`."""
 
     job: Job
-    place: Place
+    place: RankCoords
     data: Data
-    driver: AnyDriver
-    recorder: Recorder
+    driver: EngineTrainer
+    recorder: MetricsRecorder
     events: Events
-    requests: Requests
+    requests: StopRequests
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
 
-    def run(self) -> Ended:
+    def run(self) -> LoopResult:
         """Train all steps, or until asked to stop."""
         gc.collect()
         gc.freeze()  # what exists by now stays until the end: collections in the loop need not walk it
@@ -73,14 +73,14 @@ class Loop:
         finally:
             gc.unfreeze()
 
-    def _train(self) -> Ended:
+    def _train(self) -> LoopResult:
         job, every = self.job, self.job.run.eval_every
         seen: list[np.ndarray] = []
         batches = self._noting(self._weighted(), seen)
         figures: dict[str, float] = {}
-        Now.first = self.first
+        RankProgress.first = self.first
         for step in range(self.first, job.steps):
-            Now.step = step
+            RankProgress.step = step
             lr = self.driver.engine.get_lr()[0]
             losses = self.driver.train_step(batches)
             self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm(), self._extra())
@@ -88,8 +88,8 @@ class Loop:
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
             if self._save_and_stop(step + 1):
-                return Ended(step=step + 1, stopped=True, figures=figures)
-        return Ended(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+                return LoopResult(step=step + 1, stopped=True, figures=figures)
+        return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
 
     @property
     def first(self) -> int:

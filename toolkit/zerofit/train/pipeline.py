@@ -18,17 +18,17 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, as_layers, materialise
-from zerofit.spec.folder import Job
+from zerofit.spec.run_folder import Job
 from zerofit.train.build import DTYPES, batch_norm_in_fp32, example
-from zerofit.train.driver import Batch, start_engine
+from zerofit.train.engines import Batch, start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
-from zerofit.train.place import Place
+from zerofit.train.rank_coords import RankCoords
 
 
-class PipelineDriver:
+class PipelineTrainer:
     """Pipeline parallel, with data parallelism around it; ZeRO stage 0 or 1."""
 
-    def __init__(self, job: Job, place: Place, inputs: Inputs):
+    def __init__(self, job: Job, place: RankCoords, inputs: Inputs):
         self.job, self.place = job, place
         self.device = torch.device(get_accelerator().current_device_name())
         self.layers, bounds = _build_stage(job, place, inputs)
@@ -140,7 +140,7 @@ class _Tied(TiedLayerSpec):
         return self._layer.module
 
 
-def _build_stage(job: Job, place: Place, inputs: Inputs) -> tuple[list[Layer], list[int]]:
+def _build_stage(job: Job, place: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
     """All layers, of which only this stage's have memory, and the bounds of the stages."""
     run, source = job.run, find(job.run.model)
     from_meta = source.family == "transformers" and source.origin != "pretrained folder"

@@ -15,7 +15,7 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import RunSpec
 
 

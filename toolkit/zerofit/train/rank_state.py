@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerofit.train.fragments import persistent_buffers
-from zerofit.train.loop import AnyDriver
+from zerofit.train.loop import EngineTrainer
+from zerofit.train.shard_index import persistent_buffers
 
 
-def capture(driver: AnyDriver) -> dict[str, Any]:
+def capture(driver: EngineTrainer) -> dict[str, Any]:
     """All of it as tensors and plain values, copied."""
     numpy_state = np.random.get_state(legacy=True)
     return {
@@ -27,7 +27,7 @@ def capture(driver: AnyDriver) -> dict[str, Any]:
     }
 
 
-def give_back(driver: AnyDriver, state: dict[str, Any]) -> None:
+def give_back(driver: EngineTrainer, state: dict[str, Any]) -> None:
     """Put what `capture` gave back in place."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
@@ -41,5 +41,5 @@ def give_back(driver: AnyDriver, state: dict[str, Any]) -> None:
             buffer.copy_(state["buffers"][name])
 
 
-def _generators(driver: AnyDriver) -> dict[str, torch.Generator]:
+def _generators(driver: EngineTrainer) -> dict[str, torch.Generator]:
     return driver.generators() if hasattr(driver, "generators") else {}

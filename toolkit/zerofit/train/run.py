@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from zerofit.data import Data, NullProgress, open_data
-from zerofit.spec.folder import Job, RunFolder, write_json
-from zerofit.train.driver import Driver
-from zerofit.train.gan import GanDriver
-from zerofit.train.loop import AnyDriver, Loop
-from zerofit.train.pipeline import PipelineDriver
-from zerofit.train.place import Place, place_of
-from zerofit.train.record import Recorder
-from zerofit.train.requests import Requests, Signals
-from zerofit.train.resume import resume
+from zerofit.spec.run_folder import Job, RunFolder, write_json
+from zerofit.train.engines import ZeroTrainer
+from zerofit.train.gan import GanTrainer
+from zerofit.train.loggers import Events, make_sinks
+from zerofit.train.loop import EngineTrainer, Loop
+from zerofit.train.metrics import MetricsRecorder
+from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.rank_coords import RankCoords, place_of
+from zerofit.train.restore import resume
 from zerofit.train.sample import continue_text
 from zerofit.train.saver import Saver
-from zerofit.train.sinks import Events, make_sinks
+from zerofit.train.stop_signals import SignalNotes, StopRequests
 from zerofit.train.weights import check_replicas, save_model
 
 SAMPLE_TOKENS = 240
@@ -29,7 +29,7 @@ PROMPT = "def "
 DRAWINGS = 64
 
 
-def train(job: Job, folder: RunFolder, signals: Signals | None = None) -> dict[str, Any]:
+def train(job: Job, folder: RunFolder, signals: SignalNotes | None = None) -> dict[str, Any]:
     """Train the job on this rank of an initialised process group; the run's result (the same on all ranks).
 
     A run that was asked to stop (by a signal, or the file `folder.stop_request`) leaves `folder.stopped` instead.
@@ -42,8 +42,8 @@ def train(job: Job, folder: RunFolder, signals: Signals | None = None) -> dict[s
     events("phase", text="building the model and the DeepSpeed engine")
     driver = _driver(job)(job, place, data.inputs)
     _seed_rank(job, place)
-    requests = Requests(job.run.save_every, signals, folder.stop_request if rank == 0 else None)
-    recorder = Recorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
+    requests = StopRequests(job.run.save_every, signals, folder.stop_request if rank == 0 else None)
+    recorder = MetricsRecorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
     saver = Saver(driver, data.inputs, folder, events)
     if job.start:
         events("phase", text=f"going on from step {job.start.step}")
@@ -71,7 +71,7 @@ def train(job: Job, folder: RunFolder, signals: Signals | None = None) -> dict[s
     result = _result(job, recorder, ended.figures, data)
     if rank == 0:
         write_json(folder.result, result)
-    if isinstance(driver, GanDriver) and rank == 0:
+    if isinstance(driver, GanTrainer) and rank == 0:
         driver.draw(DRAWINGS, folder.path / "drawings.png")
     if _can_write(driver, job, data):
         events("phase", text="writing a sample")
@@ -81,19 +81,19 @@ def train(job: Job, folder: RunFolder, signals: Signals | None = None) -> dict[s
     return result
 
 
-def _can_write(driver: AnyDriver, job: Job, data: Data) -> bool:
+def _can_write(driver: EngineTrainer, job: Job, data: Data) -> bool:
     """Whether one call of the engine gives the next token: not for stages, slices of sequences, and own models."""
-    whole = isinstance(driver, Driver) and job.layout.sp == 1 and not job.facts.own
+    whole = isinstance(driver, ZeroTrainer) and job.layout.sp == 1 and not job.facts.own
     return whole and job.facts.task == "causal-lm" and data.encode is not None
 
 
-def _driver(job: Job) -> type[AnyDriver]:
+def _driver(job: Job) -> type[EngineTrainer]:
     if job.facts.task == "gan":
-        return GanDriver
-    return PipelineDriver if job.layout.pp > 1 else Driver
+        return GanTrainer
+    return PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
 
 
-def _seed_rank(job: Job, place: Place) -> None:
+def _seed_rank(job: Job, place: RankCoords) -> None:
     """Dropout differs between data parallel ranks and stages; tensor parallel ranks must draw alike.
 
     A checkpoint taken up in another layout draws anew: its random states belong to ranks that are no more.
@@ -105,7 +105,7 @@ def _seed_rank(job: Job, place: Place) -> None:
     torch.manual_seed(own)
 
 
-def _result(job: Job, recorder: Recorder, figures: dict[str, float], data: Data) -> dict[str, Any]:
+def _result(job: Job, recorder: MetricsRecorder, figures: dict[str, float], data: Data) -> dict[str, Any]:
     """The keys that `zerofit train --json` prints, but for the run folder."""
     last = recorder.last
     samples = job.samples_after(job.steps)

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 from zerofit.models.build import forward_logits
-from zerofit.train.driver import Driver
+from zerofit.train.engines import ZeroTrainer
 
 TEMPERATURE = 0.7
 
 
 @torch.no_grad()
-def continue_text(driver: Driver, prompt: list[int], count: int, seed: int) -> list[int]:
+def continue_text(driver: ZeroTrainer, prompt: list[int], count: int, seed: int) -> list[int]:
     """Token ids that follow the prompt, drawn one at a time from the model at temperature 0.7.
 
     Every rank runs the same forward, since under ZeRO-3 and tensor parallelism each holds only a part of the weights;

@@ -17,20 +17,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerofit.checkpoint.about import inputs_json
 from zerofit.checkpoint.job import job_json
 from zerofit.checkpoint.manifest import FileMark, Manifest, files_of, marks_of
+from zerofit.checkpoint.model_card import inputs_json
 from zerofit.checkpoint.names import STATE
 from zerofit.checkpoint.store import Store, sync_file
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
-from zerofit.spec.folder import RunFolder, write_json
+from zerofit.spec.run_folder import RunFolder, write_json
 from zerofit.spec.units import shown_bytes
 from zerofit.spec.versions import versions
-from zerofit.train import fragments, rank_state
-from zerofit.train.files import Files
-from zerofit.train.loop import AnyDriver
-from zerofit.train.sinks import Events
+from zerofit.train import rank_state, shard_index
+from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
+from zerofit.train.loggers import Events
+from zerofit.train.loop import EngineTrainer
 
 WORDS = "words"
 POLL_S = 0.02
@@ -40,14 +40,14 @@ SPARE_BYTES = 64 << 20  # for metrics, logs and the manifest
 class Saver:
     """All ranks call `save` and `wait` at the same steps."""
 
-    def __init__(self, driver: AnyDriver, inputs: Inputs, folder: RunFolder, events: Events):
+    def __init__(self, driver: EngineTrainer, inputs: Inputs, folder: RunFolder, events: Events):
         self._driver, self._job, self._events = driver, driver.job, events
         self._inputs, self._folder = inputs, folder
         self._store = Store(folder.checkpoints)
-        self._files = Files(driver.job.layout.zero_stage)
+        self._files = SyncedCheckpointEngine(driver.job.layout.zero_stage)
         self._thread: threading.Thread | None = None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        for engine in fragments.engines(driver).values():
+        for engine in shard_index.engines(driver).values():
             engine.checkpoint_engine = self._files
             engine._copy_recovery_script = lambda _: None  # its scripts unpickle anything; `zerofit ckpt` does not
 
@@ -91,11 +91,11 @@ class Saver:
 
     def _write(self, aside: Path) -> None:
         """DeepSpeed's files and this rank's own."""
-        for tag, engine in fragments.engines(self._driver).items():
+        for tag, engine in shard_index.engines(self._driver).items():
             engine.save_checkpoint(str(aside), tag=tag, save_latest=False)
         self._files.save(rank_state.capture(self._driver), aside / "ranks" / f"rank-{self._rank:05}.pt")
         index = aside / "ranks" / f"rank-{self._rank:05}.json"
-        index.write_text(json.dumps(fragments.describe(self._driver)))
+        index.write_text(json.dumps(shard_index.describe(self._driver)))
 
     def _leave_word(self, aside: Path) -> None:
         """Once this rank's files are on the disk, say so, or what went wrong."""

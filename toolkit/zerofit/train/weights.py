@@ -9,23 +9,23 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from zerofit.checkpoint.about import about_run, write_about
+from zerofit.checkpoint.model_card import about_run, write_about
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.folder import Job
-from zerofit.train.loop import AnyDriver
-from zerofit.train.pipeline import PipelineDriver
+from zerofit.spec.run_folder import Job
+from zerofit.train.loop import EngineTrainer
+from zerofit.train.pipeline import PipelineTrainer
 
 
-def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> None:
+def save_model(driver: EngineTrainer, job: Job, inputs: Inputs, folder: Path) -> None:
     """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
 
     All ranks call this; rank 0 writes, holding one whole copy of the weights in host memory.
     """
-    weights = _from_stages(driver, folder) if isinstance(driver, PipelineDriver) else _from_engine(driver)
+    weights = _from_stages(driver, folder) if isinstance(driver, PipelineTrainer) else _from_engine(driver)
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
         source = find(job.run.model)
@@ -47,7 +47,7 @@ def save_model(driver: AnyDriver, job: Job, inputs: Inputs, folder: Path) -> Non
     dist.barrier()
 
 
-def check_replicas(driver: AnyDriver) -> None:
+def check_replicas(driver: EngineTrainer) -> None:
     """Raise RunFailed unless every parameter has the same float64 sum on all data parallel ranks.
 
     They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
@@ -67,7 +67,7 @@ def check_replicas(driver: AnyDriver) -> None:
         raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))
 
 
-def _from_engine(driver: AnyDriver) -> dict[str, Tensor]:
+def _from_engine(driver: EngineTrainer) -> dict[str, Tensor]:
     """Whole weights on rank 0 (elsewhere the answer may be empty)."""
     engine, layout = driver.engine, driver.job.layout
     if layout.zero_stage == 3 or layout.tp > 1:
@@ -77,7 +77,7 @@ def _from_engine(driver: AnyDriver) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in driver.module.state_dict().items()}
 
 
-def _from_stages(driver: PipelineDriver, folder: Path) -> dict[str, Tensor]:
+def _from_stages(driver: PipelineTrainer, folder: Path) -> dict[str, Tensor]:
     """Each stage's first replica leaves its part in a file that rank 0 takes up."""
     place, bounds = driver.place, driver.bounds
     part = folder.with_name(f".stage-{place.pp_rank}.safetensors")

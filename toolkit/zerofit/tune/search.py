@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zerofit.plan.search import PLAIN, plain
-from zerofit.tune.learned import Learned
+from zerofit.tune.step_time_model import StepTimeModel
 from zerofit.tune.trial import Candidate, Trial
 
 ENOUGH = 0.005  # an expected gain below this share of the best step time is not worth a trial
@@ -98,9 +98,9 @@ class Search:
         gap, most = (max(0.0, 1 - math.exp(one) / best.sample_s) for one in (mean, fastest))
         return Regret(best.step_s, len(rows), math.exp(mean) * batch, key, gap, most)
 
-    def learned(self) -> Learned:
+    def learned(self) -> StepTimeModel:
         """The forecast, corrected by all trials."""
-        return Learned([(m.candidate, m.step_s) for m in self.measured])
+        return StepTimeModel([(m.candidate, m.step_s) for m in self.measured])
 
     def _by_key(self) -> dict[str, Candidate]:
         return {candidate.key: candidate for candidate in self.candidates}
@@ -125,7 +125,7 @@ def _family(candidate: Candidate) -> tuple:
     return (choice.zero_stage, offload, choice.tp, choice.pp, choice.sp, choice.precision, candidate.compiled)
 
 
-def _for_a_sample(learned: Learned, candidate: Candidate) -> tuple[float, float]:
+def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
     """Mean and standard deviation of the logarithm of the seconds for a sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.choice.global_batch), deviation

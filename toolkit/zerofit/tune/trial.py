@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from zerofit.plan.choice import Choice
+from zerofit.plan.layout import PlannedLayout
 
 Status = Literal["ok", "oom", "crash", "hang", "stopped"]
 
@@ -14,7 +14,7 @@ Status = Literal["ok", "oom", "crash", "hang", "stopped"]
 class Candidate:
     """A configuration that should fit, and what the planner expects of it."""
 
-    choice: Choice
+    choice: PlannedLayout
     compiled: bool = False  # by torch.compile, of which the planner knows nothing
     forecast_step_s: float  # seconds of one optimizer step
     peak_bytes: int  # forecast, on the device

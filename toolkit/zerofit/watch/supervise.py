@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.spec.folder import RunFolder
-from zerofit.watch.verdict import Verdict
+from zerofit.spec.run_folder import RunFolder
+from zerofit.watch.verdict import FailureVerdict
 from zerofit.watch.watch import Watch
 
 POLL_S = 0.1
@@ -20,17 +20,17 @@ TRACED = ("hang", "rank-stopped", "host-unreachable", "vanished", "not-started",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class RanksOutcome:
     """How the ranks of one start ended."""
 
     code: int  # of the launcher
-    verdict: Verdict | None  # what the watch has seen go wrong
+    verdict: FailureVerdict | None  # what the watch has seen go wrong
     words: tuple[dict[str, Any], ...]  # what ranks said that they died of
 
 
 def supervise(
     ranks: AbstractContextManager[subprocess.Popen[bytes]], watch: Watch, folder: RunFolder, tick: Callable[[], None]
-) -> Ended:
+) -> RanksOutcome:
     """Watch the ranks to their end; `tick` is called about ten times a second. On the first thing that goes wrong
     stack traces are kept and all ranks that can be reached are ended."""
     verdict = None
@@ -47,7 +47,7 @@ def supervise(
             verdict = watch.verdict()  # what came with the launcher's own end
         tick()
     words = tuple(state.word for state in watch.states if state.word)
-    return Ended(code=process.returncode, verdict=verdict, words=words)
+    return RanksOutcome(code=process.returncode, verdict=verdict, words=words)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _ending(watch: Watch) -> Any:
         watch.stop()
 
 
-def _make_an_end(verdict: Verdict, watch: Watch, folder: RunFolder) -> Verdict:
+def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> FailureVerdict:
     """Keep stack traces where they tell something, end all ranks, note the fault; the verdict with their place."""
     decided = time.monotonic()
     if verdict.problem.kind == "rank-ended":

@@ -26,7 +26,7 @@ class RankState:
     host: str
     heard: float  # when its guard last said something; before that, when the ranks were started
     here: bool = False  # its guard has reported
-    beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.pulse`, `guard`)
+    beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.heartbeat`, `guard`)
     ended: int | None = None  # exit code of the rank; negative: the signal
     word: dict[str, Any] | None = None  # what it said that it died of
     lost: bool = False  # the connection to its guard has gone without the rank's end being reported
@@ -49,7 +49,7 @@ class RankState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class FailureVerdict:
     """The cause of a failure that nobody left a word about."""
 
     problem: Problem
@@ -58,17 +58,19 @@ class Verdict:
     unheard_s: float  # since when nothing had been heard or had moved, when this was decided
 
 
-def judge(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S) -> Verdict | None:
+def judge(
+    states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S
+) -> FailureVerdict | None:
     """The first thing that is wrong, or None. The most certain causes come first.
 
     `timeout_s`: without a sign of life; `coming_s`: until a guard must have reported.
     """
-    checks: tuple[Callable[[Sequence[RankState], float, float], Verdict | None], ...]
+    checks: tuple[Callable[[Sequence[RankState], float, float], FailureVerdict | None], ...]
     checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)
     return next((verdict for check in checks if (verdict := check(states, now, timeout_s))), None)
 
 
-def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
     killed = [s for s in states if (s.ended or 0) < 0]
     if not killed:
         return None
@@ -82,7 +84,7 @@ def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Verdic
     return _verdict("rank-ended", message, hint, killed, now)
 
 
-def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
     """Ranks that ended by themselves; those that have only lost a peer come here too."""
     failed = [s for s in states if s.ended]
     if not failed:
@@ -92,7 +94,7 @@ def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict
     return _verdict("rank-ended", message, "its log says why", failed, now)
 
 
-def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
     gone = [s for s in states if s.lost]
     if not gone:
         return None
@@ -108,7 +110,7 @@ def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Verd
     return _verdict("vanished", message, hint, mine, now)
 
 
-def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> Verdict | None:
+def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> FailureVerdict | None:
     """Guards that say nothing, though nobody has closed the connection."""
     coming = max(coming_s, timeout_s)
     unheard = [
@@ -127,7 +129,7 @@ def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s
     return _verdict("host-unreachable", message, hint, mine, now)
 
 
-def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
     """Ranks that say nothing to their guard, which is well."""
     for state in states:
         seconds = state.beat.get("silent_s", 0.0)
@@ -145,7 +147,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Verdic
     return None
 
 
-def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
     """All ranks are alive and none has moved: those that are not in the collective of the others hold them up."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
@@ -173,7 +175,9 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Ver
     return _verdict("hang", message, hint, behind, now)
 
 
-def _lossy(lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float) -> Verdict | None:
+def _lossy(
+    lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
+) -> FailureVerdict | None:
     """Ranks that are slow since the network loses what they send are given longer than those that wait for nothing."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
@@ -197,13 +201,13 @@ def _behind(alive: Sequence[RankState]) -> list[RankState]:
     return [s for s, call in zip(alive, calls, strict=True) if call == rarest]
 
 
-def _verdict(kind: str, message: str, hint: str, ranks: Sequence[RankState], now: float) -> Verdict:
+def _verdict(kind: str, message: str, hint: str, ranks: Sequence[RankState], now: float) -> FailureVerdict:
     first = ranks[0]
     unheard = max(now - first.heard, first.beat.get("silent_s", 0.0))
     if kind == "hang":
         unheard = max(unheard, first.beat.get("still_s", 0.0))
     problem = Problem(kind=kind, message=message, hint=hint)
-    return Verdict(
+    return FailureVerdict(
         problem=problem, ranks=tuple(s.rank for s in ranks), host=first.host, unheard_s=round(max(unheard, 0.0), 1)
     )
 

@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from zerofit.watch.orders import Orders
-from zerofit.watch.verdict import BUSY_CPU, RankState, Verdict, judge
-from zerofit.watch.wire import Lost, Wire
+from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
+from zerofit.watch.launch_spec import LaunchSpec
+from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 
 HELLO_S = 10.0  # for a connection to say who it is
 WORDS_S = 2.0  # after the first failure, for other ranks to report theirs
@@ -30,8 +30,8 @@ class Watch:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[Wire, float] = {}
-        self._known: dict[Wire, int] = {}
+        self._strangers: dict[JsonLineSocket, float] = {}
+        self._known: dict[JsonLineSocket, int] = {}
         self._stacks: set[int] = set()
         self.states: list[RankState] = []
         self._token, self._timeout_s, self._coming_s = "", 0.0, 0.0
@@ -42,7 +42,7 @@ class Watch:
         """Where it listens."""
         return self._listener.getsockname()[1]
 
-    def expect(self, orders: Orders) -> None:
+    def expect(self, orders: LaunchSpec) -> None:
         """From now on these ranks are expected to report."""
         self._token, self._timeout_s, self._coming_s = orders.token, orders.timeout_s, orders.coming_s
         now = time.monotonic()
@@ -71,7 +71,7 @@ class Watch:
                 self._forget(wire)
         self._polled = time.monotonic()
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> FailureVerdict | None:
         """What is wrong by now."""
         return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
@@ -119,13 +119,13 @@ class Watch:
 
     def _order(self, order: dict[str, Any]) -> None:
         for wire in list(self._known):
-            with suppress(Lost):
+            with suppress(ConnectionLost):
                 wire.send(order)
 
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            wire = Wire(connection, max(self._timeout_s, 1.0))
+            wire = JsonLineSocket(connection, max(self._timeout_s, 1.0))
             self._strangers[wire] = time.monotonic()
             self._selector.register(wire, selectors.EVENT_READ)
 
@@ -138,17 +138,17 @@ class Watch:
                     self._note(self.states[self._known[wire]], message)
                     if "beat" in message:
                         wire.send({"heard": True})  # the guard says no more before
-        except Lost:
+        except ConnectionLost:
             if wire in self._known:
                 state = self.states[self._known[wire]]
                 state.lost = state.ended is None
             self._forget(wire)
 
-    def _greet(self, wire: Wire, message: dict[str, Any]) -> None:
+    def _greet(self, wire: JsonLineSocket, message: dict[str, Any]) -> None:
         rank = message.get("rank")
         known = isinstance(rank, int) and 0 <= rank < len(self.states) and not self.states[rank].here
         if not known or not hmac.compare_digest(str(message.get("hello")).encode(), self._token.encode()):
-            raise Lost("a stranger")
+            raise ConnectionLost("a stranger")
         assert isinstance(rank, int)
         del self._strangers[wire]
         self._known[wire] = rank
@@ -167,7 +167,7 @@ class Watch:
             self._stacks.add(state.rank)
         state.heard = now
 
-    def _forget(self, wire: Wire) -> None:
+    def _forget(self, wire: JsonLineSocket) -> None:
         self._selector.unregister(wire)
         self._known.pop(wire, None)
         self._strangers.pop(wire, None)

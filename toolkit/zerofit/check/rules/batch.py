@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding
-from zerofit.check.subject import Subject
+from zerofit.check.subject import CheckSubject
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def _whole(c: Subject, path: str) -> int | None:
+def _whole(c: CheckSubject, path: str) -> int | None:
     value = c.number(path)
     return int(value) if value and value > 0 and value == int(value) else None
 
 
-def batch(c: Subject) -> Iterator[Finding]:
+def batch(c: CheckSubject) -> Iterator[Finding]:
     """The three sizes against each other and against the ranks, degrees of model parallelism taken off."""
     if not any(c.has(path) for path in (TOTAL, MICRO)):
         yield Finding(
@@ -27,7 +27,7 @@ def batch(c: Subject) -> Iterator[Finding]:
             why='DeepSpeed alone stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be '
             'provided" (zerofit and Accelerate fill them in)',
             fix='write "auto" if one of these fills it, else a number',
-            edits=(Set(MICRO, "auto"),),
+            edits=(Assignment(MICRO, "auto"),),
         )
         return
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
@@ -39,7 +39,7 @@ def batch(c: Subject) -> Iterator[Finding]:
         yield _identity(c, total, micro or 1, steps or 1, None)
 
 
-def _with_tensor_parallel(c: Subject, total: int, micro: int | None, steps: int | None) -> Finding:
+def _with_tensor_parallel(c: CheckSubject, total: int, micro: int | None, steps: int | None) -> Finding:
     degree = c.tensor_parallel
     return Finding(
         code="batch-tensor-parallel",
@@ -49,11 +49,14 @@ def _with_tensor_parallel(c: Subject, total: int, micro: int | None, steps: int 
         why=f"DeepSpeed counts all ranks as data parallel here, so that a step has {total}/{degree} samples of its "
         "batch, or it refuses the right number",
         fix=f"remove it and give {MICRO} and {STEPS}",
-        edits=(Remove(TOTAL), *(() if c.has(MICRO) else (Set(MICRO, max(1, total // degree // (steps or 1))),))),
+        edits=(
+            Removal(TOTAL),
+            *(() if c.has(MICRO) else (Assignment(MICRO, max(1, total // degree // (steps or 1))),)),
+        ),
     )
 
 
-def _against_ranks(c: Subject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
+def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
     dp = max(1, ranks // (c.pipeline * c.sequence_parallel))
     rest = [("micro batch", micro), ("accumulation", steps)]
     given = [v for _, v in rest if v]
@@ -65,7 +68,7 @@ def _against_ranks(c: Subject, total: int, micro: int | None, steps: int | None,
         yield _identity(c, total, 0, 0, dp)
 
 
-def _identity(c: Subject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
+def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
     """Zero stands for a size that is not given, None for ranks that are not known."""
     each = (micro or 1) * (steps or 1) * (dp or 1)
     near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
@@ -80,5 +83,5 @@ def _identity(c: Subject, total: int, micro: int, steps: int, dp: int | None) ->
         message=f"{TOTAL} {total} {wrong}",
         why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
         fix=f"take {TOTAL} {near}, or leave one of the three out",
-        edits=(Set(TOTAL, near),),
+        edits=(Assignment(TOTAL, near),),
     )

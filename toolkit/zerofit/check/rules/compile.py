@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 TP = "tensor_parallel"
 OFFLOADS = ("offload_activation", "offload_opt_states", "offload_parameters")
 
 
-def _passes(c: Subject) -> list:
+def _passes(c: CheckSubject) -> list:
     passes = c.get("compile.passes")
     return passes if isinstance(passes, list) else []
 
 
-def _autotp(c: Subject) -> bool:
+def _autotp(c: CheckSubject) -> bool:
     return c.on("compile.deepcompile") and "autotp" in _passes(c)
 
 
@@ -27,7 +27,7 @@ COMPILE = (
         message="compile.passes without deepcompile",
         why="DeepSpeed ignores them and compiles as torch does",
         fix="set compile.deepcompile to true, or remove them",
-        edits=(Remove("compile.passes"),),
+        edits=(Removal("compile.passes"),),
         source="runtime/engine.py:5921",
     ),
     Rule(
@@ -39,7 +39,7 @@ COMPILE = (
         message="DeepCompile without ZeRO",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="take ZeRO stage 1, 2 or 3",
-        edits=(Set("compile.deepcompile", False),),
+        edits=(Assignment("compile.deepcompile", False),),
         source="runtime/engine.py:5806",
     ),
     Rule(
@@ -49,7 +49,7 @@ COMPILE = (
         message="DeepCompile without a GPU",
         why="DeepSpeed's native op for it needs CUDA, and compiling fails",
         fix="remove it",
-        edits=(Set("compile.deepcompile", False),),
+        edits=(Assignment("compile.deepcompile", False),),
         source="compile/util.py:29",
     ),
     Rule(
@@ -59,7 +59,7 @@ COMPILE = (
         message=lambda c: f"the pass autosp at ZeRO stage {c.stage}",
         why="DeepSpeed says so in an info line and compiles as torch does: sequences are not split",
         fix="take stage 1",
-        edits=(Set(f"{ZERO}.stage", 1),),
+        edits=(Assignment(f"{ZERO}.stage", 1),),
         source="runtime/engine.py:5773",
     ),
     Rule(
@@ -69,7 +69,7 @@ COMPILE = (
         message="the pass autotp together with others: {value}",
         why='DeepSpeed stops: "The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO passes."',
         fix="take autotp alone",
-        edits=(Set("compile.passes", ["autotp"]),),
+        edits=(Assignment("compile.passes", ["autotp"]),),
         source="runtime/engine.py:5843",
     ),
     Rule(
@@ -84,7 +84,7 @@ COMPILE = (
         message="compile.offload_opt_states beside zero_optimization.offload_optimizer",
         why='DeepSpeed stops: "compile.offload_opt_states cannot be combined with ZeRO\'s ..."',
         fix="keep one",
-        edits=(Remove("compile.offload_opt_states"),),
+        edits=(Removal("compile.offload_opt_states"),),
         source="compile/init_z3.py:94",
     ),
     Rule(
@@ -97,7 +97,7 @@ COMPILE = (
         message="compile.offload_activation beside another offload of compile",
         why='DeepSpeed stops: "compile.offload_activation cannot be combined with ..."',
         fix="keep one",
-        edits=(Remove("compile.offload_activation"),),
+        edits=(Removal("compile.offload_activation"),),
         source="compile/init_z3.py:101",
     ),
     Rule(
@@ -110,7 +110,7 @@ COMPILE = (
         message=lambda c: f"compile.offload_... at ZeRO stage {c.stage}",
         why="DeepSpeed reads it at stage 3 only",
         fix="take stage 3, or remove it",
-        edits=tuple(Remove(f"compile.{key}") for key in OFFLOADS),
+        edits=tuple(Removal(f"compile.{key}") for key in OFFLOADS),
         source="compile/init_z1_and_2.py (no reader), compile/init_z3.py:94",
     ),
     Rule(
@@ -125,7 +125,7 @@ COMPILE = (
         message="compile.offload_opt_states beside compile.offload_parameters",
         why='DeepSpeed stops: "offload_parameters and offload_opt_states cannot be enabled together"',
         fix="keep one",
-        edits=(Remove("compile.offload_opt_states"),),
+        edits=(Removal("compile.offload_opt_states"),),
         source="compile/init_z3.py:148",
     ),
     Rule(
@@ -141,9 +141,9 @@ COMPILE = (
         why="DeepSpeed takes the passes of the ZeRO stage that zero_optimization.stage gives",
         fix="remove them",
         edits=lambda c: (
-            (Set("compile.passes", left),)
+            (Assignment("compile.passes", left),)
             if (left := [p for p in _passes(c) if p not in ("z1", "z3")])
-            else (Remove("compile.passes"),)
+            else (Removal("compile.passes"),)
         ),
         source="runtime/engine.py:1587,5817",
     ),
@@ -154,7 +154,7 @@ COMPILE = (
         message="the pass autotp without tensor_parallel.autotp_size above 1",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="set tensor_parallel.autotp_size, or remove the pass",
-        edits=(Remove("compile.passes"), Set("compile.deepcompile", False)),
+        edits=(Removal("compile.passes"), Assignment("compile.deepcompile", False)),
         source="runtime/engine.py:5783",
     ),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 EP = "expert_parallel"
 
 
-def _experts(c: Subject) -> int:
+def _experts(c: CheckSubject) -> int:
     return c.degree(f"{EP}.autoep_size")
 
 
@@ -21,7 +21,7 @@ EXPERTS = (
         message="expert_parallel without enabled",
         why="DeepSpeed leaves it off, without a word",
         fix='add "enabled": true',
-        edits=(Set(f"{EP}.enabled", True),),
+        edits=(Assignment(f"{EP}.enabled", True),),
         source="module_inject/auto_ep_config.py:48",
     ),
     Rule(
@@ -31,7 +31,7 @@ EXPERTS = (
         message="expert_parallel.load_balance_coeff is not supported",
         why='DeepSpeed stops: "load_balance_coeff=... is not supported in this AutoEP build"',
         fix="remove it",
-        edits=(Remove(f"{EP}.load_balance_coeff"),),
+        edits=(Removal(f"{EP}.load_balance_coeff"),),
         source="module_inject/auto_ep_config.py:76",
     ),
     Rule(
@@ -49,7 +49,7 @@ EXPERTS = (
         message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
         why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
         fix="take stage 2",
-        edits=(Set(f"{EP}.enabled", False),),
+        edits=(Assignment(f"{EP}.enabled", False),),
         source="runtime/engine.py:2218",
     ),
     Rule(
@@ -69,7 +69,7 @@ EXPERTS = (
         message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
         why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
         fix="leave one of them out",
-        edits=(Set(f"{EP}.enabled", False),),
+        edits=(Assignment(f"{EP}.enabled", False),),
         source="module_inject/auto_ep_folding.py:202",
     ),
     Rule(
@@ -83,7 +83,7 @@ EXPERTS = (
         'size"',
         fix="take a divisor of the number of ranks, and of the experts",
         edits=lambda c: (
-            Set(
+            Assignment(
                 f"{EP}.autoep_size",
                 max(d for d in range(1, _experts(c) + 1) if (c.setting.ranks // c.pipeline) % d == 0),
             ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 ACT, DATA = "activation_checkpointing", "data_efficiency"
 CURRICULUM = f"{DATA}.data_sampling.curriculum_learning"
@@ -40,7 +40,7 @@ def _monitor(section: str, package: str) -> Rule:
         message=f"{section} needs the package {package}, which is not installed",
         why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
         fix=f"pip install {package}, or disable it",
-        edits=(Set(f"{section}.enabled", False),),
+        edits=(Assignment(f"{section}.enabled", False),),
         source="monitor/utils.py:9, monitor/monitor.py:40",
     )
 
@@ -53,7 +53,7 @@ FEATURES = (
         message="comms_logger.enabled is false, which does not switch it off",
         why="DeepSpeed looks only whether the section is there: the logger runs, and synchronises every collective",
         fix="remove the section",
-        edits=(Remove("comms_logger"),),
+        edits=(Removal("comms_logger"),),
         source="comm/config.py:22",
     ),
     Rule(
@@ -63,7 +63,7 @@ FEATURES = (
         message="autotuning is on",
         why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
         fix="remove the section from the JSON of a real run",
-        edits=(Set("autotuning.enabled", False),),
+        edits=(Assignment("autotuning.enabled", False),),
         source="runtime/engine.py:3657",
     ),
     Rule(
@@ -77,7 +77,7 @@ FEATURES = (
         why='DeepSpeed stops in deepspeed.checkpointing.configure: "Contiguous Checkpointing is only available with '
         'partitioned activations"',
         fix="remove it, or give both",
-        edits=(Remove(f"{ACT}.contiguous_memory_optimization"),),
+        edits=(Removal(f"{ACT}.contiguous_memory_optimization"),),
         source="runtime/activation_checkpointing/checkpointing.py:1229",
     ),
     *(
@@ -105,7 +105,7 @@ FEATURES = (
         why="DeepSpeed's fast writer saves files that torch 2.6 and later does not load again, and without the "
         "deepspeed launcher it fails with KeyError 'CROSS_SIZE'",
         fix="remove it",
-        edits=(Remove("checkpoint.writer"),),
+        edits=(Removal("checkpoint.writer"),),
         source="runtime/model_checkpointing/utils.py:76",
     ),
     Rule(
@@ -115,7 +115,7 @@ FEATURES = (
         message='datastates_ckpt is on: any value but false switches it on, also {"enabled": false}',
         why="DeepSpeed stops: the package DataStates is not installed",
         fix="remove it",
-        edits=(Remove("datastates_ckpt"),),
+        edits=(Removal("datastates_ckpt"),),
         source="datastates/config.py:20",
     ),
     Rule(
@@ -126,7 +126,7 @@ FEATURES = (
         message="aio without NVMe offload",
         why="DeepSpeed reads it for offload to NVMe only",
         fix="remove it",
-        edits=(Remove("aio"),),
+        edits=(Removal("aio"),),
         source="runtime/swap_tensor/aio_config.py:20",
     ),
     Rule(
@@ -136,7 +136,7 @@ FEATURES = (
         message="aio.use_gds without a GPU",
         why='DeepSpeed stops: "GDS currently only supported for CUDA accelerator"',
         fix="set it to false",
-        edits=(Set("aio.use_gds", False),),
+        edits=(Assignment("aio.use_gds", False),),
         source="runtime/swap_tensor/aio_config.py:39",
     ),
     Rule(
@@ -146,7 +146,7 @@ FEATURES = (
         message="data_efficiency.enabled is false, which does not switch off its curriculum_learning",
         why="DeepSpeed looks at the inner switch only",
         fix="set curriculum_learning.enabled to false",
-        edits=(Set(f"{CURRICULUM}.enabled", False),),
+        edits=(Assignment(f"{CURRICULUM}.enabled", False),),
         source="runtime/engine.py:1402",
     ),
     Rule(
@@ -156,7 +156,7 @@ FEATURES = (
         message="curriculum_learning without curriculum_metrics",
         why='DeepSpeed stops: "Curriculum learning is enabled, curriculum_metrics must be specified"',
         fix="give the metrics, or disable it",
-        edits=(Set(f"{CURRICULUM}.enabled", False),),
+        edits=(Assignment(f"{CURRICULUM}.enabled", False),),
         source="runtime/data_pipeline/config.py:88",
     ),
     Rule(
@@ -166,7 +166,7 @@ FEATURES = (
         message="dynamic_batching without max_tokens",
         why='DeepSpeed stops: "Dynamic batching is enabled, so max_tokens must be specified"',
         fix="give max_tokens, or disable it",
-        edits=(Set(f"{DYNAMIC}.enabled", False),),
+        edits=(Assignment(f"{DYNAMIC}.enabled", False),),
         source="runtime/data_pipeline/config.py:108",
     ),
     _monitor("tensorboard", "tensorboard"),
@@ -180,7 +180,7 @@ FEATURES = (
         message="flops_profiler.profile_step is {value}",
         why="DeepSpeed counts steps from 0: this one never comes, and nothing is profiled",
         fix="take 1, or a step after the warm-up",
-        edits=(Set("flops_profiler.profile_step", 1),),
+        edits=(Assignment("flops_profiler.profile_step", 1),),
         source="runtime/engine.py:3583",
     ),
     Rule(
@@ -190,13 +190,13 @@ FEATURES = (
         message="data_efficiency.enabled is false, which does not switch off its random_ltd",
         why="DeepSpeed looks at the inner switch only",
         fix="set random_ltd.enabled to false",
-        edits=(Set(f"{DATA}.data_routing.random_ltd.enabled", False),),
+        edits=(Assignment(f"{DATA}.data_routing.random_ltd.enabled", False),),
         source="runtime/engine.py:1402-1421",
     ),
 )
 
 
-def never_read(c: Subject) -> Iterator[Finding]:
+def never_read(c: CheckSubject) -> Iterator[Finding]:
     """Keys that are taken and that nothing reads."""
     for path, source in NEVER_READ.items():
         if c.changed(path):
@@ -207,5 +207,5 @@ def never_read(c: Subject) -> Iterator[Finding]:
                 message=f"{path} has no effect",
                 why=f"DeepSpeed takes it, and nothing reads it ({source})",
                 fix="remove it",
-                edits=(Remove(path),),
+                edits=(Removal(path),),
             )

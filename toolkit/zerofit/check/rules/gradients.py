@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.rules.precision import bf16_optimizer
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 
-def _reduce_scatter(c: Subject) -> bool:
+def _reduce_scatter(c: CheckSubject) -> bool:
     return c.stage in (2, 3) and c.on(f"{ZERO}.reduce_scatter")
 
 
-def _clips(c: Subject) -> bool:
+def _clips(c: CheckSubject) -> bool:
     clipping = c.get("gradient_clipping")
     return clipping == "auto" or clipping is None or bool(c.number("gradient_clipping"))
 
@@ -29,7 +29,7 @@ GRADIENTS = (
         message="gradient_predivide_factor {value} with reduce-scatter at stage 2 or 3",
         why='DeepSpeed stops: "gradient_predivide_factor != 1.0 is not yet supported with ZeRO-... reduce scatter"',
         fix="remove it",
-        edits=(Remove("gradient_predivide_factor"),),
+        edits=(Removal("gradient_predivide_factor"),),
         source="runtime/zero/stage_1_and_2.py:350, stage3.py:395",
     ),
     Rule(
@@ -39,7 +39,7 @@ GRADIENTS = (
         message="prescale_gradients with reduce-scatter at stage 2 or 3",
         why='DeepSpeed stops: "pre-scale gradients is not yet supported with ZeRO-... reduce scatter enabled"',
         fix="remove it",
-        edits=(Remove("prescale_gradients"),),
+        edits=(Removal("prescale_gradients"),),
         source="runtime/zero/stage_1_and_2.py:351, stage3.py:396",
     ),
     Rule(
@@ -52,7 +52,7 @@ GRADIENTS = (
         message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
         why="DeepSpeed stops: these can only average",
         fix="take mean, and a learning rate that suits it",
-        edits=(Set("gradient_allreduce_op", "mean"),),
+        edits=(Assignment("gradient_allreduce_op", "mean"),),
         source="runtime/config.py:694-699",
     ),
     Rule(
@@ -63,9 +63,9 @@ GRADIENTS = (
         why="DeepSpeed stops: \"'max_grad_norm' is not supported as an optimizer parameter\"",
         fix="write gradient_clipping at the top level",
         edits=lambda c: (
-            Remove("optimizer.params.max_grad_norm"),
+            Removal("optimizer.params.max_grad_norm"),
             *(
-                (Set("gradient_clipping", c.number("optimizer.params.max_grad_norm")),)
+                (Assignment("gradient_clipping", c.number("optimizer.params.max_grad_norm")),)
                 if c.number("optimizer.params.max_grad_norm") is not None and not c.has("gradient_clipping")
                 else ()
             ),
@@ -80,7 +80,7 @@ GRADIENTS = (
         message="gradient_predivide_factor {value} beside prescale_gradients",
         why="DeepSpeed divides by the number of ranks before the sum then, and ignores the factor",
         fix="keep one of them",
-        edits=(Remove("gradient_predivide_factor"),),
+        edits=(Removal("gradient_predivide_factor"),),
         source="runtime/engine.py:3807-3816",
     ),
     Rule(
@@ -93,7 +93,7 @@ GRADIENTS = (
         why='DeepSpeed stops: "compute_grad_norm=false does not support ZeRO Stage 1 with BF16 parameters and FP32 '
         'gradient accumulation"',
         fix="remove it, or take stage 2",
-        edits=(Remove(f"{ZERO}.compute_grad_norm"),),
+        edits=(Removal(f"{ZERO}.compute_grad_norm"),),
         source="runtime/engine.py:2307",
     ),
     Rule(
@@ -103,7 +103,7 @@ GRADIENTS = (
         message=lambda c: f"compute_grad_norm false at ZeRO stage {c.stage}",
         why='DeepSpeed stops: "compute_grad_norm=false is supported only with ZeRO Stage 1 or 2"',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.compute_grad_norm"),),
+        edits=(Removal(f"{ZERO}.compute_grad_norm"),),
         source="runtime/zero/config.py:391",
     ),
     Rule(
@@ -113,7 +113,7 @@ GRADIENTS = (
         message="compute_grad_norm false with gradient clipping, which is 1.0 where gradient_clipping is not given",
         why='DeepSpeed stops: "zero_optimization.compute_grad_norm=false requires gradient_clipping=0"',
         fix="set gradient_clipping to 0, or leave compute_grad_norm true",
-        edits=(Remove(f"{ZERO}.compute_grad_norm"),),
+        edits=(Removal(f"{ZERO}.compute_grad_norm"),),
         source="runtime/zero/stage_1_and_2.py:212",
     ),
     Rule(
@@ -128,7 +128,7 @@ GRADIENTS = (
         message="compute_grad_norm false with the optimizer offloaded",
         why='DeepSpeed stops: "compute_grad_norm=false does not support optimizer offload"',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.compute_grad_norm"),),
+        edits=(Removal(f"{ZERO}.compute_grad_norm"),),
         source="runtime/zero/stage_1_and_2.py:214-216",
     ),
 )

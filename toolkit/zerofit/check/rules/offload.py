@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 OPTIMIZER, PARAM, ZENFLOW = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.zenflow"
 
@@ -21,12 +21,12 @@ NVME_KEYS = {
 }
 
 
-def _ratio(c: Subject) -> bool:
+def _ratio(c: CheckSubject) -> bool:
     ratio = c.number(f"{OPTIMIZER}.ratio")
     return ratio is not None and 0 <= ratio < 1 and c.stage != 3
 
 
-def _interval(c: Subject) -> float | None:
+def _interval(c: CheckSubject) -> float | None:
     return c.number(f"{ZENFLOW}.select_interval")
 
 
@@ -38,7 +38,7 @@ OFFLOAD = (
         message=lambda c: f"offload_param at ZeRO stage {c.stage}",
         why="DeepSpeed ignores it: only stage 3 partitions parameters, so that all of them stay on the device",
         fix="take stage 3, or remove the block",
-        edits=(Remove(PARAM),),
+        edits=(Removal(PARAM),),
         source="runtime/engine.py:2749-2788",
     ),
     Rule(
@@ -48,7 +48,7 @@ OFFLOAD = (
         message="offload_optimizer without ZeRO",
         why="DeepSpeed offloads nothing at stage 0; the device only makes it choose its CPU Adam",
         fix="take stage 1 or higher, or remove the block",
-        edits=(Set(f"{ZERO}.stage", 2),),
+        edits=(Assignment(f"{ZERO}.stage", 2),),
         source="runtime/engine.py:2384",
     ),
     Rule(
@@ -58,7 +58,7 @@ OFFLOAD = (
         message=lambda c: f"offload_optimizer to NVMe at ZeRO stage {c.stage}",
         why="DeepSpeed keeps the states in host memory and never touches the path, even one that does not exist",
         fix="take stage 3, or device cpu",
-        edits=(Set(f"{OPTIMIZER}.device", "cpu"),),
+        edits=(Assignment(f"{OPTIMIZER}.device", "cpu"),),
         source="runtime/zero/stage_1_and_2.py:220",
     ),
     Rule(
@@ -68,7 +68,7 @@ OFFLOAD = (
         message="offload_optimizer.ratio {value} below stage 3",
         why='DeepSpeed stops: "Partial offloading only supported for ZeRO Stage 3."',
         fix="remove it, or take stage 3",
-        edits=(Remove(f"{OPTIMIZER}.ratio"),),
+        edits=(Removal(f"{OPTIMIZER}.ratio"),),
         source="runtime/zero/config.py:399",
     ),
     Rule(
@@ -80,7 +80,7 @@ OFFLOAD = (
         message="offload_optimizer.ratio {value} with torch's Adam",
         why='DeepSpeed stops: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"',
         fix="remove torch_adam",
-        edits=(Remove("optimizer.params.torch_adam"),),
+        edits=(Removal("optimizer.params.torch_adam"),),
         source="runtime/zero/stage3.py:316",
     ),
     Rule(
@@ -90,7 +90,7 @@ OFFLOAD = (
         message=lambda c: f"super_offload at ZeRO stage {c.stage}",
         why="DeepSpeed ignores it below stage 3",
         fix="take stage 3, or remove it",
-        edits=(Remove(f"{OPTIMIZER}.super_offload"),),
+        edits=(Removal(f"{OPTIMIZER}.super_offload"),),
         source="runtime/engine.py:2749",
     ),
     Rule(
@@ -100,7 +100,7 @@ OFFLOAD = (
         message="super_offload without a GPU",
         why='DeepSpeed stops: "SuperOffload only supports NVIDIA CUDA GPUs"',
         fix="remove it",
-        edits=(Remove(f"{OPTIMIZER}.super_offload"),),
+        edits=(Removal(f"{OPTIMIZER}.super_offload"),),
         source="runtime/superoffload/superoffload_stage3.py:23",
     ),
     Rule(
@@ -111,7 +111,7 @@ OFFLOAD = (
         why="DeepSpeed fails at the first step without ZeRO; at stages 1 and 2 it mixes up the order of the matrices' "
         "elements when the engine starts (a toy's loss stays at 0.9 instead of 0.0004)",
         fix="take stage 3 with the optimizer offloaded to the CPU",
-        edits=(Set(f"{ZERO}.stage", 3), Set(f"{OPTIMIZER}.device", "cpu")),
+        edits=(Assignment(f"{ZERO}.stage", 3), Assignment(f"{OPTIMIZER}.device", "cpu")),
         source="runtime/zenflow/engine.py:25, runtime/zero/stage_1_and_2.py:894",
     ),
     Rule(
@@ -121,7 +121,7 @@ OFFLOAD = (
         message="zenflow without a whole number as update_interval",
         why="DeepSpeed takes it as the gradient accumulation steps, 0 for auto, and divides the loss by it",
         fix="give the number of steps between updates on the CPU",
-        edits=(Set(f"{ZENFLOW}.update_interval", 4),),
+        edits=(Assignment(f"{ZENFLOW}.update_interval", 4),),
         source="runtime/zenflow/engine.py:69",
     ),
     Rule(
@@ -131,7 +131,7 @@ OFFLOAD = (
         message="zenflow.select_interval {value} with the strategy auto",
         why="DeepSpeed raises its own warning as an exception",
         fix="remove select_interval, or take select_strategy step or epoch",
-        edits=(Set(f"{ZENFLOW}.select_strategy", "step"),),
+        edits=(Assignment(f"{ZENFLOW}.select_strategy", "step"),),
         source="runtime/zenflow/engine.py:39",
     ),
     Rule(
@@ -141,7 +141,7 @@ OFFLOAD = (
         message="zenflow.select_strategy {value} without a whole number as select_interval",
         why='DeepSpeed stops: "If don\'t use auto select strategy, select_interval must be a number."',
         fix="give the interval",
-        edits=(Set(f"{ZENFLOW}.select_strategy", "auto"), Remove(f"{ZENFLOW}.select_interval")),
+        edits=(Assignment(f"{ZENFLOW}.select_strategy", "auto"), Removal(f"{ZENFLOW}.select_interval")),
         source="runtime/zenflow/engine.py:45",
     ),
     Rule(
@@ -155,7 +155,7 @@ OFFLOAD = (
         message=lambda c: f"zenflow.update_interval {{value}} is above select_interval {_interval(c)}",
         why='DeepSpeed stops: "Select interval must be greater or equal to update interval"',
         fix="make update_interval the smaller one",
-        edits=lambda c: (Set(f"{ZENFLOW}.update_interval", max(1, int(_interval(c) or 1))),),
+        edits=lambda c: (Assignment(f"{ZENFLOW}.update_interval", max(1, int(_interval(c) or 1))),),
         source="runtime/zenflow/engine.py:63",
     ),
     Rule(
@@ -167,7 +167,7 @@ OFFLOAD = (
         message="zenflow.offload with overlap_comm off",
         why='DeepSpeed stops: "offload selective optimizer should be used with overlap_comm"',
         fix="remove overlap_comm: it is on at stage 3",
-        edits=(Remove(f"{ZERO}.overlap_comm"),),
+        edits=(Removal(f"{ZERO}.overlap_comm"),),
         source="runtime/zenflow/engine_stage3.py:101",
     ),
     *(
@@ -181,7 +181,7 @@ OFFLOAD = (
             message=f"offload_{what}.{key} while the device is cpu",
             why="DeepSpeed reads it for offload to NVMe only",
             fix="remove it",
-            edits=(Remove(f"{ZERO}.offload_{what}.{key}"),),
+            edits=(Removal(f"{ZERO}.offload_{what}.{key}"),),
             source="runtime/swap_tensor/optimizer_utils.py:188, runtime/swap_tensor/partitioned_param_swapper.py:86",
         )
         for what, keys in NVME_KEYS.items()
@@ -190,7 +190,7 @@ OFFLOAD = (
 )
 
 
-def nvme(c: Subject) -> Iterator[Finding]:
+def nvme(c: CheckSubject) -> Iterator[Finding]:
     """Paths of NVMe offload: given, a folder, and on a disk that is one."""
     for what, part in (("optimizer", OPTIMIZER), ("param", PARAM)):
         if c.offload(what) != "nvme" or c.stage != 3:
@@ -198,7 +198,10 @@ def nvme(c: Subject) -> Iterator[Finding]:
         path = c.get(f"{part}.nvme_path")
         if path == "auto":
             continue
-        common = {"path": f"{part}.nvme_path", "edits": (Set(f"{part}.device", "cpu"), Remove(f"{part}.nvme_path"))}
+        common = {
+            "path": f"{part}.nvme_path",
+            "edits": (Assignment(f"{part}.device", "cpu"), Removal(f"{part}.nvme_path")),
+        }
         if not isinstance(path, str) or not path:
             yield Finding(
                 code="nvme-path-missing",

@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from zerofit.check.edit import Remove, Rename, Set
+from zerofit.check.edit import Assignment, Removal, Renaming
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import Subject
+from zerofit.check.subject import CheckSubject
 
 PARAMS = "optimizer.params"
 # optimizers that are gone since 0.19.7, and the one whose uncompressed steps they made
@@ -34,7 +34,7 @@ OPTIMIZER_RULES = (
         message="the optimizer block has no type",
         why="DeepSpeed then builds none, without a word",
         fix='name one, "AdamW" say',
-        edits=(Set("optimizer.type", "AdamW"),),
+        edits=(Assignment("optimizer.type", "AdamW"),),
         source="runtime/config.py:289",
     ),
     Rule(
@@ -46,7 +46,7 @@ OPTIMIZER_RULES = (
         message="amsgrad with DeepSpeed's own Adam",
         why='DeepSpeed stops: "FusedAdam does not support the AMSGrad variant."',
         fix="remove it, or set torch_adam to true",
-        edits=(Remove(f"{PARAMS}.amsgrad"),),
+        edits=(Removal(f"{PARAMS}.amsgrad"),),
         source="ops/adam/fused_adam.py:88",
     ),
     Rule(
@@ -59,7 +59,7 @@ OPTIMIZER_RULES = (
         message="Adam with weight decay",
         why='DeepSpeed takes "Adam" for AdamW: the decay is decoupled from the gradient',
         fix='write AdamW if that is meant, else "adam_w_mode": false',
-        edits=(Set("optimizer.type", "AdamW"),),
+        edits=(Assignment("optimizer.type", "AdamW"),),
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -70,7 +70,7 @@ OPTIMIZER_RULES = (
         message="AdamW with adam_w_mode false",
         why="DeepSpeed ignores it: the name decides",
         fix='write "Adam" for a decay that goes through the gradient',
-        edits=(Set("optimizer.type", "Adam"),),
+        edits=(Assignment("optimizer.type", "Adam"),),
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -80,7 +80,7 @@ OPTIMIZER_RULES = (
         message="Lamb with a static loss scale of {value}",
         why='DeepSpeed stops, even with fp16 off: "DeepSpeed lamb optimizer requires dynamic loss scaling"',
         fix="set loss_scale to 0",
-        edits=(Set("fp16.loss_scale", 0),),
+        edits=(Assignment("fp16.loss_scale", 0),),
         source="runtime/engine.py:2021",
     ),
     Rule(
@@ -90,7 +90,7 @@ OPTIMIZER_RULES = (
         message="Lamb on the CPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
         fix="take AdamW",
-        edits=(Set("optimizer.type", "AdamW"),),
+        edits=(Assignment("optimizer.type", "AdamW"),),
         source="ops/lamb/fused_lamb.py:56",
     ),
     Rule(
@@ -104,7 +104,7 @@ OPTIMIZER_RULES = (
         message="optimizer {value} needs the package mup, which is not installed",
         why="DeepSpeed logs that and then fails with an UnboundLocalError",
         fix="pip install mup, or take AdamW",
-        edits=(Set("optimizer.type", "AdamW"),),
+        edits=(Assignment("optimizer.type", "AdamW"),),
         source="runtime/engine.py:2513",
     ),
     Rule(
@@ -115,7 +115,7 @@ OPTIMIZER_RULES = (
         message="optimizer.legacy_fusion has no effect here",
         why="DeepSpeed reads it in fp16 without ZeRO only",
         fix="remove it",
-        edits=(Remove("optimizer.legacy_fusion"),),
+        edits=(Removal("optimizer.legacy_fusion"),),
         source="runtime/engine.py:2589",
     ),
     Rule(
@@ -125,13 +125,13 @@ OPTIMIZER_RULES = (
         message="Lion without a GPU and without offload",
         why="DeepSpeed's op for it is written for CUDA only; offloaded to the CPU it has another one",
         fix="take AdamW, or offload the optimizer to the CPU",
-        edits=(Set("optimizer.type", "AdamW"),),
+        edits=(Assignment("optimizer.type", "AdamW"),),
         source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
     ),
 )
 
 
-def optimizer(c: Subject) -> Iterator[Finding]:
+def optimizer(c: CheckSubject) -> Iterator[Finding]:
     """The name, and the names and values of the parameters."""
     name = c.word("optimizer.type")
     if name is None:
@@ -147,7 +147,7 @@ def optimizer(c: Subject) -> Iterator[Finding]:
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (names of torch '
             "are case-sensitive)",
             fix=f"did you mean {better}?" if better else "take AdamW",
-            edits=(Set("optimizer.type", better or "AdamW"),),
+            edits=(Assignment("optimizer.type", better or "AdamW"),),
         )
         return
     variants = known[c.optimizer]
@@ -167,11 +167,11 @@ def optimizer(c: Subject) -> Iterator[Finding]:
             message=f"betas is {betas!r}; allowed: two numbers from 0 up to but not including 1",
             why="DeepSpeed hands it on, and the optimizer fails or diverges",
             fix="take [0.9, 0.999]",
-            edits=(Set(f"{PARAMS}.betas", [0.9, 0.999]),),
+            edits=(Assignment(f"{PARAMS}.betas", [0.9, 0.999]),),
         )
 
 
-def _variant(c: Subject, variants: Any) -> str:
+def _variant(c: CheckSubject, variants: Any) -> str:
     """Which constructor gets the parameters (runtime/engine.py:2370-2411)."""
     if c.on(f"{PARAMS}.torch_adam") and "torch" in variants:
         return "torch"
@@ -180,7 +180,7 @@ def _variant(c: Subject, variants: Any) -> str:
     return "fused" if "fused" in variants else "torch"
 
 
-def _unknown(c: Subject, key: str, taken: list[str]) -> Finding:
+def _unknown(c: CheckSubject, key: str, taken: list[str]) -> Finding:
     better = near(key, taken, SYNONYMS)
     free = better is not None and not c.has(f"{PARAMS}.{better}") and better != "betas"
     ignored = c.optimizer == "muon"
@@ -193,11 +193,11 @@ def _unknown(c: Subject, key: str, taken: list[str]) -> Finding:
         if ignored
         else f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
-        edits=(Rename(f"{PARAMS}.{key}", better),) if free and better else (Remove(f"{PARAMS}.{key}"),),
+        edits=(Renaming(f"{PARAMS}.{key}", better),) if free and better else (Removal(f"{PARAMS}.{key}"),),
     )
 
 
-def _number(c: Subject, key: str, value: Any) -> Iterator[Finding]:
+def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
     if value is None or value == "auto":
         return
     path = f"{PARAMS}.{key}"
@@ -214,7 +214,7 @@ def _number(c: Subject, key: str, value: Any) -> Iterator[Finding]:
             message=f"{key} is the string {value!r}",
             why="DeepSpeed hands it on as it is: \"'<=' not supported between instances of 'float' and 'str'\"",
             fix="write it without quotes",
-            edits=(Set(path, as_number) if as_number is not None else Remove(path),),
+            edits=(Assignment(path, as_number) if as_number is not None else Removal(path),),
         )
     elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (key == "lr" and value == 0):
         yield Finding(
@@ -224,7 +224,7 @@ def _number(c: Subject, key: str, value: Any) -> Iterator[Finding]:
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'from'} 0",
             why="DeepSpeed's own optimizers do not look, and train nothing or diverge; torch's stop",
             fix="correct it, or remove it for the default",
-            edits=(Remove(path),),
+            edits=(Removal(path),),
         )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 TP = "tensor_parallel"
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
@@ -14,26 +14,26 @@ def _divisors(ranks: int) -> list[int]:
     return [d for d in range(1, ranks + 1) if ranks % d == 0]
 
 
-def _nested(c: Subject) -> int:
+def _nested(c: CheckSubject) -> int:
     return c.degree(f"{TP}.tp.tp_size") if c.has(f"{TP}.tp") else c.degree(f"{TP}.tensor_parallel.tp_size")
 
 
-def _data(c: Subject) -> int:
+def _data(c: CheckSubject) -> int:
     return int(c.number("data_parallel_size") or 0)
 
 
-def _not_dividing(c: Subject, degree: int) -> bool:
+def _not_dividing(c: CheckSubject, degree: int) -> bool:
     return bool(c.setting.ranks) and degree > 1 and c.setting.ranks % degree != 0
 
 
-def _heads(c: Subject) -> bool:
+def _heads(c: CheckSubject) -> bool:
     facts, degree = c.setting.facts, c.tensor_parallel
     if facts is None or degree == 1 or not facts.attention_heads:
         return False
     return any(n % degree for n in (facts.attention_heads, facts.kv_heads or degree))
 
 
-def _largest(c: Subject, degree: int) -> int:
+def _largest(c: CheckSubject, degree: int) -> int:
     return max(d for d in _divisors(c.setting.ranks or 1) if d <= degree)
 
 
@@ -45,7 +45,7 @@ PARALLEL = (
         message=lambda c: f"autotp_size {{value}} does not divide {c.setting.ranks} ranks",
         why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: (Set(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),),
+        edits=lambda c: (Assignment(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),),
         source="runtime/utils/groups.py:202",
     ),
     Rule(
@@ -58,7 +58,7 @@ PARALLEL = (
         ),
         why="DeepSpeed makes uneven shards or leaves ranks without a head",
         fix="take a divisor of both",
-        edits=(Set(f"{TP}.autotp_size", 1),),
+        edits=(Assignment(f"{TP}.autotp_size", 1),),
         source="runtime/engine.py:1046",
     ),
     Rule(
@@ -68,7 +68,7 @@ PARALLEL = (
         message="tensor_parallel.tp.tp_size {value} without autotp_size",
         why="DeepSpeed splits nothing in training: autotp_size decides",
         fix="set tensor_parallel.autotp_size",
-        edits=lambda c: (Set(f"{TP}.autotp_size", _nested(c)),),
+        edits=lambda c: (Assignment(f"{TP}.autotp_size", _nested(c)),),
         source="runtime/engine.py:595",
     ),
     Rule(
@@ -78,7 +78,7 @@ PARALLEL = (
         message=lambda c: f"tensor_parallel.tp.tp_size {{value}} beside autotp_size {c.tensor_parallel}",
         why='DeepSpeed stops: "tensor_parallel.tp.tp_size does not match tensor_parallel.autotp_size"',
         fix="remove the inner one",
-        edits=(Remove(f"{TP}.tp.tp_size"),),
+        edits=(Removal(f"{TP}.tp.tp_size"),),
         source="runtime/engine.py:1020",
     ),
     Rule(
@@ -88,7 +88,7 @@ PARALLEL = (
         message="tensor_parallel.dtype cannot be given in a JSON",
         why='DeepSpeed stops: "Input should be an instance of dtype"; nothing reads the value',
         fix="remove it: bf16 and fp16 say it",
-        edits=(Remove(f"{TP}.dtype"),),
+        edits=(Removal(f"{TP}.dtype"),),
         source="runtime/tensor_parallel/config.py:40",
     ),
     Rule(
@@ -98,7 +98,7 @@ PARALLEL = (
         message=f"tensor_parallel.preset_model is {{value}}; known: {', '.join(PRESETS)}",
         why="DeepSpeed takes none then, without a word, and guesses which layers to split",
         fix="name one of them, or remove it",
-        edits=(Remove(f"{TP}.preset_model"),),
+        edits=(Removal(f"{TP}.preset_model"),),
         source="module_inject/autotp_config.py:558",
     ),
     Rule(
@@ -108,7 +108,7 @@ PARALLEL = (
         message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.setting.ranks} ranks",
         why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: (Set("sequence_parallel_size", _largest(c, c.sequence_parallel)),),
+        edits=lambda c: (Assignment("sequence_parallel_size", _largest(c, c.sequence_parallel)),),
         source="runtime/config.py:461",
     ),
     Rule(
@@ -122,7 +122,7 @@ PARALLEL = (
         why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
         "(zerofit does) or data_parallel_size is given too",
         fix="give data_parallel_size too, or register Ulysses in code",
-        edits=lambda c: (Set("data_parallel_size", max(1, (c.setting.ranks or 1) // c.sequence_parallel)),),
+        edits=lambda c: (Assignment("data_parallel_size", max(1, (c.setting.ranks or 1) // c.sequence_parallel)),),
         source="__init__.py:543",
     ),
     Rule(
@@ -133,7 +133,7 @@ PARALLEL = (
         message="data_parallel_size without sequence_parallel_size",
         why="DeepSpeed ignores it",
         fix="remove it: the number of ranks decides",
-        edits=(Remove("data_parallel_size"),),
+        edits=(Removal("data_parallel_size"),),
         source="__init__.py:543",
     ),
     Rule(
@@ -147,7 +147,7 @@ PARALLEL = (
         message="timers or the flops profiler with a pipeline, without steps_per_print",
         why="DeepSpeed fails at the first batch: \"unsupported operand type(s) for %: 'int' and 'NoneType'\"",
         fix="set steps_per_print",
-        edits=(Set("steps_per_print", 10),),
+        edits=(Assignment("steps_per_print", 10),),
         source="runtime/pipe/engine.py:1240",
     ),
     Rule(
@@ -160,7 +160,7 @@ PARALLEL = (
         message="managed_gradient_accumulation false with a pipeline, DeepCompile, or overlap_comm below stage 2",
         why='DeepSpeed stops: "managed_gradient_accumulation=False is not supported with ..."',
         fix="remove it",
-        edits=(Remove("managed_gradient_accumulation"),),
+        edits=(Removal("managed_gradient_accumulation"),),
         source="runtime/engine.py:2031-2035",
     ),
     Rule(
@@ -181,7 +181,7 @@ PARALLEL = (
         "below it ranks are left out of every group",
         fix="take the number of ranks divided by sequence_parallel_size",
         edits=lambda c: (
-            (Set("data_parallel_size", c.setting.ranks // c.sequence_parallel),)
+            (Assignment("data_parallel_size", c.setting.ranks // c.sequence_parallel),)
             if c.setting.ranks % c.sequence_parallel == 0
             else ()
         ),

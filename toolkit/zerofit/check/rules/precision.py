@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 # fp16's largest number is 65504: a loss scale far above it overflows step after step until it has come down
 HIGH_SCALE_POWER = 24
 
 
-def _dynamic(c: Subject) -> bool:
+def _dynamic(c: CheckSubject) -> bool:
     return c.on("fp16.enabled") and not c.number("fp16.loss_scale")
 
 
@@ -18,26 +18,26 @@ def _at_most_zero(value: float | None) -> bool:
     return value is not None and value <= 0
 
 
-def _masters(c: Subject) -> bool:
+def _masters(c: CheckSubject) -> bool:
     """Master weights in 16 bits that are only allowed with DeepSpeed's CPU Adam."""
     bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
     return bf16 or c.on("fp16.fp16_master_weights_and_grads")
 
 
-def _on_host(c: Subject) -> bool:
+def _on_host(c: CheckSubject) -> bool:
     return c.offload("optimizer") is not None and not c.on("optimizer.params.torch_adam")
 
 
-def bf16_optimizer(c: Subject) -> bool:
+def bf16_optimizer(c: CheckSubject) -> bool:
     """Whether DeepSpeed changes to its BF16_Optimizer (runtime/engine.py:2305)."""
     return c.on("bf16.enabled") and c.stage == 1 and c.word("data_types.grad_accum_dtype") in ("fp32", "float32")
 
 
-def _mode(c: Subject) -> str:
+def _mode(c: CheckSubject) -> str:
     return "bf16" if c.on("bf16.enabled") else "fp16" if c.on("fp16.enabled") else "fp32"
 
 
-def _accumulates_otherwise(c: Subject) -> bool:
+def _accumulates_otherwise(c: CheckSubject) -> bool:
     kind = c.word("data_types.grad_accum_dtype")
     known = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
     settled = all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
@@ -52,7 +52,7 @@ PRECISION = (
         message="fp16.enabled and bf16.enabled are both true",
         why='DeepSpeed stops: "bfloat16 and fp16 modes cannot be simultaneously enabled"',
         fix="set one of them to false; bf16 needs no loss scaling where the device has it",
-        edits=(Set("fp16.enabled", False),),
+        edits=(Assignment("fp16.enabled", False),),
         source="runtime/config.py:511",
     ),
     Rule(
@@ -63,8 +63,8 @@ PRECISION = (
         why='DeepSpeed stops once the ranks run: "Type fp16 is not supported on your device."',
         fix="take bf16, or neither",
         edits=lambda c: (
-            Set("fp16.enabled", False),
-            *((Set("bf16.enabled", True),) if "bf16" in c.setting.precisions else ()),
+            Assignment("fp16.enabled", False),
+            *((Assignment("bf16.enabled", True),) if "bf16" in c.setting.precisions else ()),
         ),
         source="runtime/engine.py:2003",
     ),
@@ -76,7 +76,7 @@ PRECISION = (
         message="bf16 on a device that has no bf16 arithmetic",
         why='torch emulates it, slowly; else DeepSpeed stops: "Type bf16 is not supported on your device."',
         fix="take fp16",
-        edits=(Set("bf16.enabled", False), Set("fp16.enabled", True)),
+        edits=(Assignment("bf16.enabled", False), Assignment("fp16.enabled", True)),
         source="runtime/engine.py:2006",
     ),
     Rule(
@@ -88,7 +88,7 @@ PRECISION = (
         why="DeepSpeed makes an optimizer step on zero gradients at the start, which counts as Adam's first: the real "
         "first steps are too small (zerofit undoes it)",
         fix="take ZeRO stage 1: it needs no more memory or time",
-        edits=(Set(f"{ZERO}.stage", 1),),
+        edits=(Assignment(f"{ZERO}.stage", 1),),
         source="runtime/fp16/unfused_optimizer.py:425",
     ),
     Rule(
@@ -98,7 +98,7 @@ PRECISION = (
         message="fp16.loss_scale_window is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: the loss scale could never rise again",
         fix="take 1000, or remove the key",
-        edits=(Set("fp16.loss_scale_window", 1000),),
+        edits=(Assignment("fp16.loss_scale_window", 1000),),
         source="runtime/precision_config.py:192",
     ),
     Rule(
@@ -108,7 +108,7 @@ PRECISION = (
         message="fp16.min_loss_scale is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: a loss scale that may reach 0 loses every gradient",
         fix="take 1, or remove the key",
-        edits=(Set("fp16.min_loss_scale", 1),),
+        edits=(Assignment("fp16.min_loss_scale", 1),),
         source="runtime/precision_config.py:196",
     ),
     Rule(
@@ -124,7 +124,7 @@ PRECISION = (
         ),
         why="DeepSpeed starts below the floor: the first overflow raises the scale, the next one ends the run",
         fix="take initial_scale_power 16 and min_loss_scale 1",
-        edits=(Set("fp16.initial_scale_power", 16), Set("fp16.min_loss_scale", 1)),
+        edits=(Assignment("fp16.initial_scale_power", 16), Assignment("fp16.min_loss_scale", 1)),
         source="runtime/fp16/loss_scaler.py:258",
     ),
     Rule(
@@ -135,7 +135,7 @@ PRECISION = (
         message="the loss scale starts at 2^{value}",
         why="fp16 ends at 65504: DeepSpeed skips a step for each halving until the scale fits",
         fix="take 16",
-        edits=(Set("fp16.initial_scale_power", 16),),
+        edits=(Assignment("fp16.initial_scale_power", 16),),
         source="runtime/fp16/loss_scaler.py:160",
     ),
     Rule(
@@ -150,7 +150,7 @@ PRECISION = (
         message="a static loss scale of {value} beside settings of the dynamic one",
         why="DeepSpeed scales by that number for the whole run and reads none of the others",
         fix="set loss_scale to 0 for dynamic scaling, or remove the others",
-        edits=(Set("fp16.loss_scale", 0),),
+        edits=(Assignment("fp16.loss_scale", 0),),
         source="runtime/engine.py:2450",
     ),
     Rule(
@@ -160,7 +160,7 @@ PRECISION = (
         message="fp16.auto_cast is on while fp16 is off",
         why='DeepSpeed casts the inputs to fp16 all the same: "mat1 and mat2 must have the same dtype"',
         fix="remove it, or enable fp16",
-        edits=(Remove("fp16.auto_cast"),),
+        edits=(Removal("fp16.auto_cast"),),
         source="runtime/engine.py:2957",
     ),
     Rule(
@@ -170,7 +170,7 @@ PRECISION = (
         message="bf16 master weights without ZeRO",
         why='DeepSpeed stops: "Bf16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
         fix="take ZeRO stage 1 or higher",
-        edits=(Set(f"{ZERO}.stage", 1),),
+        edits=(Assignment(f"{ZERO}.stage", 1),),
         source="runtime/config.py:706",
     ),
     Rule(
@@ -180,7 +180,7 @@ PRECISION = (
         message="fp16 master weights without ZeRO",
         why='DeepSpeed stops: "Fp16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
         fix="remove it: fp16 master weights lose small updates",
-        edits=(Remove("fp16.fp16_master_weights_and_grads"),),
+        edits=(Removal("fp16.fp16_master_weights_and_grads"),),
         source="runtime/config.py:702",
     ),
     Rule(
@@ -190,7 +190,7 @@ PRECISION = (
         message="bf16.bf16_optimizer_states without bf16_master_weights_and_grads",
         why='DeepSpeed stops: "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
         fix="set both",
-        edits=(Set("bf16.bf16_master_weights_and_grads", True),),
+        edits=(Assignment("bf16.bf16_master_weights_and_grads", True),),
         source="runtime/config.py:714",
     ),
     Rule(
@@ -200,7 +200,7 @@ PRECISION = (
         message="master weights are asked for in fp16 and in bf16",
         why="DeepSpeed stops while it builds the optimizer: the two exclude each other",
         fix="keep the one of the precision that is enabled",
-        edits=(Remove("fp16.fp16_master_weights_and_grads"),),
+        edits=(Removal("fp16.fp16_master_weights_and_grads"),),
         source="runtime/base_optimizer.py:499",
     ),
     Rule(
@@ -212,9 +212,9 @@ PRECISION = (
         'DeepSpeedCPUAdam"',
         fix="set bf16.bf16_optimizer_states too (bf16), or offload the optimizer to the CPU with DeepSpeed's own Adam",
         edits=lambda c: (
-            (Set("bf16.bf16_optimizer_states", True),)
+            (Assignment("bf16.bf16_optimizer_states", True),)
             if c.on("bf16.bf16_master_weights_and_grads")
-            else (Remove("fp16.fp16_master_weights_and_grads"),)
+            else (Removal("fp16.fp16_master_weights_and_grads"),)
         ),
         source="runtime/zero/stage_1_and_2.py:332, stage3.py:300",
     ),
@@ -225,7 +225,7 @@ PRECISION = (
         message="bf16 master weights while bf16 is off",
         why="DeepSpeed does not look at bf16.enabled here and keeps 16-bit masters of an fp32 model",
         fix="enable bf16",
-        edits=(Set("bf16.enabled", True),),
+        edits=(Assignment("bf16.enabled", True),),
         source="runtime/base_optimizer.py:523",
     ),
     Rule(
@@ -236,7 +236,7 @@ PRECISION = (
         message="bf16.check_grad_overflow false has no effect here",
         why="ZeRO-3, and stage 1 with fp32 accumulation, look for overflows in any case",
         fix="remove it",
-        edits=(Remove("bf16.check_grad_overflow"),),
+        edits=(Removal("bf16.check_grad_overflow"),),
         source="runtime/zero/stage3.py:2816, runtime/bf16_optimizer.py",
     ),
     Rule(
@@ -257,7 +257,7 @@ PRECISION = (
         message="data_types.grad_accum_dtype {value} without ZeRO is another type than the model's",
         why='DeepSpeed stops: "unsupported mix of model_dtype and grad_accum_dtype"',
         fix="take ZeRO stage 1 or 2, or remove it",
-        edits=(Remove("data_types.grad_accum_dtype"),),
+        edits=(Removal("data_types.grad_accum_dtype"),),
         source="runtime/engine.py:2323",
     ),
     Rule(
@@ -271,7 +271,7 @@ PRECISION = (
         message=lambda c: f"data_types.param_dtype {{value}} while the enabled precision is {_mode(c)}",
         why='DeepSpeed stops: "data_types.param_dtype=... conflicts with the enabled precision mode"',
         fix="remove it: the enabled precision says it",
-        edits=(Remove("data_types.param_dtype"),),
+        edits=(Removal("data_types.param_dtype"),),
         source="runtime/engine.py:1827",
     ),
     Rule(
@@ -282,7 +282,7 @@ PRECISION = (
         message=lambda c: f"torch_autocast and {_mode(c)} are both on",
         why="DeepSpeed applies both: the parameters are cast too, and autocast's fp32 weights are gone",
         fix="keep one",
-        edits=(Set("torch_autocast.enabled", False),),
+        edits=(Assignment("torch_autocast.enabled", False),),
         source="runtime/torch_autocast.py:111",
     ),
     Rule(
@@ -293,7 +293,7 @@ PRECISION = (
         message="torch_autocast is on without a dtype",
         why="torch then takes the device's own (fp16 on CUDA), and DeepSpeed starts no gradient scaler for it",
         fix='set torch_autocast.dtype to "bfloat16" (or "float16")',
-        edits=(Set("torch_autocast.dtype", "bfloat16"),),
+        edits=(Assignment("torch_autocast.dtype", "bfloat16"),),
         source="runtime/config.py:194, runtime/torch_autocast.py:112",
     ),
     Rule(
@@ -303,7 +303,7 @@ PRECISION = (
         message="torch_autocast together with zero_quantized_weights",
         why='DeepSpeed stops: "Cannot enable both torch autocast and zero quantized weights"',
         fix="keep one",
-        edits=(Set(f"{ZERO}.zero_quantized_weights", False),),
+        edits=(Assignment(f"{ZERO}.zero_quantized_weights", False),),
         source="runtime/torch_autocast.py:32",
     ),
     Rule(
@@ -318,7 +318,7 @@ PRECISION = (
         message="fp16.hysteresis without ZeRO",
         why="DeepSpeed reads it with ZeRO only: here each overflow halves the loss scale",
         fix="take ZeRO stage 1, or remove it",
-        edits=(Remove("fp16.hysteresis"), Remove("fp16.consecutive_hysteresis")),
+        edits=(Removal("fp16.hysteresis"), Removal("fp16.consecutive_hysteresis")),
         source="runtime/fp16/loss_scaler.py:72-124, runtime/fp16/fused_optimizer.py:404",
     ),
     Rule(
@@ -334,8 +334,8 @@ PRECISION = (
         why="DeepSpeed overwrites it by seq_parallel_communication_data_type, which is fp32 where it is not given",
         fix="set seq_parallel_communication_data_type",
         edits=lambda c: (
-            Set("seq_parallel_communication_data_type", c.get("communication_data_type")),
-            Remove("communication_data_type"),
+            Assignment("seq_parallel_communication_data_type", c.get("communication_data_type")),
+            Removal("communication_data_type"),
         ),
         source="runtime/engine.py:2182, runtime/constants.py:236",
     ),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from zerofit.check.edit import Edit
 from zerofit.check.finding import Finding, Severity
-from zerofit.check.subject import Subject
+from zerofit.check.subject import CheckSubject
 
 Edits = tuple[Edit, ...]
-Text = str | Callable[[Subject], str]
+Text = str | Callable[[CheckSubject], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class Rule:
     code: str
     severity: Severity = "error"
     path: str
-    when: Callable[[Subject], bool]
+    when: Callable[[CheckSubject], bool]
     message: Text
     why: Text  # what DeepSpeed does
     fix: Text
-    edits: Edits | Callable[[Subject], Edits] = ()
+    edits: Edits | Callable[[CheckSubject], Edits] = ()
     source: str  # file:line below deepspeed/ in 0.19.8
 
-    def __call__(self, subject: Subject) -> Iterator[Finding]:
+    def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
         """The finding, if the fault is there."""
         if not self.when(subject):
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Remove, Rename, Set
+from zerofit.check.edit import Assignment, Removal, Renaming
 from zerofit.check.finding import Finding
 from zerofit.check.rules.near import near
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import Subject
+from zerofit.check.subject import CheckSubject
 
 PARAMS = "scheduler.params"
 SYNONYMS = {
@@ -23,26 +23,26 @@ TYPES = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "War
 LEARNING_RATES = ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
-def _own(c: Subject) -> bool:
+def _own(c: CheckSubject) -> bool:
     return bool(c.catalog.schedulers.get(c.word("scheduler.type") or "", {}).get("own"))
 
 
-def _wrapped(c: Subject) -> bool:
+def _wrapped(c: CheckSubject) -> bool:
     """Whether the engine hands schedulers an optimizer of its own, which is none of torch's."""
     return c.stage > 0 or c.on("fp16.enabled") or c.on("bf16.enabled")
 
 
-def _plain(c: Subject) -> bool:
+def _plain(c: CheckSubject) -> bool:
     name = c.word("scheduler.type")
     return name in c.catalog.schedulers and not _own(c)
 
 
-def _peak(c: Subject) -> bool:
+def _peak(c: CheckSubject) -> bool:
     lr, peak = c.number("optimizer.params.lr"), c.number(f"{PARAMS}.warmup_max_lr")
     return c.word("scheduler.type") == "WarmupDecayLR" and lr is not None and peak is None and lr != 1e-3
 
 
-def _totals(c: Subject) -> bool:
+def _totals(c: CheckSubject) -> bool:
     total, warm = c.number(f"{PARAMS}.total_num_steps"), c.number(f"{PARAMS}.warmup_num_steps")
     return total is not None and warm is not None and total < warm
 
@@ -55,7 +55,7 @@ SCHEDULER_RULES = (
         message="the scheduler block has no type",
         why="DeepSpeed then builds none, without a word: the learning rate stays constant",
         fix='name one, "WarmupDecayLR" say, or remove the block',
-        edits=(Remove("scheduler"),),
+        edits=(Removal("scheduler"),),
         source="runtime/config.py:326",
     ),
     Rule(
@@ -66,7 +66,7 @@ SCHEDULER_RULES = (
         why='DeepSpeed stops once the ranks run: "argument after ** must be a mapping, not NoneType"',
         fix='add "params": {}',
         edits=lambda c: (
-            Set(PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")),
+            Assignment(PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")),
         ),
         source="runtime/engine.py:1934",
     ),
@@ -77,7 +77,7 @@ SCHEDULER_RULES = (
         message="torch's scheduler {value} with ZeRO, fp16 or bf16",
         why='DeepSpeed stops once the ranks run: "DeepSpeedZeroOptimizer is not an Optimizer"',
         fix="take one of DeepSpeed's own (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
-        edits=(Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+        edits=(Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
         source="runtime/engine.py:1893",
     ),
     Rule(
@@ -87,7 +87,7 @@ SCHEDULER_RULES = (
         message="ReduceLROnPlateau in the JSON",
         why="DeepSpeed passes it the batch size as the metric: a constant, so that the learning rate falls for ever",
         fix="take one of DeepSpeed's own",
-        edits=(Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+        edits=(Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
         source="runtime/engine.py:3543",
     ),
     Rule(
@@ -102,7 +102,9 @@ SCHEDULER_RULES = (
         message="warmup_num_steps is {value}; allowed: a whole number from 1 on, without a decimal point",
         why='DeepSpeed stops once the ranks run: "warmup_num_steps must be a positive integer"',
         fix="take 1 for no warm-up",
-        edits=lambda c: (Set(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.warmup_num_steps") or 1))),),
+        edits=lambda c: (
+            Assignment(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.warmup_num_steps") or 1))),
+        ),
         source="runtime/lr_schedules.py:733",
     ),
     Rule(
@@ -115,7 +117,7 @@ SCHEDULER_RULES = (
         message='warmup_type is {value}; allowed: "log" or "linear"',
         why="DeepSpeed warns and takes log",
         fix="take linear",
-        edits=(Set(f"{PARAMS}.warmup_type", "linear"),),
+        edits=(Assignment(f"{PARAMS}.warmup_type", "linear"),),
         source="runtime/lr_schedules.py:746",
     ),
     Rule(
@@ -128,7 +130,7 @@ SCHEDULER_RULES = (
         why="DeepSpeed warns and goes on: the learning rate never reaches its peak",
         fix="give the optimizer steps of the whole run",
         edits=lambda c: (
-            Set(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.total_num_steps") or 1) // 20)),
+            Assignment(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.total_num_steps") or 1) // 20)),
         ),
         source="runtime/lr_schedules.py:826",
     ),
@@ -139,7 +141,7 @@ SCHEDULER_RULES = (
         message=lambda c: f"WarmupDecayLR without warmup_max_lr beside lr {c.number('optimizer.params.lr')}",
         why="DeepSpeed takes 0.001 as the peak, not the optimizer's learning rate",
         fix="set warmup_max_lr",
-        edits=lambda c: (Set(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),),
+        edits=lambda c: (Assignment(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),),
         source="runtime/lr_schedules.py:818",
     ),
     Rule(
@@ -154,7 +156,7 @@ SCHEDULER_RULES = (
         message="OneCycle cycles the momentum too where cycle_momentum is not given",
         why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",
         fix="set cycle_momentum to false to keep your betas",
-        edits=(Set(f"{PARAMS}.cycle_momentum", False),),
+        edits=(Assignment(f"{PARAMS}.cycle_momentum", False),),
         source="runtime/lr_schedules.py:565",
     ),
     Rule(
@@ -166,7 +168,7 @@ SCHEDULER_RULES = (
         why="DeepSpeed builds it only if code brings an optimizer; Accelerate refuses a scheduler of the JSON beside "
         "an optimizer of the code",
         fix="move both into the JSON, or both into the code",
-        edits=(Remove("scheduler"),),
+        edits=(Removal("scheduler"),),
         source="runtime/engine.py:681",
     ),
     Rule(
@@ -180,7 +182,7 @@ SCHEDULER_RULES = (
         message="cycle_first_step_size is {value}; allowed: a number above 0",
         why='DeepSpeed stops once the ranks run: "cycle_first_step_size must be positive"',
         fix="take half of the run's steps, or remove it for 2000",
-        edits=(Remove(f"{PARAMS}.cycle_first_step_size"),),
+        edits=(Removal(f"{PARAMS}.cycle_first_step_size"),),
         source="runtime/lr_schedules.py:526",
     ),
     Rule(
@@ -192,7 +194,7 @@ SCHEDULER_RULES = (
         message="cycle_second_step_size is {value}; allowed: a number from 0 on",
         why='DeepSpeed stops once the ranks run: "cycle_second_step_size must be non-negative"',
         fix="remove it: it is the first one's size then",
-        edits=(Remove(f"{PARAMS}.cycle_second_step_size"),),
+        edits=(Removal(f"{PARAMS}.cycle_second_step_size"),),
         source="runtime/lr_schedules.py:528",
     ),
     Rule(
@@ -206,7 +208,7 @@ SCHEDULER_RULES = (
         message="lr_range_test_step_size is {value}; allowed: a whole number from 1 on, without a decimal point",
         why='DeepSpeed stops once the ranks run: "lr_range_test_step_size must be a positive integer"',
         fix="remove it for 2000",
-        edits=(Remove(f"{PARAMS}.lr_range_test_step_size"),),
+        edits=(Removal(f"{PARAMS}.lr_range_test_step_size"),),
         source="runtime/lr_schedules.py:370",
     ),
     Rule(
@@ -221,8 +223,8 @@ SCHEDULER_RULES = (
         why="DeepSpeed does not look: the learning rate falls during the warm-up",
         fix="exchange the two",
         edits=lambda c: (
-            Set(f"{PARAMS}.warmup_max_lr", c.get(f"{PARAMS}.warmup_min_lr")),
-            Set(f"{PARAMS}.warmup_min_lr", c.get(f"{PARAMS}.warmup_max_lr")),
+            Assignment(f"{PARAMS}.warmup_max_lr", c.get(f"{PARAMS}.warmup_min_lr")),
+            Assignment(f"{PARAMS}.warmup_min_lr", c.get(f"{PARAMS}.warmup_max_lr")),
         ),
         source="runtime/lr_schedules.py:725",
     ),
@@ -238,8 +240,8 @@ SCHEDULER_RULES = (
         why="DeepSpeed does not look: the cycle starts high and falls",
         fix="exchange the two",
         edits=lambda c: (
-            Set(f"{PARAMS}.cycle_max_lr", c.get(f"{PARAMS}.cycle_min_lr")),
-            Set(f"{PARAMS}.cycle_min_lr", c.get(f"{PARAMS}.cycle_max_lr")),
+            Assignment(f"{PARAMS}.cycle_max_lr", c.get(f"{PARAMS}.cycle_min_lr")),
+            Assignment(f"{PARAMS}.cycle_min_lr", c.get(f"{PARAMS}.cycle_max_lr")),
         ),
         source="runtime/lr_schedules.py:483",
     ),
@@ -250,7 +252,7 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def scheduler(c: Subject) -> Iterator[Finding]:
+def scheduler(c: CheckSubject) -> Iterator[Finding]:
     """The name, and the names of the parameters."""
     name = c.word("scheduler.type")
     if name is None:
@@ -266,9 +268,9 @@ def scheduler(c: Subject) -> Iterator[Finding]:
             message=f"DeepSpeed knows no scheduler {name!r}; its own: {', '.join(sorted(own))}",
             why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
             fix=f"did you mean {better}?" if better else "take WarmupLR",
-            edits=(Set("scheduler.type", better),)
+            edits=(Assignment("scheduler.type", better),)
             if better
-            else (Set("scheduler", {"type": "WarmupLR", "params": {}}),),
+            else (Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
         )
         return
     if not known[name]["own"] and _wrapped(c):
@@ -285,7 +287,7 @@ def scheduler(c: Subject) -> Iterator[Finding]:
                 message=f"{name} takes no parameter {key!r}; it takes: {', '.join(taken)}",
                 why=f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
                 fix=f"did you mean {better}?" if better else "remove it",
-                edits=(Rename(f"{PARAMS}.{key}", better),) if free and better else (Remove(f"{PARAMS}.{key}"),),
+                edits=(Renaming(f"{PARAMS}.{key}", better),) if free and better else (Removal(f"{PARAMS}.{key}"),),
             )
     renamed = {near(k, taken, SYNONYMS) for k in c.section(PARAMS) if k not in taken}
     for key in known[name]["required"]:
@@ -297,11 +299,11 @@ def scheduler(c: Subject) -> Iterator[Finding]:
                 message=f"{name} needs {key}",
                 why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
                 fix='give it ("auto" where zerofit or Hugging Face fill it)',
-                edits=(Set(f"{PARAMS}.{key}", "auto"),),
+                edits=(Assignment(f"{PARAMS}.{key}", "auto"),),
             )
 
 
-def scheduler_values(c: Subject) -> Iterator[Finding]:
+def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
     """Numbers of DeepSpeed's own schedulers: as strings, or below what they can be."""
     if not c.catalog.schedulers.get(c.word("scheduler.type") or "", {}).get("own"):
         return
@@ -309,9 +311,9 @@ def scheduler_values(c: Subject) -> Iterator[Finding]:
         path = f"{PARAMS}.{key}"
         if isinstance(value, str) and value != "auto" and key not in ("warmup_type", "warmup_num_steps"):
             try:
-                edit: Set | Remove = Set(path, float(value) if "lr" in key else int(float(value)))
+                edit: Assignment | Removal = Assignment(path, float(value) if "lr" in key else int(float(value)))
             except (ValueError, OverflowError):
-                edit = Remove(path)
+                edit = Removal(path)
             yield Finding(
                 code="number-as-string",
                 severity="error",
@@ -330,5 +332,7 @@ def scheduler_values(c: Subject) -> Iterator[Finding]:
                 message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1} on",
                 why="DeepSpeed does not look, and trains with learning rates below 0 or without any",
                 fix='correct it, or write "auto" where zerofit or Hugging Face fill it',
-                edits=(Set(path, "auto" if key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr") else 0.001),),
+                edits=(
+                    Assignment(path, "auto" if key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr") else 0.001),
+                ),
             )

@@ -18,7 +18,7 @@ from zerofit.check.rules.precision import PRECISION
 from zerofit.check.rules.rule import Rule
 from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
 from zerofit.check.rules.zero import ZERO_RULES, other_stages
-from zerofit.check.subject import Subject
+from zerofit.check.subject import CheckSubject
 
 RULES: tuple[Rule, ...] = (
     *PRECISION,
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     *COMPILE,
     *FEATURES,
 )
-FUNCTIONS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     batch,
     other_stages,
     nvme,

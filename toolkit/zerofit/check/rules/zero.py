@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Remove, Set
+from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding
 from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, Subject
+from zerofit.check.subject import ZERO, CheckSubject
 
 # optimizers that ZeRO takes without being told to (runtime/zero/utils.py:45); all others are "untested"
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
@@ -37,16 +37,16 @@ FEATURES_3 = {
 }
 
 
-def _odd_bucket(c: Subject) -> bool:
+def _odd_bucket(c: CheckSubject) -> bool:
     size = c.number(f"{ZERO}.allgather_bucket_size")
     return c.stage in (1, 2) and size is not None and size % 2 == 1
 
 
-def _hpz(c: Subject) -> int:
+def _hpz(c: CheckSubject) -> int:
     return int(c.number(f"{ZERO}.zero_hpz_partition_size") or 1) if c.stage == 3 else 1
 
 
-def _old_size(c: Subject) -> dict[str, int]:
+def _old_size(c: CheckSubject) -> dict[str, int]:
     """The one size that stood beside `"zero_optimization": true`."""
     size = c.number("allgather_size")
     return {"allgather_bucket_size": int(size)} if size and c.get(ZERO) is True else {}
@@ -60,7 +60,10 @@ ZERO_RULES = (
         message="zero_optimization is {value} instead of an object",
         why="DeepSpeed still takes this form of 2020: true means stage 1, with all sizes at their defaults",
         fix='write {"stage": 1}, or the stage that you want',
-        edits=lambda c: (Set(ZERO, {"stage": int(c.get(ZERO) is True), **_old_size(c)}), Remove("allgather_size")),
+        edits=lambda c: (
+            Assignment(ZERO, {"stage": int(c.get(ZERO) is True), **_old_size(c)}),
+            Removal("allgather_size"),
+        ),
         source="runtime/zero/config.py:60",
     ),
     Rule(
@@ -70,7 +73,7 @@ ZERO_RULES = (
         message="zero_optimization has no stage",
         why="DeepSpeed takes stage 0: the whole section has no effect",
         fix="give the stage: 1 optimizer states, 2 and gradients, 3 and parameters",
-        edits=lambda c: (Set(f"{ZERO}.stage", 3 if c.has(f"{ZERO}.offload_param") else 2),),
+        edits=lambda c: (Assignment(f"{ZERO}.stage", 3 if c.has(f"{ZERO}.offload_param") else 2),),
         source="runtime/zero/config.py:95",
     ),
     Rule(
@@ -80,7 +83,7 @@ ZERO_RULES = (
         message="zero_quantized_weights without a GPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.zero_quantized_weights"),),
+        edits=(Removal(f"{ZERO}.zero_quantized_weights"),),
         source="runtime/zero/partition_parameters.py:1153",
     ),
     Rule(
@@ -90,7 +93,7 @@ ZERO_RULES = (
         message="legacy_stage1 asks for an implementation that is gone",
         why='DeepSpeed stops: "The deprecated version of ZeRO Stage 1 is not supported"',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.legacy_stage1"),),
+        edits=(Removal(f"{ZERO}.legacy_stage1"),),
         source="runtime/engine.py:2650",
     ),
     Rule(
@@ -101,7 +104,7 @@ ZERO_RULES = (
         message="elastic_checkpoint at ZeRO stage 3",
         why="DeepSpeed warns and ignores it",
         fix="remove it; universal checkpoints change the number of ranks",
-        edits=(Remove(f"{ZERO}.elastic_checkpoint"),),
+        edits=(Removal(f"{ZERO}.elastic_checkpoint"),),
         source="runtime/zero/config.py:404, stage3.py:3460",
     ),
     Rule(
@@ -112,7 +115,7 @@ ZERO_RULES = (
         why='DeepSpeed stops: "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2"',
         fix="take an even number",
         edits=lambda c: (
-            Set(f"{ZERO}.allgather_bucket_size", int(c.number(f"{ZERO}.allgather_bucket_size") or 1) + 1),
+            Assignment(f"{ZERO}.allgather_bucket_size", int(c.number(f"{ZERO}.allgather_bucket_size") or 1) + 1),
         ),
         source="runtime/zero/stage_1_and_2.py:389",
     ),
@@ -126,7 +129,7 @@ ZERO_RULES = (
         message="contiguous_gradients false with the optimizer offloaded",
         why="DeepSpeed sets it to true",
         fix="remove it",
-        edits=(Remove(f"{ZERO}.contiguous_gradients"),),
+        edits=(Removal(f"{ZERO}.contiguous_gradients"),),
         source="runtime/zero/stage_1_and_2.py:300",
     ),
     Rule(
@@ -136,7 +139,7 @@ ZERO_RULES = (
         message=lambda c: f"pipeline_loading_checkpoint at ZeRO stage {c.stage}",
         why='DeepSpeed stops when a checkpoint is loaded: "Only stage3 support for pipeline checkpoint loading"',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.pipeline_loading_checkpoint"),),
+        edits=(Removal(f"{ZERO}.pipeline_loading_checkpoint"),),
         source="runtime/engine.py:4738",
     ),
     Rule(
@@ -146,7 +149,7 @@ ZERO_RULES = (
         message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.setting.ranks} ranks",
         why="DeepSpeed stops by an assertion once the ranks run",
         fix="take the GPUs of one node",
-        edits=(Set(f"{ZERO}.zero_hpz_partition_size", 1),),
+        edits=(Assignment(f"{ZERO}.zero_hpz_partition_size", 1),),
         source="runtime/utils/groups.py:944",
     ),
     Rule(
@@ -161,7 +164,7 @@ ZERO_RULES = (
         message="zero_quantized_gradients with reduce_scatter off",
         why='DeepSpeed stops: "when enable all_to_all_reduce, reduce_scatter should also be enabled"',
         fix="remove reduce_scatter",
-        edits=(Remove(f"{ZERO}.reduce_scatter"),),
+        edits=(Removal(f"{ZERO}.reduce_scatter"),),
         source="runtime/zero/stage3.py:390",
     ),
     Rule(
@@ -176,7 +179,7 @@ ZERO_RULES = (
         message="optimizer {value} under ZeRO",
         why='DeepSpeed stops: "You are using an untested ZeRO Optimizer"',
         fix="set zero_allow_untested_optimizer to true",
-        edits=(Set("zero_allow_untested_optimizer", True),),
+        edits=(Assignment("zero_allow_untested_optimizer", True),),
         source="runtime/engine.py:2299",
     ),
     Rule(
@@ -186,7 +189,7 @@ ZERO_RULES = (
         message="Muon at ZeRO stage 3 with reduce_scatter, which is on where it is not given",
         why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false",
-        edits=(Set(f"{ZERO}.reduce_scatter", False),),
+        edits=(Assignment(f"{ZERO}.reduce_scatter", False),),
         source="runtime/zero/stage3.py:361",
     ),
     Rule(
@@ -197,7 +200,7 @@ ZERO_RULES = (
         why='DeepSpeed stops once every rank has built its engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline '
         'parallelism"',
         fix="take stage 1",
-        edits=(Set(f"{ZERO}.stage", 1),),
+        edits=(Assignment(f"{ZERO}.stage", 1),),
         source="runtime/pipe/engine.py:73",
     ),
     Rule(
@@ -208,7 +211,7 @@ ZERO_RULES = (
         message="overlap_comm with a pipeline",
         why="DeepSpeed warns and switches it off",
         fix="remove it",
-        edits=(Remove(f"{ZERO}.overlap_comm"),),
+        edits=(Removal(f"{ZERO}.overlap_comm"),),
         source="runtime/engine.py:2665",
     ),
     Rule(
@@ -218,7 +221,7 @@ ZERO_RULES = (
         message="Muon with zero_quantized_gradients",
         why='DeepSpeed stops: "Muon and all2all process group cannot be used together"',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.zero_quantized_gradients"),),
+        edits=(Removal(f"{ZERO}.zero_quantized_gradients"),),
         source="runtime/zero/stage3.py:363",
     ),
     Rule(
@@ -230,13 +233,13 @@ ZERO_RULES = (
         message="zero_quantized_nontrainable_weights without a GPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
         fix="remove it",
-        edits=(Remove(f"{ZERO}.zero_quantized_nontrainable_weights"),),
+        edits=(Removal(f"{ZERO}.zero_quantized_nontrainable_weights"),),
         source="runtime/zero/partition_parameters.py:1153",
     ),
 )
 
 
-def other_stages(c: Subject) -> Iterator[Finding]:
+def other_stages(c: CheckSubject) -> Iterator[Finding]:
     """Keys that the configured stage does not read. At stage 0 the section is read by nobody."""
     zero = c.section(ZERO)
     if not zero or not c.has(f"{ZERO}.stage") or c.get(f"{ZERO}.stage") == "auto":
@@ -250,7 +253,7 @@ def other_stages(c: Subject) -> Iterator[Finding]:
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed ignores it below stage 3: {lost}",
                 fix="take stage 3, or remove it",
-                edits=(Remove(f"{ZERO}.{key}"),),
+                edits=(Removal(f"{ZERO}.{key}"),),
             )
     ignored = (*ONLY_3, *(ONLY_1_2 if c.stage == 0 else ())) if c.stage < 3 else ONLY_1_2
     for key in ignored:
@@ -262,5 +265,5 @@ def other_stages(c: Subject) -> Iterator[Finding]:
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed reads it at {'stage 3' if key in ONLY_3 else 'stages 1 and 2'} only",
                 fix="remove it",
-                edits=(Remove(f"{ZERO}.{key}"),),
+                edits=(Removal(f"{ZERO}.{key}"),),
             )

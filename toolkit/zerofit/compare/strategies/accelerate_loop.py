@@ -2,10 +2,10 @@
 
 from accelerate import Accelerator
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """As in its documentation, with data parallelism underneath."""
     accelerator = Accelerator(cpu=work.device.type == "cpu")
     model = work.model()

@@ -2,10 +2,10 @@
 
 import torch
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """fp16 on a GPU, bf16 on a CPU, whose exponents are wide enough to do without a scaler."""
     kind, dtype = work.device.type, torch.float16 if work.device.type == "cuda" else torch.bfloat16
     model = work.model()

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Rank 0 reads the whole batch and deals it out."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()

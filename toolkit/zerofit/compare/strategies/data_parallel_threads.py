@@ -2,10 +2,10 @@
 
 import torch
 
-from zerofit.compare.work import NotHereError, Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """One line more than on one device."""
     if len(work.devices) < 2:
         raise NotHereError("needs two CUDA devices in one process, and finds fewer: on a CPU it would do nothing")

@@ -3,10 +3,10 @@
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Each rank reads its own share."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()

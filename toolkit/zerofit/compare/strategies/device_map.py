@@ -3,10 +3,10 @@
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
-from zerofit.compare.work import NotHereError, Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """An ordinary loop; what lies where is the map's business."""
     devices = work.devices
     if len(devices) < 2:

@@ -6,10 +6,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from zerofit.compare.work import Work, tied
+from zerofit.compare.benchmark_task import BenchmarkTask, tied
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Layers first, then what is left of the model; all of it at once where layers share parameters."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()

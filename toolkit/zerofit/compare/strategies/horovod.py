@@ -1,13 +1,13 @@
 """Horovod: ring all-reduce behind an optimizer that wraps the user's own."""
 
-from zerofit.compare.work import NotHereError, Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
 HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, was tried with torch 2.14.1 on a machine
 without the CUDA toolkit: HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation horovod builds
 it from source and stops in CMake, which wants the toolkit since torch is built for CUDA (CUDAToolkit not found)"""
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """The ranks find each other through the variables that horovodrun sets."""
     try:
         import horovod.torch as hvd

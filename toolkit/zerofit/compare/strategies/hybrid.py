@@ -2,15 +2,15 @@
 
 import torch.distributed as dist
 
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
+from zerofit.compare.gather_state import gathered
 from zerofit.compare.strategies.data_parallel import trained
-from zerofit.compare.whole import gathered
-from zerofit.compare.wire import receive, send
-from zerofit.compare.work import NotHereError, Work
+from zerofit.compare.tensor_p2p import receive, send
 
 STAGES = 2
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Model parallel within a pair; gradients are averaged with the ranks that hold the same layers elsewhere."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()

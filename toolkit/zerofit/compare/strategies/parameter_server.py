@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """A server, or one of its workers."""
     dist.init_process_group("gloo")  # gradients meet in the server's host memory
     server = dist.get_world_size() - 1
     return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
 
 
-def serve(work: Work, workers: int):
+def serve(work: BenchmarkTask, workers: int):
     """Add up a gradient of each worker, step, and give all of them the new weights."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
@@ -33,7 +33,7 @@ def serve(work: Work, workers: int):
             dist.send(parameters_to_vector(model.parameters()).detach(), worker)
 
 
-def push_and_pull(work: Work, server: int):
+def push_and_pull(work: BenchmarkTask, server: int):
     """The server is the only one that steps."""
     model = work.model()
     for x, y in work.batches(dist.get_rank(), server):

@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
-from zerofit.compare.work import Work, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """A server, or one of its workers."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
 
 
-def serve(work: Work, workers: int):
+def serve(work: BenchmarkTask, workers: int):
     """Step on whatever comes, by a worker's share of the learning rate, and answer the one that it came from."""
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
@@ -38,7 +38,7 @@ def serve(work: Work, workers: int):
     return whole_state(model)
 
 
-def push_and_pull(work: Work, server: int):
+def push_and_pull(work: BenchmarkTask, server: int):
     """The version of the weights goes along with the gradient."""
     model, version = work.model(), torch.zeros(1)
     for x, y in work.batches(dist.get_rank(), server):

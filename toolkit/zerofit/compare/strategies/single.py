@@ -1,9 +1,9 @@
 """One device: what all others are held against."""
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Forward, backward, step."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())

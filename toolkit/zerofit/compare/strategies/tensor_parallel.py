@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from zerofit.compare.work import NotHereError, Work, tied
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, tied
 
 
-def train(work: Work):
+def train(work: BenchmarkTask):
     """Outputs are gathered after each layer; the rest of the model is computed by every rank alike."""
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))

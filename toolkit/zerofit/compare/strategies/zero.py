@@ -3,10 +3,10 @@
 import deepspeed
 import torch.distributed as dist
 
-from zerofit.compare.work import Work, whole_state
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
-def train(work: Work, stage: int, offload: bool = False):
+def train(work: BenchmarkTask, stage: int, offload: bool = False):
     """The engine owns backward and step."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference alone needs that op of 45 s
     deepspeed.init_distributed(work.backend)

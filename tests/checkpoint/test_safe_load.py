@@ -1,0 +1,91 @@
+"""What a checkpoint file may hold, and that nothing else in it is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from zerofit.checkpoint.safe_load import load
+from zerofit.spec.errors import UserError
+
+
+class Payload:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_payload_is_refused_and_does_not_run(tmp_path):
+    for zipped in (True, False):
+        file, trace = tmp_path / "model_states.pt", tmp_path / "it-ran"
+        torch.save({"module": {}, "extra": Payload(trace)}, file, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(UserError) as error:
+            load(file)
+        problem = error.value.problems[0]
+        assert problem.kind == "unsafe-file" and str(file) in problem.message and "mkdir" in problem.message
+        assert not trace.exists()
+    pickle.loads(pickle.dumps(Payload(trace)))
+    assert trace.exists(), "the payload would have run"
+
+
+@pytest.fixture
+def deepspeed_file(tmp_path):
+    """The kinds of objects that DeepSpeed's files hold (found in real ones of all its stages)."""
+    file = tmp_path / "optim_states.pt"
+    dynamic = DynamicLossScaler(2**16, 1000, 1, 2, False)
+    content = {
+        "param_slice_mappings": [{"weight": fragment_address(numel=12, start=4)}],
+        "loss_scaler": LossScaler(8.0),
+        "dynamic": dynamic,
+        "zero_stage": ZeroStageEnum.gradients,
+        "flat": torch.arange(5.0),
+    }
+    torch.save(content, file)
+    return file
+
+
+def test_deepspeeds_objects_come_as_plain_ones(deepspeed_file):
+    content = load(deepspeed_file)
+    address = content["param_slice_mappings"][0]["weight"]
+    assert (address.numel, address.start) == (12, 4)
+    assert content["loss_scaler"].cur_scale == 8.0
+    assert (content["dynamic"].cur_scale, content["dynamic"].cur_iter) == (2**16, 0)
+    assert content["zero_stage"] == 2
+    assert content["flat"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_engine_gets_its_own_objects(deepspeed_file):
+    content = load(deepspeed_file, for_engine=True)
+    assert type(content["dynamic"]) is DynamicLossScaler and content["dynamic"].loss_scale == 2**16
+    assert content["zero_stage"] is ZeroStageEnum.gradients
+
+
+def test_reading_needs_no_deepspeed(deepspeed_file):
+    script = f"import sys; from zerofit.checkpoint.safe_load import load; load({str(deepspeed_file)!r})"
+    script += "; assert not [m for m in sys.modules if m.startswith('deepspeed')]"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
+def test_a_truncated_file_is_damaged(deepspeed_file, keep):
+    whole = deepspeed_file.read_bytes()
+    deepspeed_file.write_bytes(whole[: int(keep if keep >= 1 else keep * len(whole))])
+    with pytest.raises(UserError) as error:
+        load(deepspeed_file)
+    assert error.value.problems[0].kind == "damaged-file"
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(UserError) as error:
+        load(tmp_path / "none.pt")
+    assert error.value.problems[0].kind == "missing-file"

@@ -1,0 +1,122 @@
+"""What a folder holds, and what is wrong with it, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.infer.small import save, save_small
+from zerofit.infer.eval_data import scratch_folder
+from zerofit.infer.saved_model import find_folder as find
+from zerofit.infer.saved_model import is_checkpoint, open_saved
+from zerofit.infer.weights import read_weights
+from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.spec.errors import UserError
+
+
+def find_folder(path):
+    return find(path, lambda text: None)
+
+
+def kinds(work) -> list[str]:
+    with pytest.raises(UserError) as wrong:
+        work()
+    return [p.kind for p in wrong.value.problems]
+
+
+def test_a_runs_folder_means_its_model(tmp_path):
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run" / "model", "lenet")
+    assert find_folder(tmp_path / "run") == tmp_path / "run" / "model"
+    assert find_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"
+    assert not is_checkpoint(tmp_path / "run" / "model")
+    saved = open_saved(tmp_path / "run" / "model")
+    assert (saved.task, saved.inputs.classes, saved.about.step, saved.weights.dtype) == ("image", 8, 7, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
+def test_no_model(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert kinds(lambda: find_folder(tmp_path / name)) == ["no-model"]
+
+
+def test_a_folder_of_transformers_alone(tmp_path):
+    """Without zerofit.json the config says what it takes."""
+    save_small(tmp_path / "text", "gpt2")
+    save_small(tmp_path / "image", "vit")
+    for folder in ("text", "image"):
+        (tmp_path / folder / "zerofit.json").unlink()
+    text, image = open_saved(tmp_path / "text"), open_saved(tmp_path / "image")
+    assert (text.task, text.inputs, text.longest) == ("causal-lm", TextInputs(vocab_size=100, seq_len=32), 32)
+    assert (image.inputs, image.longest) == (ImageInputs(channels=3, size=32, classes=8), None)
+
+
+def test_weights_without_a_word_of_what_they_are(tmp_path):
+    save(tmp_path / "model", "lenet")
+    (tmp_path / "model" / "zerofit.json").unlink()
+    assert kinds(lambda: open_saved(tmp_path / "model")) == ["no-model"]
+
+
+def test_a_file_cut_short(tmp_path):
+    save_small(tmp_path / "model", "llama")
+    file = tmp_path / "model" / "model.safetensors"
+    whole = file.read_bytes()
+    for part in (whole[:-1], whole[:200], whole[:5], whole + b"x", b""):
+        file.write_bytes(part)
+        assert kinds(lambda: read_weights(tmp_path / "model")) == ["weights-damaged"]
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"a": 3}', b'{"a": {"dtype": "F32"}}', b"{", b'{"a": {"data_offsets": []}}']
+)
+def test_a_header_that_is_none(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-damaged"]
+
+
+def test_every_missing_shard_is_named(tmp_path):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-missing"] * 2
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert kinds(lambda: read_weights(tmp_path)) == ["weights-damaged"]
+
+
+def test_a_config_without_weights(tmp_path):
+    save_small(tmp_path / "model", "llama")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert kinds(lambda: open_saved(find_folder(tmp_path / "model"))) == ["weights-missing"]
+
+
+class Sneaky:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return open, (str(self.trace), "w")
+
+
+def test_a_pickle_runs_nothing(tmp_path):
+    save_small(tmp_path / "model", "gpt2")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({"a": Sneaky(tmp_path / "trace")}, tmp_path / "model" / "pytorch_model.bin")
+    assert kinds(lambda: open_saved(tmp_path / "model")) == ["unsafe-file"]
+    assert not (tmp_path / "trace").exists()
+    torch.save([torch.ones(3)], tmp_path / "model" / "pytorch_model.bin")
+    assert kinds(lambda: open_saved(tmp_path / "model")) == ["weights-damaged"]
+
+
+def test_a_scratch_folder_goes_and_the_users_stays(tmp_path):
+    with scratch_folder(tmp_path / "mine") as scratch:
+        (scratch / "weights").touch()
+        assert scratch.parent == tmp_path / "mine"
+    assert not list((tmp_path / "mine").iterdir())
+    with pytest.raises(UserError, match="nothing can be written"), scratch_folder(Path("/proc/nowhere")):
+        pass

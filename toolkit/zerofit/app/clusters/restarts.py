@@ -1,0 +1,223 @@
+"""A run on many hosts, begun again from its newest checkpoint when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.app.clusters.remote_ops import build_on
+from zerofit.app.clusters.site import LaunchOptions, cluster_site, filled, look, machine_of
+from zerofit.app.prepare_folder import find_folder, finished_before, make_ready
+from zerofit.app.resolve import prepare
+from zerofit.app.supervision import run_once
+from zerofit.checkpoint.store import Store
+from zerofit.cli.preflight_show import show_checks
+from zerofit.cli.view import RunView
+from zerofit.config.rebatch import regroup, shown
+from zerofit.data import RichProgress
+from zerofit.doctor.check import FAIL, OK, Check
+from zerofit.doctor.preflight import Preflight
+from zerofit.doctor.shared_folder_checks import disk
+from zerofit.launch.hostfile import Host
+from zerofit.launch.ops import needed_ops
+from zerofit.launch.run_lock import held, wait_for_ranks
+from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
+from zerofit.spec.load import RunRequest
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.watch.watch import Watch
+
+# what would only happen again
+NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
+BACK_S = 5.0  # between two looks for a host that does not answer
+
+
+@dataclass
+class RestartingRun:
+    """All starts of one run."""
+
+    asked: RunRequest
+    hosts: Sequence[Host]
+    wish: LaunchOptions
+    run_file: Path | None
+    max_restarts: int
+    min_nodes: int | None
+    job: Job | None = None  # of the last start
+    folder: RunFolder | None = None
+
+    def run(self) -> dict[str, Any]:
+        """The result of the start that comes to the end. Raises UserError, RunFailed and Stopped."""
+        with ExitStack() as stack:  # the run folder is held over all starts
+            for attempt in range(1, self.max_restarts + 2):
+                try:
+                    return self._start(attempt, stack)
+                except RunFailed as failure:
+                    failed = time.time()
+                    if self.job is None or self.folder is None:
+                        raise
+                    if self.folder.stop_request.exists():
+                        _stop_after(failure.problem, self.folder)
+                    if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
+                        raise
+                    _say_failed(failure.problem, attempt, self.max_restarts)
+                    self._once_more(failure, failed)
+        raise AssertionError("the last start returns or raises")
+
+    def _start(self, attempt: int, stack: ExitStack) -> dict[str, Any]:
+        with closing(Watch("")) as watch:
+            try:
+                found = self._ready(watch.port)
+            except UserError as error:
+                if attempt == 1:
+                    raise
+                raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
+            machine = machine_of(self.hosts, found)
+            job, folder, _ = prepare(self.asked, RichProgress(), machine)
+            if found:
+                _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
+            finished = finished_before(job, folder)
+            if finished:
+                click.echo(f"note: all {job.steps} steps of this run are done", err=True)
+                os.utime(folder.result)  # nodes that start by themselves look at its age
+                return {"run_dir": str(folder.path), **finished}
+            if self.folder is None:
+                stack.enter_context(held(folder, _say))
+            else:
+                wait_for_ranks(folder, _say)
+            self.job, self.folder = job, folder
+            for note in make_ready(folder, job.start):
+                click.echo(f"note: {note}", err=True)
+            site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
+            with RunView(folder, job.run.log_every) as view:
+                if self.wish.over_ssh:
+                    used = list(dict.fromkeys(site.hosts))
+                    build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, view.phase)
+                return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
+
+    def _ready(self, port: int) -> Preflight | None:
+        """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
+        if not self.wish.over_ssh:
+            return None
+        folder = find_folder(self.asked.run)
+        made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+        folder.path.mkdir(parents=True, exist_ok=True)
+        found = look(self.hosts, self.wish, folder.path, self.asked.run.model, self.run_file, port)
+        try:
+            _refuse(found.findings, len(self.hosts))
+        except UserError:
+            for path in made:
+                with suppress(OSError):  # somebody else has put something there
+                    path.rmdir()
+            raise
+        # from here on the run has this folder
+        self.asked = _with(self.asked, output=folder.path)
+        return found
+
+    def _once_more(self, failure: RunFailed, failed: float) -> None:
+        """Make the next start possible: in the same folder, with the hosts that are there."""
+        assert self.job and self.folder
+        self.asked = _with(self.asked, output=self.folder.path)
+        if self.asked.run.resume == "never" or Store(self.folder.checkpoints).entries():
+            self.asked = _with(self.asked, resume="auto")
+        there = self._hosts_back(failure)
+        missing = [host.name for host in self.hosts if host not in there]
+        if missing:
+            self._leave_out(there, missing)
+        restart = {"cause": failure.problem.message, "restarting_after_s": round(time.time() - failed, 1)}
+        with self.folder.faults.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**restart, "left_out": missing}) + "\n")
+
+    def _hosts_back(self, failure: RunFailed) -> list[Host]:
+        """The hosts that answer, once all do or the patience is at its end. Raises the failure where too few do."""
+        if not self.wish.over_ssh:
+            return list(self.hosts)
+        assert self.folder
+        patience_s = self.asked.run.heartbeat_timeout
+        deadline = time.monotonic() + patience_s
+        while True:
+            found = look(self.hosts, self.wish, self.folder.path, self.asked.run.model, None, None)
+            failing = {check.host for check in found.checks if check.status == FAIL}
+            there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
+            if len(there) == len(self.hosts) or time.monotonic() > deadline:
+                break
+            missing = ", ".join(h.name for h in self.hosts if h not in there)
+            click.echo(f"waiting for {missing} to come back ...", err=True)
+            time.sleep(BACK_S)
+        if len(there) < (self.min_nodes or len(self.hosts)):
+            missing = ", ".join(h.name for h in self.hosts if h not in there)
+            again = f"{self.wish.again} {shlex.quote(str(self.folder.path))}"
+            hint = f"mend {missing}, then `{again}` goes on; "
+            hint += f"--min-nodes {max(len(there), 1)} goes on without"
+            message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
+            raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
+        return there
+
+    def _leave_out(self, there: list[Host], missing: list[str]) -> None:
+        """Go on with fewer hosts and the same global batch."""
+        assert self.job and self.folder
+        layout, batch = self.job.layout, self.job.batch
+        slots = sum(host.slots for host in there)
+        fewer = regroup(batch, layout.world_size // layout.dp, slots)
+        if fewer is None:
+            message = f"{slots} slots are left, too few for tensor x pipeline x sequence degree "
+            message += str(layout.world_size // layout.dp)
+            raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
+        ranks, smaller = fewer
+        click.echo(f"note: going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}", err=True)
+        self.hosts = filled(there, ranks)
+        self.asked = _with(
+            self.asked,
+            ranks=ranks,
+            micro_batch=smaller.micro,
+            gradient_accumulation_steps=smaller.accumulation,
+            global_batch=smaller.total,
+        )
+
+
+def _stop_after(problem: Problem, folder: RunFolder) -> None:
+    """Ranks that were asked to stop have failed instead: raise Stopped if there is a checkpoint to go on from."""
+    known = Store(folder.checkpoints).entries()
+    if known:
+        message = f"asked to stop, and failed before all was saved ({problem.message}); step {known[-1].step} is saved"
+        hint = "the same command goes on from there"
+        raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _with(asked: RunRequest, **fields: Any) -> RunRequest:
+    return replace(asked, run=asked.run.model_copy(update=fields))
+
+
+def _check_room(found: Preflight, checkpoint_bytes: int, hosts: int) -> None:
+    """Whether the run folder has room for checkpoints. Raises UserError."""
+    _refuse([one for one in disk(found.facts, checkpoint_bytes) if one.status != OK], hosts)
+
+
+def _refuse(findings: Sequence[Check], hosts: int) -> None:
+    """Show what was found, as one table. Raises UserError with what would make the run fail."""
+    if findings:
+        show_checks(findings, hosts)
+    failed = [one for one in findings if one.status == FAIL]
+    if failed:
+        raise UserError(
+            *(
+                Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
+                for one in failed
+            )
+        )
+
+
+def _say_failed(problem: Problem, attempt: int, allowed: int) -> None:
+    click.echo(f"{click.style('failed', fg='yellow', bold=True)}: {problem.message}", err=True)
+    click.echo(f"beginning again from the newest checkpoint (restart {attempt} of {allowed})", err=True)

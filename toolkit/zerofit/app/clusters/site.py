@@ -1,0 +1,196 @@
+"""Many hosts as a place for ranks: asked beforehand, described for the run, cleared afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.doctor.preflight import Preflight, preflight
+from zerofit.doctor.preflight import PreflightRequest as Questions
+from zerofit.doctor.remote import Conversation, ask_all, conversations
+from zerofit.doctor.software import model_code
+from zerofit.doctor.unreachable import Unreachable
+from zerofit.launch.hostfile import Host
+from zerofit.launch.launch_site import LaunchSite
+from zerofit.launch.machine import this_machine, usable_cores
+from zerofit.launch.orphans import MARK_NAME
+from zerofit.launch.route import address_to
+from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.run_folder import Job, RunFolder
+
+FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
+COMING_S, ALONE_S = 180.0, 1800.0  # until a guard must have reported; where nodes start by themselves
+LOOPBACK = "127."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How the ranks of many hosts are to be started."""
+
+    runner: str = "pdsh"
+    runner_args: str = ""
+    ssh_port: int | None = None
+    node_rank: int | None = None  # of this node where each one starts its own ranks (no ssh)
+    master_addr: str | None = None
+    master_port: int | None = None
+    forwarded: dict[str, str]
+    again: str = "zerofit launch"  # with its hosts, for hints
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether hosts can be asked and cleared over ssh."""
+        return self.node_rank is None and self.runner != "slurm"
+
+    @property
+    def port(self) -> int:
+        """Where rank 0 will listen."""
+        return self.master_port or DEFAULT_PORT
+
+    def argv(self, hosts: Sequence[Host], logs: Path, master: str, orders: str) -> list[str]:
+        """The launcher's command (`launch.runner.runner`)."""
+        options = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
+        return runner(self.runner, hosts, logs, (master, self.port), orders, **options)
+
+
+def look(
+    hosts: Sequence[Host], wish: LaunchOptions, folder: Path, model: str, run_file: Path | None, port: int | None
+) -> Preflight:
+    """Ask all hosts what a start needs to know; `port`: where this command hears the ranks, if it does by now."""
+    return preflight(
+        hosts,
+        Questions(
+            run_folder=folder,
+            run_file=run_file,
+            code=model_code(model),
+            master=wish.master_addr,
+            master_port=wish.port,
+            callback=(own_address(hosts), port) if port else None,
+            ssh_port=wish.ssh_port,
+        ),
+    )
+
+
+def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
+    """All devices together: GPUs where every host has them, else CPUs. Without answers, hosts like this one."""
+    devices = sum(host.slots for host in hosts)
+    if found is None:
+        return replace(this_machine(), devices=devices)
+    graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
+    if graphics and all(one["gpus"] for one in found.facts.values()):
+        capability = min(float(gpu["compute_capability"]) for gpu in graphics)
+        able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
+        name = graphics[0]["name"]
+        return Machine(accelerator="cuda", devices=devices, cores=usable_cores(), device_name=name, **able)
+    here, name = this_machine(), f"CPU of {len(hosts)} hosts"
+    able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
+    return replace(here, accelerator="cpu", devices=devices, device_name=name, **able)
+
+
+def cluster_site(
+    hosts: Sequence[Host], job: Job, wish: LaunchOptions, machine: Machine, found: Preflight | None, folder: RunFolder
+) -> LaunchSite:
+    """Where the job's ranks run: the hosts in their order, each filled before the next."""
+    used, problems = filled(hosts, job.layout.world_size), Problems()
+    check(wish.runner, used, wish.runner_args, problems)
+    problems.raise_if_any()
+    names = tuple(host.name for host in used for _ in range(host.slots))
+    own = wish.master_addr or "" if wish.node_rank is not None else own_address(used)
+    master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
+    return LaunchSite(
+        hosts=names,
+        addresses={host.name: _seen_from(host.name, found) or own for host in used},
+        master=(master, wish.port),
+        accelerator=machine.accelerator,
+        argv=lambda orders: wish.argv(used, folder.logs, master, orders),
+        env=lambda mark: runner_environment(
+            folder.logs, {MARK_NAME: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
+        ),
+        cwd="/",
+        forwarded=wish.forwarded,
+        interfaces=found.interfaces if found else {},
+        again=wish.again,
+        coming_s=COMING_S if wish.over_ssh else ALONE_S,
+        timeout_s=job.run.heartbeat_timeout,
+        sweep=(lambda mark: sweep([h.name for h in used], mark, wish.ssh_port)) if wish.over_ssh else None,
+    )
+
+
+def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
+    """The first hosts with that many slots in all; the last one gives as many as are needed."""
+    used, left = [], ranks
+    for host in hosts:
+        take = min(left, host.slots)
+        if take:
+            ids = None if host.devices is None else host.devices[:take]
+            used.append(Host(host.name, take, ids))
+        left -= take
+    if left:
+        message = f"{ranks} ranks for {ranks - left} slots of the hostfile"
+        raise UserError(Problem(kind="ranks", message=message, hint=f"take --ranks {ranks - left}", where="--ranks"))
+    return tuple(used)
+
+
+def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
+    """End every process of a start on its hosts, wherever it can be reached; a line for each host where there was
+    something to do or nothing could be done."""
+    return asyncio.run(_sweep(hosts, mark, ssh_port))
+
+
+async def _sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
+    async with conversations(hosts, ssh_port) as opened:
+        there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
+        answers = await ask_all(there, {"ask": "sweep", "mark": mark})
+    notes = []
+    for name, answer in {**opened, **answers}.items():
+        if isinstance(answer, Unreachable):
+            notes.append(f"{name} could not be cleared ({answer.message}); its ranks end by themselves")
+        elif answer["ended"]:
+            notes.append(f"processes of this run that were still there on {name}: {answer['ended']}; they are ended")
+    return notes
+
+
+def own_address(hosts: Sequence[Host]) -> str:
+    """This machine's address as the last of the hosts sees it."""
+    for host in reversed(hosts):
+        own = address_to(host.name)
+        if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):
+            return own
+    return LOOPBACK + "0.0.1"
+
+
+def address_of(name: str, hosts: Sequence[Host]) -> str:
+    """The address of a host that others can reach. Raises UserError where its name is not known here."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        problem = Problem(kind="hostfile", message=f"{name} is not known: {error}", hint="give --master-addr")
+        raise UserError(problem) from None
+    return own_address(hosts) if address.startswith(LOOPBACK) and len(hosts) > 1 else address
+
+
+def slurm_hosts() -> tuple[Host, ...]:
+    """The hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere give --hostfile"
+        raise UserError(
+            Problem(kind="launcher", message="--launcher slurm without --hostfile, outside a Slurm job", hint=hint)
+        )
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problem = Problem(kind="launcher", message=f"scontrol does not name the nodes of the job: {error}")
+        raise UserError(problem) from None
+    return allocated(os.environ, done.stdout.split())
+
+
+def _seen_from(host: str, found: Preflight | None) -> str | None:
+    """This machine's address as the ssh connection to a host had it."""
+    return found.facts.get(host, {}).get("asked_from", {}).get("there") if found else None

@@ -1,0 +1,90 @@
+"""Processes that measure one strategy, started and ended together; what they have left becomes one row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zerofit.compare.job import CompareJob
+from zerofit.launch.environment import environment
+from zerofit.launch.local import free_port
+from zerofit.launch.machine import usable_cores
+
+POLL_S = 0.1
+GRACE_S = 10.0  # for the others, once one process has failed
+SILENT_S = 300.0  # without a step
+LAST = 3  # lines of a log, where a process has left no word
+Show = Callable[[str], None]
+
+
+def run_job(job: CompareJob, folder: Path, processes: int, show: Show) -> list[dict[str, Any]]:
+    """What each process has measured, or why not; `folder` holds their logs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in (*folder.glob("rank-*.json"), folder / "done"):
+        left.unlink(missing_ok=True)
+    job.write(folder / "job.json")
+    with _started(job, folder, processes) as running:
+        late = _wait(running, folder, show)
+    return [_word(folder, rank, process.returncode, late) for rank, process in enumerate(running)]
+
+
+@contextmanager
+def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes; none is left afterwards."""
+    env = environment(job.accelerator, usable_cores(), job.ranks)
+    env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = [
+        sys.executable,
+        "-m",
+        "zerofit.launch.parent_death",
+        str(os.getpid()),
+        "zerofit.compare.worker",
+        str(folder),
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(processes):
+            with (folder / f"rank-{rank}.log").open("wb") as log:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                running.append(subprocess.Popen(argv, env=env | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Show) -> bool:
+    """Until all have ended, or the others had their time after a failure; True where nothing moved any more."""
+    began = moved = time.monotonic()
+    done, deadline = "", float("inf")
+    while any(process.poll() is None for process in running):
+        now = time.monotonic()
+        if any(process.poll() for process in running):
+            deadline = min(deadline, now + GRACE_S)
+        there = (folder / "done").read_text() if (folder / "done").exists() else ""
+        done, moved = (there, now) if there != done else (done, moved)
+        if now > deadline:
+            return False
+        if now - moved > SILENT_S:
+            return True
+        show(done if done else f"starting ({now - began:.0f} s)")
+        time.sleep(POLL_S)
+    return False
+
+
+def _word(folder: Path, rank: int, code: int, late: bool) -> dict[str, Any]:
+    file = folder / f"rank-{rank}.json"
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    if late:
+        return {"error": f"process {rank} has made no step for {SILENT_S:.0f} s"}
+    lines = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return {"ended": f"process {rank} ended with exit code {code}: {' / '.join(lines[-LAST:])}"}

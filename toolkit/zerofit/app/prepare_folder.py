@@ -1,0 +1,89 @@
+"""Which folder a run gets, and how a folder that was used before is made ready for another start."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from zerofit.checkpoint.store import Store
+from zerofit.launch.run_lock import refuse_if_held
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.run import RunSpec
+from zerofit.spec.run_folder import Job, RunFolder, Start
+
+
+def find_folder(run: RunSpec) -> RunFolder:
+    """The run folder's path: a new or empty one, or one in which a run was started before that may go on.
+
+    Raises UserError for any other folder.
+    """
+    if run.output is None:
+        return RunFolder(_new_path(run).absolute())
+    path = run.output.absolute()
+    folder = RunFolder(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return folder
+    goes_on = run.resume != "never" and folder.plan.is_file()
+    if goes_on:
+        refuse_if_held(folder)
+        return folder
+    what = "holds another run" if folder.run.exists() else "exists and is not an empty folder"
+    hint = "name another folder, or remove this one"
+    if folder.plan.is_file():
+        hint = "--resume auto goes on with it; for a new run name another folder"
+    raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
+
+
+def _new_path(run: RunSpec) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = stem, 1
+    while path.exists():
+        path, n = stem.with_name(f"{stem.name}-{n}"), n + 1
+    return path
+
+
+def finished_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
+    """The result of a run that has nothing left to do: its checkpoint is of the last step, and the model is saved."""
+    if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
+        return None
+    return json.loads(folder.result.read_text())
+
+
+def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
+    """Put away what earlier starts in this folder have left and the next one would trip over; what a user should know.
+
+    The records of steps that will be made again go to logs/, and checkpoints of such steps get another name. Only
+    what was never whole is deleted. Call it while no rank is at work in the folder.
+    """
+    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.orders]:
+        path.unlink(missing_ok=True)
+    step = start.step if start else 0
+    store = Store(folder.checkpoints)
+    store.clear_leftovers()
+    later = [entry.path for entry in store.entries() if entry.step > step]
+    notes = [f"{old.name} is kept as {new.name}" for old, new in zip(later, store.put_by(later), strict=True)]
+    if folder.result.exists():
+        folder.result.unlink()
+    return notes + _cut_metrics(folder, step)
+
+
+def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
+    """Leave the records of steps up to this one in metrics.jsonl; the others are kept in logs/."""
+    if not folder.metrics.exists():
+        return []
+    lines = folder.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if len(kept) == len(lines):
+        return []
+    number = 1
+    while (undone := folder.logs / f"metrics-undone-{number}.jsonl").exists():
+        number += 1
+    undone.write_text("".join(lines[len(kept) :]), encoding="utf-8")
+    aside = folder.metrics.with_name(".metrics.jsonl")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(folder.metrics)
+    return [f"the records of {len(lines) - len(kept)} steps after step {step} are in {undone.relative_to(folder.path)}"]

@@ -1,0 +1,181 @@
+"""A run to be tuned: what it is, and every configuration of it that should fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerofit.app.clusters.site import filled, machine_of
+from zerofit.app.planning.files import ds_config as planned_config
+from zerofit.app.planning.hardware import HardwareRequest, clusters
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.questions import forecast_of, of_size
+from zerofit.app.planning.result import choice_json
+from zerofit.app.resolve import decided
+from zerofit.app.tuning.space import allows, read_space
+from zerofit.data import NullProgress, RichProgress, open_data
+from zerofit.launch.hostfile import Host
+from zerofit.launch.machine import this_machine
+from zerofit.plan.search import search
+from zerofit.plan.space import PlanRequest
+from zerofit.spec.calibration import read_calibration
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.load import RunRequest
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import RunSpec
+from zerofit.spec.run_folder import Job
+from zerofit.tune.trial import Candidate
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# of the run: what a trial does not need
+QUIET = {"save_every": "0", "eval_every": 0, "eval_samples": 1, "tensorboard": False, "wandb": None, "epochs": None}
+ENDLESS = 10**9  # steps: a trial is ended when enough is known
+
+
+@dataclass(frozen=True)
+class TuneJob:
+    """What stays the same over all trials."""
+
+    asked: RunRequest
+    run: RunSpec  # everything filled in
+    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user has it
+    profiles: dict[str, Profile]  # by precision
+    candidates: tuple[Candidate, ...]
+    device: str  # kind
+    hosts: tuple[Host, ...] = ()  # none: this machine
+    host_flags: tuple[str, ...] = ()  # of `zerofit launch`, for trials on hosts
+
+    @classmethod
+    def of(
+        cls, asked: RunRequest, space: Path | None, hosts: Sequence[Host] = (), host_flags: Sequence[str] = ()
+    ) -> TuneJob:
+        """Check the run, trace its model, forecast every configuration. Raises UserError and ModelError."""
+        allowed = read_space(space) if space else {}
+        machine = machine_of(hosts, None) if hosts else this_machine()
+        job, source = decided(asked, RichProgress(), machine, Problems())
+        used = filled(hosts, job.layout.world_size) if hosts else ()
+        run, cluster = job.run, _cluster(job, used)
+        precisions = allowed.get("precision") or [run.precision or "fp32"]
+        profiles = {precision: _profile(job, cluster, precision) for precision in precisions}
+        candidates, considered = list[Candidate](), 0
+        for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
+            found = _forecast(profiles[precision], cluster, _wish(run, precision, batch))
+            considered += found.considered
+            for one in found.best:
+                compiles = allowed.get("compile") or [run.compile]
+                times = {"forecast_step_s": one.time.step_s, "peak_bytes": one.memory.peak_bytes}
+                candidates += [Candidate(choice=one.choice, compiled=compiled, **times) for compiled in compiles]
+        candidates = [c for c in candidates if allows(allowed, candidate_json(c))]
+        if not candidates:
+            message = f"none of {considered} configurations fits" + (f" and is in {space}" if space else "")
+            hint = "`zerofit plan` says what lacks" if not space else "allow more values"
+            raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where=str(space or "MODEL")))
+        kind = cluster.device.kind
+        return cls(asked, run, source, profiles, tuple(candidates), kind, tuple(used), tuple(host_flags))
+
+    def shown(self, candidate: Candidate) -> str:
+        """A configuration in a few words."""
+        row = candidate_json(candidate)
+        batch = f"micro batch {row['micro_batch']} x {row['gradient_accumulation_steps']}"
+        parts = [f"ZeRO {row['zero_stage']}", batch]
+        parts += [f"{name} {row[name]}" for name in ("tp", "pp", "sp") if row[name] > 1]
+        parts += [row["offload"]] if row["offload"] != "none" else []
+        parts += ["checkpointing"] if row["activation_checkpointing"] else []
+        parts += ["overlap"] if row["overlap_comm"] else []
+        parts += ["compile"] if row["compile"] else []
+        parts += [row["precision"]] if len(self.profiles) > 1 else []
+        for name, word in (("bucket_elements", "buckets"), ("persistence_elements", "persistence")):
+            of_alike = {candidate_json(c)[name] for c in self.candidates if c.choice.zero_stage == row["zero_stage"]}
+            parts += [f"{word} of {row[name]:,}"] if len(of_alike) > 1 else []
+        return ", ".join(parts)
+
+    def ds_config(self, candidate: Candidate) -> dict[str, Any]:
+        """The user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""
+        config, choice = copy.deepcopy(self.ds_source), candidate.choice
+        for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size"):
+            config.pop(key, None)
+        if choice.precision != self.run.precision:  # asked for by --space: run.yaml says which
+            for key in ("fp16", "bf16"):
+                config.pop(key, None)
+        offload = config.get("zero_optimization", {}).get("offload_param", {})
+        profile = self.profiles[choice.precision]
+        planned = planned_config(choice, profile, offload.get("nvme_path") or "/local_nvme")
+        for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
+            if key in planned:
+                config[key] = planned[key]
+        return config
+
+    def knobs(self, candidate: Candidate) -> dict[str, Any]:
+        """The keys of run.yaml that this configuration sets."""
+        choice = candidate.choice
+        degrees = {"tensor_parallel": choice.tp, "pipeline": choice.pp, "sequence_parallel": choice.sp}
+        return {
+            "ranks": choice.world_size,
+            "micro_batch": choice.micro_batch,
+            "gradient_accumulation_steps": choice.accumulation,
+            "activation_checkpointing": choice.checkpointing,
+            "precision": choice.precision,
+            "compile": candidate.compiled,
+            **{name: degree for name, degree in degrees.items() if degree > 1},
+        }
+
+    def trial_run(self, candidate: Candidate) -> dict[str, Any]:
+        """run.yaml of a trial: the real run, without an end, saving and evaluating nothing."""
+        run = self.run.model_dump(mode="json")
+        drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
+        degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
+        return {**run, **QUIET, **drop, **degrees, **self.knobs(candidate), "ds_config": self.ds_config(candidate)}
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """A configuration's knobs, as --json and --space name them."""
+    return {**choice_json(candidate.choice), "compile": candidate.compiled}
+
+
+def _cluster(job: Job, hosts: Sequence[Host]) -> Cluster:
+    """This machine, or hosts like it. Raises UserError where they differ in slots."""
+    (cluster,) = clusters(HardwareRequest())
+    ranks, nodes = job.layout.world_size, max(1, len(hosts))
+    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
+        message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
+        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
+    return cluster if (cluster.ranks, nodes) == (ranks, 1) else of_size(cluster, ranks // nodes, nodes)
+
+
+def _profile(job: Job, cluster: Cluster, precision: str) -> Profile:
+    run = job.run
+    wanted = ProfileRequest(
+        model=run.model,
+        precision=precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=run.seq_len,
+        image=_image(job),
+        model_args=dict(run.model_args),
+    )
+    return get_profile(wanted, lambda text: click.echo(text, err=True))[0]
+
+
+def _wish(run: RunSpec, precision: str, batch: int) -> PlanRequest:
+    degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
+    fixed = {name: degree for name, degree in degrees.items() if degree > 1}
+    return PlanRequest(precision=precision, global_batch=batch, every=True, **fixed)
+
+
+def _forecast(profile: Profile, cluster: Cluster, wish: PlanRequest) -> Any:
+    calibration = read_calibration(cluster.device.kind)
+    return search(profile, cluster, wish, forecast_of(profile, cluster), calibration, top=10**6)
+
+
+def _image(job: Job) -> str | None:
+    if job.facts.task != "image":
+        return None
+    inputs = open_data(job.run, "image", None, NullProgress()).inputs
+    return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"

@@ -1,0 +1,140 @@
+"""One trial: a real, short run of a configuration, in processes of its own that may die as they like."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.app.tuning.job import TuneJob
+from zerofit.cli.view import JsonlTail
+from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.run_folder import RunFolder
+from zerofit.tune.timing import Timing, timing
+from zerofit.tune.trial import Candidate, Status, Trial
+
+SURE = 0.03  # half the confidence interval, as a share of the mean: then a trial has told enough
+LOSING = 1.1  # times the best step time, beyond which (with all of its interval) a trial is cut short
+START_S, TRAIN_S = 300.0, 60.0  # until the first step, and after it
+OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # kinds that say nothing of a configuration
+TRIALS = ".zerofit-trial-"
+POLL_S = 0.2
+STOP_S = 60.0
+HANGS = ("hang", "rank-stopped")
+
+
+def run_trial(
+    job: TuneJob, candidate: Candidate, best_s: float | None, deadline: float, show: Callable[[str], None]
+) -> Trial:
+    """Train with this configuration until its step time is known, or it fails. Raises RunFailed where hosts do.
+
+    `best_s`: a step as long as the best one's for as many samples. `deadline`: of `time.monotonic`.
+    """
+    began = time.monotonic()
+    known = {"key": candidate.key, "forecast_step_s": candidate.forecast_step_s}
+    shared = Path.cwd() if job.hosts else None  # hosts must see it, too
+    with tempfile.TemporaryDirectory(prefix=TRIALS, dir=shared, ignore_cleanup_errors=True) as place:
+        folder = RunFolder(Path(place) / "run")
+        metrics, records = JsonlTail(folder.metrics), list[dict[str, Any]]()
+        process = _start(job, candidate, Path(place))
+        try:
+            found, cut_short = _watch(process, metrics, records, best_s, deadline, show)
+            late = process.poll() is None
+        finally:
+            _end(process)
+        records += metrics.read()
+        peak = max((record["memory_bytes"] for record in records), default=None)
+        error = _error(Path(place))
+    seconds = round(time.monotonic() - began, 1)
+    if found is not None:
+        spread = found.spread if math.isfinite(found.spread) else None
+        measured = {"measured_step_s": found.step_s, "spread": spread, "steps": found.steps, "cut_short": cut_short}
+        return Trial(status="ok", peak_bytes=peak, seconds=seconds, **known, **measured)
+    if job.hosts and not late and error.get("kind", "").startswith(OF_HOSTS):
+        raise RunFailed(Problem(**{name: error.get(name) or "" for name in ("kind", "message", "hint", "where")}))
+    status, reason = _why(process.returncode, error, late)
+    return Trial(status=status, reason=reason, peak_bytes=peak, seconds=seconds, **known)
+
+
+def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[str]:
+    file = place / "run.yaml"
+    file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
+    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "zerofit.cli"]
+    argv += ["launch", *job.host_flags] if job.hosts else ["train"]
+    argv += [str(file), "--output", str(place / "run"), "--json"]
+    with (place / "err").open("w") as err, (place / "out").open("w") as out:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True, start_new_session=True
+        )
+
+
+def _watch(
+    process: subprocess.Popen[str],
+    metrics: JsonlTail,
+    records: list[dict[str, Any]],
+    best_s: float | None,
+    deadline: float,
+    show: Callable[[str], None],
+) -> tuple[Timing | None, bool]:
+    """The timing once it is sure or clearly worse than the best; None where the run ends or the time does before.
+
+    `records`: takes the steps as they are read.
+    """
+    began, first = time.monotonic(), None
+    while process.poll() is None:
+        records += metrics.read()
+        times = [record["step_s"] for record in records]
+        now = time.monotonic()
+        if times and first is None:
+            first = now
+        found = timing(times)
+        if found and found.spread < SURE:
+            return found, False
+        if found and best_s and math.isfinite(found.spread) and found.step_s * (1 - found.spread) > LOSING * best_s:
+            return found, True
+        late = now > deadline or now - (first or now) > TRAIN_S or (first is None and now - began > START_S)
+        if late:
+            return (found, False) if found and math.isfinite(found.spread) else (None, False)
+        show(f"{len(times)} steps ({now - began:.0f} s)" if times else f"starting ({now - began:.0f} s)")
+        time.sleep(POLL_S)
+    return None, False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Stop the run if it is there still, without saving."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _error(place: Path) -> dict[str, str]:
+    """What the command says went wrong; empty where it says nothing."""
+    lines = (place / "out").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    try:
+        return json.loads(lines[-1])["error"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, str]:
+    """Status and reason of a trial that has given no step time; `late`: it was running when its time was over."""
+    if late:
+        return "stopped", "its time was over before its step time was known"
+    kind, message = error.get("kind", ""), error.get("message") or f"it ended with exit code {code}"
+    if kind == "out-of-memory":
+        return "oom", message
+    return ("hang" if kind in HANGS else "crash"), message

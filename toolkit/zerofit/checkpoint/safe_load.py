@@ -1,0 +1,79 @@
+"""Reading what torch.save wrote without running anything that lies in it."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofit.spec.errors import Problem, UserError
+
+
+class InertFragment:
+    """Where a parameter's piece lies in a flat partition: attributes `start` and `numel`, in elements."""
+
+
+class InertLossScaler:
+    """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
+
+
+# Everything in DeepSpeed's files that is neither a tensor nor a plain value, and what stands in for it here, so that
+# reading a checkpoint needs no DeepSpeed (whose import takes seconds). None of them runs code on being made.
+STAND_INS: dict[str, type] = {
+    # runtime/zero/stage_1_and_2.py and bf16_optimizer.py, `param_slice_mappings`
+    "deepspeed.utils.tensor_fragment.fragment_address": InertFragment,
+    # the ZeRO optimizers' `loss_scaler`, which is there in fp32 and bf16 too
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": InertLossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": InertLossScaler,
+    # the ZeRO optimizers' `zero_stage`: an IntEnum
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+}
+
+
+def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
+    """What the file holds, its tensors on the CPU, and left on the disk until they are read (with `mmap`).
+
+    Nothing but tensors, plain values and the table above is made. `for_engine` gives DeepSpeed's own objects in place
+    of the stand-ins, which its engine needs to go on with them.
+
+    Raises UserError: "unsafe-file" where the file asks for anything else, "damaged-file" where it cannot be parsed,
+    "missing-file" where there is none to be read.
+    """
+    allowed = [(_named(name) if for_engine else stand_in, name) for name, stand_in in STAND_INS.items()]
+    try:
+        in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
+    except OSError as error:
+        raise _error("missing-file", f"{path} cannot be read: {error.strerror}", "", path) from None
+    except pickle.UnpicklingError as error:
+        raise _refused(path, str(error)) from None
+    except Exception as error:  # a damaged file can make the parser stumble anywhere
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _refused(path: Path | str, reason: str) -> UserError:
+    asked = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", reason)
+    if asked is None:
+        return _damaged(path, reason)
+    message = f"{path} asks for {asked[1]}, which no checkpoint needs: loading it could run somebody's code"
+    return _error("unsafe-file", message, "take a checkpoint whose origin you know; nothing in this one was run", path)
+
+
+def _damaged(path: Path | str, reason: str) -> UserError:
+    first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
+    return _error("damaged-file", f"{path} is no whole torch file: {first}", "take an older checkpoint", path)
+
+
+def _error(kind: str, message: str, hint: str, path: Path | str) -> UserError:
+    return UserError(Problem(kind=kind, message=message, hint=hint, where=str(path)))

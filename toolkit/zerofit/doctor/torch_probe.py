@@ -1,0 +1,100 @@
+"""What only torch and DeepSpeed themselves can say of a host: their ops, and what its devices reach.
+
+`python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`), and says on the way what it is doing:
+
+    {"ask": "ops"}                               each C++ op: whether it can be built here, and whether it is
+    {"ask": "build", "ops": ["CPUAdamBuilder"]}  compile them
+    {"ask": "measure", "job": `measured.Job`, "local": 2, "interface": "eth0"}    figures of the host's ranks
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from zerofit.doctor.disk import nvme_disks
+from zerofit.doctor.gpus import gpus
+from zerofit.doctor.measured import MeasurementJob, measured
+from zerofit.doctor.serve import Say, end_with_asker, serve
+from zerofit.launch.environment import environment
+from zerofit.launch.machine import usable_cores
+from zerofit.launch.ops import build_ops
+from zerofit.spec.errors import RunFailed
+
+LIFE_S = 3600  # CUDA ops take minutes each
+IMPORTS = ("torch", "torchvision", "deepspeed", "transformers")
+
+
+def _environment() -> dict[str, str]:
+    return environment("cuda" if gpus()["gpus"] else "cpu", usable_cores(), 1)
+
+
+def _ops(say: Say) -> dict[str, Any]:
+    """Every op that DeepSpeed has for this accelerator; imports that fail come with their error."""
+    failed = {}
+    for name in IMPORTS:
+        say(f"importing {name}")
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a broken installation raises
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    if {"torch", "deepspeed"} & failed.keys():
+        return {"imports": failed, "ops": []}
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    say("asking DeepSpeed's op builders")
+    return {"imports": failed, "ops": [_op(name, builder) for name, builder in sorted(ALL_OPS.items())]}
+
+
+def _op(name: str, builder: Any) -> dict[str, Any]:
+    reasons: list[str] = []
+    builder.warning = reasons.append  # it prints otherwise
+    try:
+        compatible = bool(builder.is_compatible(verbose=True))
+    except Exception as error:  # some builders raise instead of saying no
+        compatible = False
+        reasons.append(str(error))
+    built = (Path(_environment()["TORCH_EXTENSIONS_DIR"]) / name / f"{name}.so").exists()
+    known = {"name": name, "builder": type(builder).__name__, "compatible": compatible, "built": built}
+    return {**known, "reason": " ".join(reasons)[:300]}
+
+
+def _build(ops: list[str], say: Say) -> dict[str, Any]:
+    failed = {}
+    for op in ops:
+        try:
+            build_ops([op], _environment(), say)
+        except RunFailed as error:
+            failed[op] = error.problem.as_dict()
+    return {"failed": failed}
+
+
+def _measure(question: dict[str, Any], say: Say) -> dict[str, Any]:
+    job = MeasurementJob(**question["job"])
+    interface = question["interface"]
+    env = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}
+    try:
+        found = measured(job, int(question["local"]), say, env)
+        return {"error": None, "ranks": found, "nvme": {} if job.collectives_only else nvme_disks(say)}
+    except RunFailed as error:
+        return {"error": error.problem.message}
+
+
+def answer(question: dict[str, Any], _: ExitStack, say: Say) -> dict[str, Any]:
+    """The answer to one question."""
+    asked = question.get("ask")
+    if asked == "ops":
+        return _ops(say)
+    if asked == "build":
+        return _build([str(op) for op in question["ops"]], say)
+    if asked == "measure":
+        return _measure(question, say)
+    return {"error": f"unknown question {asked!r}"}
+
+
+if __name__ == "__main__":
+    end_with_asker()
+    with suppress(KeyboardInterrupt):
+        serve(answer, LIFE_S)

@@ -1,0 +1,92 @@
+"""How much memory a forward takes beside the weights, before anything is loaded: it is run on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Call = Callable[[nn.Module, torch.device], Iterable[Tensor] | None]
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes that a call takes beside the model's weights."""
+
+    peak: int  # alive at once at the most
+    kept: int  # of the tensors that it gave back
+
+
+def working(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    """What `call(model, device)` takes, run on fake tensors: nothing is computed and nothing allocated.
+
+    The model may be on the meta device and stays as it is. What a kernel takes for itself is not seen. Raises what the
+    call raises, and RuntimeError where the model asks for values.
+    """
+    try:
+        return _run(model, device, call)
+    except RuntimeError:
+        if next((p.dtype for p in model.parameters()), None) != torch.float32:
+            raise
+        # the grouped products of mixtures of experts have no fp32 on fake tensors
+        half = _run(copy.deepcopy(model).bfloat16(), device, call)
+        return ActivationMemory(2 * half.peak, 2 * half.kept)
+
+
+def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    fake = copy.deepcopy(model)
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        for module in fake.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device), False)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+        with _ActivationMeter([*fake.parameters(), *fake.buffers()]) as meter:
+            returned = call(fake, device) or ()
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in returned}
+    return ActivationMemory(meter.peak, sum(storages.values()))
+
+
+class _ActivationMeter(TorchDispatchMode):
+    """Counts the storages that ops have made and that are still alive; `peak` is the most, in bytes."""
+
+    def __init__(self, weights: Iterable[Tensor]):
+        super().__init__()
+        self._weights = {t.untyped_storage()._cdata for t in weights}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._alive = {key: alive for key, alive in self._alive.items() if not alive[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._weights:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What goes wrong comes as an exception; torch would also log it with a traceback."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,114 @@
+"""From the folder that a person names to a trained model on the disk: what it is and takes, where its weights lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerofit.checkpoint import manifest
+from zerofit.checkpoint.export import export
+from zerofit.checkpoint.locate import CHECKPOINTS, locate
+from zerofit.checkpoint.model_card import ModelInfo, read_about
+from zerofit.checkpoint.store import CheckpointEntry, Store
+from zerofit.infer.weights import StoredWeights, has_weights, read_weights
+from zerofit.models.build import max_positions
+from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.models.hf import make_config
+from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.spec.errors import Problem, UserError
+
+MODEL = "model"  # the trained model in a run's folder
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A trained model on the disk; nothing but headers and configs of it has been read."""
+
+    folder: Path
+    source: ModelSource
+    task: str  # "causal-lm", "masked-lm", "image" or "gan"
+    inputs: Inputs  # what it takes; its vocabulary can hold more ids than the training's tokenizer gave
+    longest: int | None  # tokens it takes at most; None without a limit
+    about: ModelInfo | None  # None for a model that zerofit has not written
+    weights: StoredWeights
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's own model."""
+        return self.source.family == "custom"
+
+
+def find_folder(
+    path: Path, progress: Callable[[str], None], on_passed_over: Callable[[CheckpointEntry], None] = lambda _: None
+) -> Path:
+    """The folder that is meant: a run's `model/`, a model's folder itself, else a checkpoint's, a run's newest one.
+
+    Checkpoints are verified, byte by byte; damaged ones that are newer are handed to `on_passed_over`. Raises UserError
+    "no-model", or "damaged-checkpoint" where one is named that is not whole.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        hint = "name a run's folder, a checkpoint's or a model's"
+        raise UserError(Problem(kind="no-model", message=f"{path} {what}", hint=hint, where="CKPT"))
+    for folder in (path / MODEL, path):
+        if has_weights(folder) or (folder / "config.json").is_file():
+            return folder
+    if is_checkpoint(path) or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path)):
+        return locate(path, "CKPT", progress, on_passed_over)
+    message = f"{path} holds no model, and no checkpoint"
+    hint = "name a run's folder, one of its checkpoints/step-... folders, or a folder with config.json and weights"
+    raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint's, which is exported before it is used."""
+    return (folder / manifest.NAME).is_file() and not has_weights(folder)
+
+
+def exported(checkpoint: Path, scratch: Path, dtype: str | None, progress: Callable[[str], None]) -> Path:
+    """The model of a checkpoint as a folder inside `scratch`, its weights in this type (None: the run's precision)."""
+    return export(checkpoint, scratch / MODEL, dtype=dtype, progress=progress).out
+
+
+def open_saved(folder: Path) -> SavedModel:
+    """What lies in a model's folder. Raises UserError where it is not known what model that is, or weights lack."""
+    about, weights = read_about(folder), read_weights(folder)
+    try:
+        if (folder / "config.json").is_file():
+            return _transformers(folder, about, weights)
+        if about is None:
+            message = f"{folder} has weights, but neither config.json nor zerofit.json says of which model"
+            hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
+            raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
+        source = find(about.model)
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
+    facts = {"task": about.task, "inputs": about.inputs, "longest": None, "about": about}
+    return SavedModel(folder=folder, source=source, weights=weights, **facts)
+
+
+def _transformers(folder: Path, about: ModelInfo | None, weights: StoredWeights) -> SavedModel:
+    source = find(str(folder))
+    config = make_config(source, None, {})
+    longest = None if source.task == "image" else max_positions(config)
+    inputs = about.inputs if about and source.task == "image" else _inputs(source, config, longest)
+    return SavedModel(
+        folder=folder, source=source, task=source.task, inputs=inputs, longest=longest, about=about, weights=weights
+    )
+
+
+def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
+    if source.task == "image":
+        size = getattr(config, "image_size", None)
+        return ImageInputs(
+            channels=getattr(config, "num_channels", 3),
+            size=size if isinstance(size, int) else IMAGE_SIZE,
+            classes=config.num_labels,
+        )
+    return TextInputs(vocab_size=config.get_text_config().vocab_size, seq_len=longest or 0)

@@ -1,0 +1,107 @@
+"""Stage 3's gathered parameters: which of them are whole on a rank at which moment of a step.
+
+Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.persistent import sharers
+from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, StageTimeline
+
+REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
+
+
+def gathered_in_forward(line: StageTimeline, choice: PlannedLayout) -> list[int]:
+    """Bytes that are gathered at most in the forward of each of line.forward's layers."""
+    layers = _layers(line, choice)
+    return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
+
+
+def gathered_at_once(line: StageTimeline, choice: PlannedLayout, device: str) -> list[int]:
+    """Bytes of the largest all-gather's second copy, for each of line.forward's layers.
+
+    Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
+    gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    """
+    layers = _layers(line, choice)
+    return [layers.element * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
+
+
+def gathered_in_backward(line: StageTimeline, choice: PlannedLayout) -> list[int]:
+    """Bytes that are gathered at most in each of line.backward's stretches."""
+    layers = _layers(line, choice)
+    found = []
+    layer, released = -1, 0
+    for event in line.backward:
+        if event.layer != layer:
+            layer, released = event.layer, 0
+        inside, whole = layers.inside(layer, choice.checkpointing), layers.kept[layer] or choice.checkpointing
+        found.append(layers.element * (layers.earlier[layer] + max(inside - released, 0)))
+        if event.parameter is not None and whole and layers.gathers(event.parameter):
+            released += event.parameter.numel
+    return found
+
+
+def _layers(line: StageTimeline, choice: PlannedLayout) -> _Layers:
+    # a parameter on the host comes to the device even where it is whole
+    spread = tuple(ranks > 1 or choice.offload_param != "none" for ranks in sharers(choice))
+    return _made(line, ELEMENT_BYTES[choice.precision], (choice.persistence, choice.prefetch), spread)
+
+
+@lru_cache(maxsize=1024)
+def _made(line: StageTimeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]) -> _Layers:
+    return _Layers(line, element, sizes, spread)
+
+
+class _Layers:
+    """Which layers' parameters stay gathered from forward to backward (`__params_to_release`).
+
+    A module's parameters are given back after it, unless the trace uses them again within the reuse distance; between
+    a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
+    """
+
+    def __init__(self, line: StageTimeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]):
+        self.element, (self.persistence, self.prefetch), self.spread = element, sizes, spread
+        self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
+        totals = [sum(p.numel for p in layer) for layer in line.layers]
+        following, self.kept = 0, [False] * len(totals)
+        for n in reversed(range(len(totals))):
+            self.kept[n] = 2 * following < REUSE_ELEMENTS
+            following += totals[n]
+        self.earlier = [0]
+        for numels, kept in zip(self.numels, self.kept, strict=True):
+            self.earlier.append(self.earlier[-1] + (sum(numels) if kept else 0))
+
+    def inside(self, layer: int, recomputed: bool) -> int:
+        """Elements of a layer's own parameters that are gathered at once."""
+        numels = self.numels[layer]
+        if self.kept[layer] or recomputed:
+            return sum(numels)
+        return max((self._with_prefetch(numels[place:]) for place in range(len(numels))), default=0)
+
+    def gathers(self, parameter: Parameter) -> bool:
+        """Whether a parameter comes and goes: it is spread over ranks, and too large to stay."""
+        return parameter.numel > self.persistence and self.spread[parameter.split]
+
+    def at_once(self, layer: int, fewest: int) -> int:
+        """Elements of the largest all-gather of `fewest` parameters or more: one in use, or those fetched ahead."""
+        numels = self.numels[layer]
+        groups = [[numel] for numel in numels] + [self._ahead(numels[place:]) for place in range(len(numels))]
+        return max((sum(group) for group in groups if len(group) >= fewest), default=0)
+
+    def _ahead(self, numels: Sequence[int]) -> list[int]:
+        """Parameters that are fetched together, until they reach the prefetch size (:447)."""
+        ahead: list[int] = []
+        for numel in numels:
+            if sum(ahead) >= self.prefetch:
+                break
+            ahead.append(numel)
+        return ahead
+
+    def _with_prefetch(self, numels: Sequence[int]) -> int:
+        """Elements of a parameter in use, and of those fetched ahead."""
+        return numels[0] + sum(self._ahead(numels[1:]))

@@ -1,0 +1,201 @@
+"""One rank's way through the DeepSpeed engine for everything but the pipeline: forward, backward, step, evaluate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import clip_grad_norm_
+from torch import Tensor, nn
+
+from zerofit.check.dotted import get
+from zerofit.config.resolve import warmup_steps
+from zerofit.models.build import forward_logits
+from zerofit.models.checkpointing import keep_on_host
+from zerofit.models.inputs import Inputs
+from zerofit.spec.run_folder import Job
+from zerofit.train.build import DTYPES, build_whole, parameter_groups
+from zerofit.train.loss import IGNORE, counts, part_of, weighted_cross_entropy
+from zerofit.train.rank_coords import RankCoords
+from zerofit.train.schedule import make_scheduler
+
+Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
+
+
+def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
+    """deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
+    run = job.run
+    if "scheduler" not in job.ds_config:
+        curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
+        curve["floor"] = min(1.0, run.min_lr / run.lr)
+        more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
+    if get(job.ds_config, "activation_checkpointing.cpu_checkpointing") is True:
+        keep_on_host(model)  # DeepSpeed itself would only do so for its own checkpoint function
+    decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
+    groups = parameter_groups(model.parameters(), decay)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
+    if job.layout.zero_stage == 0:
+        _keep_gradient_norm(engine) if run.precision == "fp32" else _forget_dummy_step(engine)
+    if run.compile:
+        engine.compile()
+    return engine
+
+
+def _forget_dummy_step(engine: Any) -> None:
+    """Without ZeRO, DeepSpeed's bf16 and fp16 optimizers make a step on zero gradients to allocate their states.
+
+    It counts as Adam's first, so that the bias correction makes the real first steps too small, and it decays the
+    master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp16_groups"):
+        return  # a bf16 pipeline's BF16_Optimizer, which makes none
+    optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group.pop("step", None)  # where FusedAdam counts
+    if hasattr(optimizer, "fp32_groups_flat"):
+        pairs = list(zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True))
+    else:
+        groups = zip(optimizer.fp16_groups, getattr(optimizer, "fp32_groups", []), strict=False)
+        pairs = [pair for low, high in groups for pair in zip(low, high, strict=True)]
+    for low, master in pairs:
+        master.data.copy_(low.data)
+
+
+def _keep_gradient_norm(engine: Any) -> None:
+    """Without ZeRO in fp32, DeepSpeed clips and drops the norm (runtime/engine.py, clip_fp32_gradients)."""
+
+    def clip() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip
+
+
+def _sequence_parallel_excess(job: Job) -> int:
+    """By how much DeepSpeed's gradients are too large under sequence parallelism: it averages over dp ranks only.
+
+    Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878).
+    """
+    zero = job.ds_config.get("zero_optimization", {})
+    averages = job.layout.zero_stage == 3 and zero.get("reduce_scatter", True)
+    return 1 if averages else job.layout.sp
+
+
+class ZeroTrainer:
+    """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
+
+    def __init__(self, job: Job, place: RankCoords, inputs: Inputs | None):
+        self.job, self.place = job, place
+        self.device = torch.device(get_accelerator().current_device_name())
+        model = build_whole(job, inputs)
+        self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
+        mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
+        self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
+        self._excess = _sequence_parallel_excess(job)
+        assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
+
+    @property
+    def module(self) -> nn.Module:
+        """The model inside the engine (its parameters may be partitioned)."""
+        return self.engine.module
+
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """One optimizer step over the accumulation's micro batches; float32 (micro batches,) of their losses."""
+        losses = []
+        for _ in range(self.job.batch.accumulation):
+            loss = self._loss(next(batches))
+            self.engine.backward(loss if self._excess == 1 else loss / self._excess)
+            self.engine.step()
+            losses.append(loss.detach().float())
+        return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
+        """float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        self.engine.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            sums += self._eval_counts(batch)
+        self.engine.train()
+        dist.all_reduce(sums)
+        return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
+
+    def _loss(self, batch: Batch) -> Tensor:
+        x, labels, extra = self._inputs(batch)
+        if self._own_loss:
+            return part_of(self._call_own(x, labels), "loss")
+        logits, aux = self._logits(x, extra)
+        if self.job.run.loss == "mse":
+            return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
+        loss = weighted_cross_entropy(logits, labels, batch["weight"], self.job.run.loss_chunk)
+        return loss if aux is None else loss + aux
+
+    def _eval_counts(self, batch: Batch) -> Tensor:
+        x, labels, extra = self._inputs(batch)
+        if self._own_loss:
+            return self._own_eval(x, labels)
+        logits, _ = self._logits(x, extra)
+        if self.job.run.loss == "mse":
+            real = labels.reshape(-1) != IGNORE
+            errors = (_one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
+            return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
+        return counts(logits, labels)
+
+    def _logits(self, x: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        logits, aux = forward_logits(self.engine, x, **extra)
+        return (part_of(logits, "logits") if self.job.facts.own else logits), aux
+
+    def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
+        real = (labels.reshape(len(labels), -1) != IGNORE).any(dim=1)
+        count = real.sum().double()
+        if not real.any():
+            real, labels = torch.ones_like(real), labels.clamp_min(0)
+        return torch.stack([part_of(self._call_own(x[real], labels[real]), "loss").double() * count, count, count * 0])
+
+    def _call_own(self, x: Tensor, labels: Tensor) -> Any:
+        if self.job.facts.task == "causal-lm":
+            # as transformers has it: labels stand where their tokens do, and the model shifts them itself
+            return self.engine(input_ids=x, labels=torch.where(labels == IGNORE, IGNORE, x))
+        return self.engine(x, labels=labels)
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This rank's inputs and labels on its device; under sequence parallelism its slice, with positions."""
+        x = batch["inputs"].to(self.device, non_blocking=True)
+        labels = batch["labels"].to(self.device, non_blocking=True)
+        if x.is_floating_point():
+            x = x.to(DTYPES[self.job.run.precision])
+        sp = self.job.layout.sp
+        if sp == 1:
+            return x, labels, {}
+        length = x.shape[1] // sp
+        mine = slice(self.place.sp_rank * length, (self.place.sp_rank + 1) * length)
+        positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
+        return x[:, mine], labels[:, mine], {"position_ids": positions}
+
+    def _register_sequence_parallel(self, model: nn.Module):
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        return UlyssesSPAttentionHF.register_with_transformers(
+            model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=self.job.layout.sp,
+            micro_batch_size=self.job.batch.micro,
+            seq_length=self.job.run.seq_len,
+            seq_length_is_variable=False,
+        )
+
+
+def _one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    """Float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
+    if logits.numel() != labels.numel():
+        message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
+        raise ValueError(message)
+    return logits.float().reshape(labels.shape)

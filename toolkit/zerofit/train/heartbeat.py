@@ -1,0 +1,156 @@
+"""The rank's sign of life: once a second it says where it is, for the guard beside it.
+
+What the main thread does is looked up from outside, by a thread of its own: training itself pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zerofit.spec.flows import flows as tcp_flows
+
+EVERY_S = 1.0
+BUSY = 0.05  # of one core: a process that uses more is at work
+FLOWING = 1000  # bytes a second over one connection: more than what keeps it open
+READING = 100_000  # bytes a second from and to files: more than logs and signs of life
+FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
+COLLECTIVES = "distributed_c10d.py"
+TRAINING = "training"
+ENGINES = ("deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py")
+PARTS = {"forward": "forward", "backward": "backward", "step": "step", "_exec_optimizer_step": "step"}
+PARTS |= {"_exec_forward_pass": "forward", "_exec_backward_pass": "backward", "_exec_load_micro_batch": "data"}
+LOADER = "data/loader.py"
+
+
+class RankProgress:
+    """Where this rank is; the loop and its events write, the pulse reads."""
+
+    step = 0  # optimizer steps done
+    first = 0  # of them before this start
+    phase = "starting"
+
+
+class Heartbeat:
+    """Writes a line of JSON every second: step, phase, collective, and since when nothing has moved."""
+
+    def __init__(self, descriptor: int, on_gpu: bool):
+        """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
+        self._pipe, self._on_gpu, self._turn = descriptor, on_gpu, threading.Lock()
+        self._main = threading.main_thread().ident
+        self._seen: tuple[Any, ...] = ()
+        self._moved, self._last = time.monotonic(), time.monotonic()
+        self._resent = 0.0  # when a connection was last seen to send again what was lost
+        self._longest = 0.0  # that it has been still while training and moved again
+        self._cpu_s, self._io, self._flows = _cpu_s(), _io_bytes(), {}
+
+    def start(self) -> None:
+        """Beat until the process ends."""
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            beat = self.look()
+            try:
+                self.say(beat)
+            except OSError:
+                return  # the guard is gone, and the kernel ends this process
+            time.sleep(EVERY_S)
+
+    def say(self, what: dict[str, Any]) -> None:
+        """Write one line to the guard. Raises OSError."""
+        data = json.dumps(what).encode() + b"\n"
+        with self._turn:
+            while data:
+                data = data[os.write(self._pipe, data) :]
+
+    def look(self) -> dict[str, Any]:
+        """One sign of life."""
+        frames, flows = sys._current_frames(), tcp_flows()
+        main = frames.get(self._main)
+        stack = (RankProgress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
+        now, cpu_s, io = time.monotonic(), _cpu_s(), _io_bytes()
+        seconds = max(now - self._last, 1e-3)
+        if seconds > FROZEN_S:  # the whole process was: that says nothing of its main thread
+            self._moved += seconds
+        busy = not self._on_gpu and (cpu_s - self._cpu_s) / seconds > BUSY
+        busy |= (io - self._io) / seconds > READING
+        # each connection by itself: what keeps hundreds of them open adds up
+        counts = {name: flow.sent + flow.received for name, flow in flows.items()}
+        busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
+        if stack != self._seen or busy:
+            if RankProgress.phase == TRAINING:
+                self._longest = max(self._longest, self._last - self._moved)
+            self._moved = now
+        self._resent = now if any(flow.resending for flow in flows.values()) else self._resent
+        self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, counts
+        return {
+            "step": RankProgress.step,
+            "phase": _part(main) if RankProgress.phase == TRAINING else RankProgress.phase,
+            "training": RankProgress.phase == TRAINING,
+            "warm": RankProgress.step > RankProgress.first,  # the first step connects and compiles
+            "collective": next((c for c in map(_collective, frames.values()) if c), None),
+            "at": _place(main),
+            "resending": self._resent >= self._moved,
+            "still_s": round(now - self._moved, 1),
+            "longest_still_s": round(self._longest, 1),
+        }
+
+
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _collective(frame: FrameType | None) -> str | None:
+    """The collective that a thread waits in: the outermost function of torch.distributed on its stack."""
+    name = None
+    for one in _up(frame):
+        code = one.f_code
+        if code.co_filename.endswith(COLLECTIVES) and not code.co_name.startswith(("_", "get_", "is_", "wrapper")):
+            name = code.co_name
+    return name
+
+
+def _part(frame: FrameType | None) -> str:
+    """The part of a step that the main thread is in: the outermost call into the engine, or the loader of batches."""
+    part = "between steps"
+    for one in _up(frame):
+        file, name = one.f_code.co_filename, one.f_code.co_name
+        if file.endswith(ENGINES) and (name in PARTS or name.startswith("_exec_")):
+            part = PARTS.get(name, name.removeprefix("_exec_").replace("_", " "))
+        elif file.endswith(LOADER):
+            part = "data"
+    return part
+
+
+def _place(frame: FrameType | None) -> str:
+    """File and line of ours that the main thread is in."""
+    for one in _up(frame):
+        path = Path(one.f_code.co_filename)
+        if len(path.parts) > 2 and path.parts[-3] == "zerofit":
+            return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
+    return ""
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _io_bytes() -> int:
+    """Bytes that this process has read and written, network file systems included."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

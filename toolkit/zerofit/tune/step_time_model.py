@@ -1,0 +1,91 @@
+"""The planner's step times, corrected by trials: how the logarithm of measured / forecast depends on the knobs.
+
+A Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 2006, section 3.3): before any trial
+every forecast may be off by a common factor and by less for each knob; each trial narrows that down.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from zerofit.tune.trial import Candidate
+
+# standard deviations before any trial: of the common factor's logarithm, of each knob's, of those that decide little
+COMMON, EACH, LITTLE = 1.0, 0.3, 0.1
+NOISE = 0.03  # of a measurement's logarithm, and of what the knobs do not explain
+USUAL_BUCKET = 50_000_000  # elements
+FEWEST = 3  # measurements, to forecast each from the others
+
+# what the planner may be wrong about in a way of its own
+FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
+    (COMMON, lambda c: 1.0),
+    (EACH, lambda c: c.choice.zero_stage == 1),
+    (EACH, lambda c: c.choice.zero_stage == 2),
+    (EACH, lambda c: c.choice.zero_stage == 3),
+    (EACH, lambda c: c.choice.offload_optimizer != "none"),
+    (EACH, lambda c: c.choice.offload_param != "none"),
+    (EACH, lambda c: math.log2(c.choice.tp)),
+    (EACH, lambda c: math.log2(c.choice.pp)),
+    (EACH, lambda c: math.log2(c.choice.sp)),
+    (EACH, lambda c: math.log2(c.choice.micro_batch) / 3),
+    (EACH, lambda c: math.log2(c.choice.accumulation) / 3),
+    (EACH, lambda c: c.choice.checkpointing),
+    (EACH, lambda c: c.choice.precision == "bf16"),
+    (EACH, lambda c: c.choice.precision == "fp16"),
+    (EACH, lambda c: c.compiled),
+    (LITTLE, lambda c: c.choice.overlap),
+    (LITTLE, lambda c: math.log10(c.choice.bucket / USUAL_BUCKET)),
+    (LITTLE, lambda c: math.log10(1 + c.choice.persistence)),
+)
+
+
+def features(candidate: Candidate) -> np.ndarray:
+    """float64 (features,)."""
+    return np.array([float(value(candidate)) for _, value in FEATURES])
+
+
+class StepTimeModel:
+    """Step times as they are expected now."""
+
+    def __init__(self, measured: Sequence[tuple[Candidate, float]]):
+        """`measured`: configurations with their measured step times in seconds."""
+        precision = np.diag([1 / deviation**2 for deviation, _ in FEATURES])
+        weighted = np.zeros(len(FEATURES))
+        for candidate, measured_s in measured:
+            row = features(candidate)
+            precision += np.outer(row, row) / NOISE**2
+            weighted += row * math.log(measured_s / candidate.forecast_step_s) / NOISE**2
+        self._covariance = np.linalg.inv(precision)
+        self._mean = self._covariance @ weighted
+
+    def expected(self, candidate: Candidate) -> tuple[float, float]:
+        """Mean and standard deviation of the logarithm of the step time in seconds."""
+        row = features(candidate)
+        mean = math.log(candidate.forecast_step_s) + float(row @ self._mean)
+        return mean, math.sqrt(float(row @ self._covariance @ row) + NOISE**2)
+
+
+class ForecastErrors(NamedTuple):
+    """How far forecasts of step times are from measured ones, as shares of the measured: median and largest."""
+
+    planned: tuple[float, float]  # by the planner alone
+    learned: tuple[float, float] | None  # each from the other measurements; None where those are too few
+
+
+def forecast_errors(measured: Sequence[tuple[Candidate, float]]) -> ForecastErrors:
+    """Errors over all measurements, of which there is at least one."""
+    planned = [abs(candidate.forecast_step_s / measured_s - 1) for candidate, measured_s in measured]
+    learned = []
+    for left_out, (candidate, measured_s) in enumerate(measured):
+        others = [pair for place, pair in enumerate(measured) if place != left_out]
+        learned.append(abs(math.exp(StepTimeModel(others).expected(candidate)[0]) / measured_s - 1))
+    return ForecastErrors(_middle_and_most(planned), _middle_and_most(learned) if len(measured) >= FEWEST else None)
+
+
+def _middle_and_most(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.median(values), max(values)

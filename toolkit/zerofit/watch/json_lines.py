@@ -1,0 +1,103 @@
+"""Lines of JSON over a stream socket, on both sides without waiting."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+CHUNK = 65536
+LONGEST = 1 << 20  # bytes of one line: a peer that sends more is none of ours
+
+
+class ConnectionLost(Exception):
+    """The other side is gone."""
+
+
+class JsonLineSocket:
+    """One connection."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float):
+        """`timeout_s`: after so long without an answer of the other side's kernel the connection counts as lost."""
+        self.socket = connection
+        connection.setblocking(False)
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(timeout_s / 4)))
+        self._in, self._out = b"", b""
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.socket.fileno()
+
+    def send(self, value: dict[str, Any]) -> None:
+        """Hand a line to the kernel, or keep what it does not take for the next call. Raises Lost."""
+        self._out += json.dumps(value).encode() + b"\n"
+        self.flush()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has not been taken by the kernel."""
+        return bool(self._out)
+
+    def flush(self) -> None:
+        """Try again to send what is waiting. Raises Lost."""
+        try:
+            while self._out:
+                self._out = self._out[self.socket.send(self._out) :]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that have come. Raises Lost where the other side has closed, and for what is no JSON object."""
+        closed = False
+        while True:
+            try:
+                data = self.socket.recv(CHUNK)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise ConnectionLost(str(error)) from error
+            if not data:
+                closed = True
+                break
+            self._in += data
+            if len(self._in) > LONGEST:
+                raise ConnectionLost("a line without an end")
+        *lines, self._in = self._in.split(b"\n")
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConnectionLost("no JSON") from error
+            if not isinstance(value, dict):
+                raise ConnectionLost("no JSON object")
+            yield value
+        if closed:
+            raise ConnectionLost("closed")
+
+    def finish(self, seconds: float) -> None:
+        """End the connection once the other side has read everything, or after so long.
+
+        Closed with something unread in it, a connection is reset, and what was sent last may be lost (RFC 2525, 2.17).
+        """
+        with suppress(OSError, ConnectionLost):
+            self.socket.setblocking(True)
+            self.socket.settimeout(seconds)
+            self.socket.sendall(self._out)
+            self.socket.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and self.socket.recv(CHUNK):
+                pass
+        self.close()
+
+    def close(self) -> None:
+        """End the connection at once."""
+        self.socket.close()
