@@ -35,7 +35,7 @@ from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 GIB = 2**30
 PACKAGES = ("zerofit", "torch", "deepspeed", "transformers", "safetensors")
@@ -138,7 +138,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = build(find(name), None, {})
     inputs = TextInputs(vocab_size=256, seq_len=128)
-    run = RunSpec(model=name, data="pysource", precision="bf16", seq_len=128)
+    run = Run(model=name, data="pysource", precision="bf16", seq_len=128)
     checkpoint = make(scratch, Made(model=model, run=run, task="causal-lm", inputs=inputs), values)
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     largest = 4 * max(p.numel() for p in model.parameters())

@@ -32,7 +32,7 @@ from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.units import parse_bytes, shown_bytes
 
 PACKAGES = ("torch", "accelerate", "transformers", "safetensors")
@@ -112,12 +112,12 @@ def save(name: str, folder: Path) -> Path:
     folder.mkdir()
     if name == "llama":
         inputs = TextInputs(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
-        run = RunSpec(model="llama-tiny", model_args=LLAMA, data=f"synthetic:{VOCABULARY}", seq_len=SEQ_LEN)
+        run = Run(model="llama-tiny", model_args=LLAMA, data=f"synthetic:{VOCABULARY}", seq_len=SEQ_LEN)
         build(find(run.model), inputs, LLAMA).save_pretrained(folder)
         write_about(folder, about_run(run, "causal-lm", inputs, 0, "float32"))
     else:
         images = ImageInputs(channels=3, size=SIZE, classes=CLASSES)
-        run = RunSpec(model="vit_l_16", data=f"synthetic:{CLASSES}", image_size=SIZE)
+        run = Run(model="vit_l_16", data=f"synthetic:{CLASSES}", image_size=SIZE)
         model = build(find(run.model), images, {})
         torch.nn.init.normal_(model.heads.head.weight, std=0.02)  # torchvision begins with zeros
         save_file(model.state_dict(), folder / "model.safetensors")

@@ -15,7 +15,7 @@ from zerofit.checkpoint.manifest import Manifest, files_of, marks_of
 from zerofit.checkpoint.model_card import inputs_json
 from zerofit.models.inputs import Inputs
 from zerofit.spec.layout import Batch, Layout
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 MODEL_STATES = "state/mp_rank_00_model_states.pt"
@@ -28,7 +28,7 @@ class Made:
     """A model at a step, and the ranks that are to have saved it; the model may be on the meta device."""
 
     model: nn.Module
-    run: RunSpec
+    run: Run
     task: str
     inputs: Inputs
     ranks: int = 2

@@ -15,7 +15,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 INPUTS = TextInputs(vocab_size=260, seq_len=8)
 ARGS = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 260, "bos_token_id": None, "eos_token_id": None}
@@ -29,7 +29,7 @@ def checkpoint(tmp_path):
         torch.manual_seed(0)
         model = build(find("gpt2"), INPUTS, ARGS)
         state = model.state_dict()
-        run = RunSpec(model="gpt2", model_args=ARGS)
+        run = Run(model="gpt2", model_args=ARGS)
         what = Made(model=model, run=run, task="causal-lm", inputs=INPUTS, ranks=ranks)
         return make(tmp_path / name, what, lambda n, kind, _: change(n, kind, state[n].clone()))
 

@@ -23,7 +23,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 TEXT = TextInputs(vocab_size=260, seq_len=16)
 IMAGES = ImageInputs(channels=1, size=32, classes=7)
@@ -92,7 +92,7 @@ def made(tmp_path, name, args, inputs, **run):
     source = find(name)
     model = build(source, inputs, args)
     state = model.state_dict()
-    spec = RunSpec(model=name, model_args=args, data="synthetic", **run)
+    spec = Run(model=name, model_args=args, data="synthetic", **run)
     what = Made(model=model, run=spec, task=source.task, inputs=inputs)
     folder = make(tmp_path / "run", what, lambda name, kind, _: state[name] if kind == "fp32" else state[name] * 0.5)
     return folder, model
@@ -194,7 +194,7 @@ def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path):
     with torch.no_grad():
         model.head.weight[0, 0] = 1e6
     state = model.state_dict()
-    what = Made(model=model, run=RunSpec(model="mlp", model_args={"hidden": 4}), task="image", inputs=IMAGES)
+    what = Made(model=model, run=Run(model="mlp", model_args={"hidden": 4}), task="image", inputs=IMAGES)
     folder = make(tmp_path / "run", what, lambda name, *_: state[name])
     with pytest.raises(UserError, match=r"head.weight holds 1e\+06; float16 ends at 65504"):
         export(folder, tmp_path / "out", "fp16")
@@ -210,7 +210,7 @@ def test_own_model_is_one_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     model = build(find("mine:tied"), IMAGES, {"width": 6})
     state = model.state_dict()
-    what = Made(model=model, run=RunSpec(model="mine:tied", model_args={"width": 6}), task="image", inputs=IMAGES)
+    what = Made(model=model, run=Run(model="mine:tied", model_args={"width": 6}), task="image", inputs=IMAGES)
     folder = make(tmp_path / "run", what, lambda name, *_: state[name])
     assert export(folder, tmp_path / "out").parameters == 36
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))

@@ -133,10 +133,10 @@ def test_one_class_is_nothing_to_learn(tmp_path):
 
 
 def test_help_lists_every_field_of_the_run():
-    from zerofit.spec.run import RunSpec
+    from zerofit.spec.run import Run
 
     text = CliRunner().invoke(main, ["train", "--help"]).output
-    for field in set(RunSpec.model_fields) - {"model"}:
+    for field in set(Run.model_fields) - {"model"}:
         assert "--" + field.replace("_", "-") in text
 
 

@@ -13,7 +13,7 @@ from zerofit.cli.main import main
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 INPUTS = ImageInputs(channels=1, size=8, classes=10)
 
@@ -25,7 +25,7 @@ def whole(tmp_path_factory):
     model = build(find("mlp"), INPUTS, {"hidden": 4})
     state = model.state_dict()
     for step in (1, 2, 3):
-        run = RunSpec(model="mlp", model_args={"hidden": 4}, data="digits", precision="fp32", optimizer="adamw")
+        run = Run(model="mlp", model_args={"hidden": 4}, data="digits", precision="fp32", optimizer="adamw")
         what = Made(model=model, run=run, task="image", inputs=INPUTS, step=step)
         make(folder, what, lambda name, kind, _, step=step: state[name] + step)
     return folder

@@ -6,7 +6,7 @@ import pytest
 
 from zerofit.data import NullProgress, open_data
 from zerofit.spec.errors import UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def opened():
     def open_(task="causal-lm", seq_len=None, **fields):
-        return open_data(RunSpec(**fields), task, seq_len, NullProgress())
+        return open_data(Run(**fields), task, seq_len, NullProgress())
 
     return open_
 

@@ -14,9 +14,9 @@ OPEN = """
 import sys
 import zerofit.data.token_cache as cache
 from zerofit.data import NullProgress, open_data
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 {patch}
-data = open_data(RunSpec(data="text:" + sys.argv[1]), "causal-lm", 16, NullProgress())
+data = open_data(Run(data="text:" + sys.argv[1]), "causal-lm", 16, NullProgress())
 print(data.train.tokens, data.valid.tokens)
 """
 SLOW = """

@@ -24,7 +24,7 @@ from zerofit.infer.session import InferenceSession
 from zerofit.models.build import build, forward_logits
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 SAMPLES = 20
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def save(folder: Path, name: str, args: dict[str, Any] | None = None, inputs: In
     else:
         save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, folder / "model.safetensors")
     data = f"synthetic:{inputs.classes}" if isinstance(inputs, ImageInputs) else f"synthetic:{TEXT.vocab_size}"
-    run = RunSpec(model=name, model_args=args, data=data, seq_len=TEXT.seq_len)
+    run = Run(model=name, model_args=args, data=data, seq_len=TEXT.seq_len)
     write_about(folder, about_run(run, task, inputs, step=7, dtype="float32"))
     return model
 
@@ -60,7 +60,7 @@ def save_small(folder: Path, key: str) -> nn.Module:
 
 def data_of(saved: SavedModel) -> Data:
     image = isinstance(saved.inputs, ImageInputs)
-    run = RunSpec(data=saved.about.data, image_size=saved.inputs.size if image else None)
+    run = Run(data=saved.about.data, image_size=saved.inputs.size if image else None)
     return open_data(run, saved.task, None if image else TEXT.seq_len, NullProgress())
 
 

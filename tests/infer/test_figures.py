@@ -18,7 +18,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import RunFailed, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 def test_pieces_of_logits_count_as_the_whole(monkeypatch):
@@ -42,7 +42,7 @@ def test_fewer_than_five_classes():
 
 def test_a_model_that_gives_its_own_loss(tmp_path):
     model = own.Writer()
-    run = RunSpec(model="tests.infer.own:Writer", data="synthetic:90", seq_len=TEXT.seq_len)
+    run = Run(model="tests.infer.own:Writer", data="synthetic:90", seq_len=TEXT.seq_len)
     (tmp_path / "model").mkdir()
     from safetensors.torch import save_file
 

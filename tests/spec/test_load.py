@@ -8,7 +8,7 @@ import pytest
 
 from zerofit.spec.errors import UserError
 from zerofit.spec.load import load_run
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 def test_a_flag_overrides_the_file(tmp_path):
@@ -21,10 +21,10 @@ def test_a_flag_overrides_the_file(tmp_path):
 
 
 def test_every_field_can_stand_in_the_file(tmp_path):
-    values = RunSpec(output=tmp_path, steps=3, data_root=tmp_path).model_dump(mode="json")
+    values = Run(output=tmp_path, steps=3, data_root=tmp_path).model_dump(mode="json")
     file = tmp_path / "run.json"
     file.write_text(json.dumps(values))
-    assert load_run(file, {}).run == RunSpec(output=tmp_path, steps=3, data_root=tmp_path)
+    assert load_run(file, {}).run == Run(output=tmp_path, steps=3, data_root=tmp_path)
 
 
 def test_all_faults_at_once_with_their_lines_and_nearest_names(tmp_path):

@@ -18,7 +18,7 @@ from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import NullProgress, Order, open_data
 from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 STEPS = 20
 SEQ_LEN = 32
@@ -85,7 +85,7 @@ def references(corpus: Path):
 
 
 def digits(image_size: int):
-    data = open_data(RunSpec(data="digits", image_size=image_size), "image", None, NullProgress()).train
+    data = open_data(Run(data="digits", image_size=image_size), "image", None, NullProgress()).train
 
     def samples(indices: np.ndarray, positions: range):
         batch = data.batch(indices, positions)
@@ -95,7 +95,7 @@ def digits(image_size: int):
 
 
 def masked(corpus: Path):
-    data = open_data(RunSpec(data=f"text:{corpus}"), "masked-lm", SEQ_LEN, NullProgress()).train
+    data = open_data(Run(data=f"text:{corpus}"), "masked-lm", SEQ_LEN, NullProgress()).train
 
     def samples(indices: np.ndarray, positions: range):
         batch = data.batch(indices, Order(len(data), seed=0).keys(positions.start, positions.stop))

@@ -17,12 +17,12 @@ from zerofit.data import NullProgress, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return open_data(RunSpec(data="digits"), "image", None, NullProgress())
+    return open_data(Run(data="digits"), "image", None, NullProgress())
 
 
 def test_lenet_learns_digits(pools, tmp_path):
@@ -30,7 +30,7 @@ def test_lenet_learns_digits(pools, tmp_path):
     trained = pools(2).train(tmp_path / "run", model="lenet", **how)
     assert trained.result["eval"]["accuracy"] >= 0.97
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
-    assert trained.job.steps == math.ceil(20 * len(open_data(RunSpec(), "image", None, NullProgress()).train) / 16)
+    assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, NullProgress()).train) / 16)
 
 
 def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):

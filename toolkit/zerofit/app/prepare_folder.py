@@ -11,11 +11,11 @@ from typing import Any
 from zerofit.checkpoint.store import Store
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder, Start
 
 
-def find_folder(run: RunSpec) -> RunFolder:
+def find_folder(run: Run) -> RunFolder:
     """The run folder's path: a new or empty one, or one in which a run was started before that may go on.
 
     Raises UserError for any other folder.
@@ -37,7 +37,7 @@ def find_folder(run: RunSpec) -> RunFolder:
     raise UserError(Problem(kind="output-exists", message=f"{path} {what}", hint=hint, where="--output"))
 
 
-def _new_path(run: RunSpec) -> Path:
+def _new_path(run: Run) -> Path:
     name = re.sub(r"[^\w.-]+", "-", f"{Path(run.model).name}-{run.data or 'default'}").strip("-")[:80]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, n = stem, 1

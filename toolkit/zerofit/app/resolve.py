@@ -25,7 +25,7 @@ from zerofit.models.catalog import ModelSource, find
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder, write_json
 from zerofit.spec.versions import versions
 from zerofit.train.probe import models_say, probe, task_of
@@ -96,12 +96,12 @@ def find_model(asked: RunRequest) -> ModelSource:
         return find(asked.run.model)
 
 
-def ds_place(run: RunSpec) -> str:
+def ds_place(run: Run) -> str:
     """Where the DeepSpeed JSON stands, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
-def ds_document(run: RunSpec) -> Document:
+def ds_document(run: Run) -> Document:
     """The DeepSpeed JSON as the user wrote it: in the run file itself, in a file, or one of ours."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
@@ -128,7 +128,7 @@ def _tokenizer(asked: RunRequest, source: ModelSource) -> str:
     return asked.run.tokenizer
 
 
-def seq_len_of(run: RunSpec, source: ModelSource, task: str, usual: int = DEFAULT_SEQ_LEN) -> int | None:
+def seq_len_of(run: Run, source: ModelSource, task: str, usual: int = DEFAULT_SEQ_LEN) -> int | None:
     """Tokens of a sample: as asked, else the usual number or what the model takes; None for images."""
     if task not in ("causal-lm", "masked-lm"):
         return None

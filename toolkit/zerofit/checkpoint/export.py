@@ -27,7 +27,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
 
 SHARD_BYTES = 1 << 30  # who loads a shard into host memory whole, as accelerate does, needs no more than this
@@ -49,7 +49,7 @@ class _Plan:
     """What is to be written, decided and checked before anything is."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None):
-        self.run = RunSpec(**manifest.job["run"])
+        self.run = Run(**manifest.job["run"])
         self.inputs: Inputs = inputs_of(manifest.job["inputs"])
         self.dtype = dtype or self.run.precision or "fp32"
         self.contents = CheckpointTensors(checkpoint, manifest)
@@ -109,7 +109,7 @@ def export(
     return Exported(out=out, files=names, parameters=parameters, dtype=plan.dtype)
 
 
-def _empty_model(run: RunSpec, inputs: Inputs) -> tuple[nn.Module, bool]:
+def _empty_model(run: Run, inputs: Inputs) -> tuple[nn.Module, bool]:
     """The run's model on the meta device, and whether it is one of transformers'. Raises UserError."""
     try:
         source = find(run.model)

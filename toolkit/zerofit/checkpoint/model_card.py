@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import write_json
 
 NAME = "zerofit.json"
@@ -35,7 +35,7 @@ class ModelInfo:
     seed: int = 0  # of the run, which made-up data are drawn from
 
 
-def about_run(run: RunSpec, task: str, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
+def about_run(run: Run, task: str, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
     """What there is to say of a model that this run has trained for so many steps."""
     same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
     return ModelInfo(**{name: getattr(run, name) for name in same}, task=task, inputs=inputs, step=step, dtype=dtype)

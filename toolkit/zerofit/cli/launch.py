@@ -14,7 +14,7 @@ from zerofit.cli.host_options import host_options
 from zerofit.cli.launch_files import file_options, write_file
 from zerofit.cli.options import run_options
 from zerofit.cli.train import asked_run, is_run_file, show
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 @click.command()
@@ -38,7 +38,7 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
     dies or hangs all are stopped, and with --max-restarts the run begins again from its newest checkpoint.
     """
     names = [p.name for p in launch.params if p.name not in ("target", "as_json")]
-    own = {k: options.pop(k) for k in names if k not in RunSpec.model_fields}
+    own = {k: options.pop(k) for k in names if k not in Run.model_fields}
     flags = {k: v for k, v in options.items() if v is not None}
     answer(lambda: _launch(target, flags, own), as_json, _show_launched)
 

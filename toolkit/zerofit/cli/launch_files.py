@@ -15,7 +15,7 @@ from zerofit.launch.runner import forwarded
 from zerofit.launch.sbatch import SlurmJob, sbatch_text
 from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import Problems
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 HANDED_ON = ("max_restarts",)  # of launch's own flags
 NEEDED = {
@@ -103,5 +103,5 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
             words.append(f"--{name}={json.dumps(value)}")
         else:
             words.append(f"--{name}={value}")
-    assert all(field in RunSpec.model_fields or field in HANDED_ON for field in flags)
+    assert all(field in Run.model_fields or field in HANDED_ON for field in flags)
     return words

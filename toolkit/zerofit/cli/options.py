@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 class JsonObject(click.ParamType):
@@ -33,10 +33,10 @@ class JsonObject(click.ParamType):
 
 
 def run_options(fields: Collection[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that adds an option for each of these fields of RunSpec; all but `model`, the argument, if None."""
+    """A decorator that adds an option for each of these fields of Run; all but `model`, the argument, if None."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for field, info in reversed(RunSpec.model_fields.items()):
+        for field, info in reversed(Run.model_fields.items()):
             if field in fields if fields is not None else field != "model":
                 command = _option(field, info)(command)
         return command

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
 WARM = 3  # steps that are not timed: connections, caches
@@ -36,11 +36,11 @@ class CompareJob:
     target: float | None = None  # accuracy, of `compare batch-size`
 
     @property
-    def run(self) -> RunSpec:
+    def run(self) -> Run:
         """The same as far as data and model go, for `zerofit.data.open_data`."""
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
-        return RunSpec(data_root=root, **{name: getattr(self, name) for name in names})
+        return Run(data_root=root, **{name: getattr(self, name) for name in names})
 
     def write(self, path: Path) -> None:
         """As JSON."""

@@ -8,7 +8,7 @@ from zerofit.check.finding import Finding
 from zerofit.check.subject import TargetHardware
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 # what a run fills, mends or checks against its own values (config.batch, config.resolve, config.refuse, train.driver)
 SETTLED = frozenset(
@@ -37,7 +37,7 @@ def where(finding: Finding, document: Document, place: str) -> str:
     return f"{place}{line}: {finding.path}"
 
 
-def examine(document: Document, run: RunSpec, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
+def examine(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
     """Warnings about the JSON, or None where it has errors, which are noted in `problems`."""
     precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
     setting = TargetHardware(pipeline=run.pipeline, accelerator=machine.accelerator, precisions=precisions)

@@ -19,7 +19,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine, ModelFacts
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
 DEFAULT_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
@@ -29,7 +29,7 @@ DEFAULT_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 class Decision:
     """What run and JSON together decide before the model and the data are known in detail."""
 
-    run: RunSpec
+    run: Run
     layout: Layout
     batch: Batch
     warnings: tuple[Finding, ...] = ()  # about the JSON
@@ -82,9 +82,7 @@ def _layout(
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
 
 
-def _settled(
-    run: RunSpec, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch
-) -> RunSpec:
+def _settled(run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch) -> Run:
     """The run with everything filled in that does not depend on the data."""
     optimizer = merged.get("optimizer", "adamw")
     clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
@@ -168,7 +166,7 @@ def _fill_precision(config: dict[str, Any], precision: str | None) -> None:
             put(config, f"{name}.enabled", precision == name)
 
 
-def _fill_optimizer(config: dict[str, Any], run: RunSpec, machine: Machine, layout: Layout) -> None:
+def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: Layout) -> None:
     if run.optimizer is not None:
         put(config, "optimizer.type", OPTIMIZER_TYPES[run.optimizer])
     params = {"lr": run.lr, "weight_decay": run.weight_decay, "momentum": run.momentum}
@@ -199,7 +197,7 @@ def _fill_sizes(config: dict[str, Any], facts: ModelFacts) -> None:
             put(config, f"zero_optimization.{key}", size.of(facts))
 
 
-def _fill_scheduler(config: dict[str, Any], run: RunSpec, steps: int) -> None:
+def _fill_scheduler(config: dict[str, Any], run: Run, steps: int) -> None:
     params = get(config, "scheduler.params", {})
     values = {
         "warmup_min_lr": 0.0,
@@ -212,6 +210,6 @@ def _fill_scheduler(config: dict[str, Any], run: RunSpec, steps: int) -> None:
             params[key] = value
 
 
-def warmup_steps(run: RunSpec, steps: int) -> int:
+def warmup_steps(run: Run, steps: int) -> int:
     """Steps of linear warm-up: as asked, else 5 % of the run, rounded up."""
     return -(-steps // 20) if run.warmup_steps is None else run.warmup_steps

@@ -12,7 +12,7 @@ from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
 from zerofit.spec.layout import Layout
 from zerofit.spec.model_facts import Machine, ModelFacts
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.support import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES
 
 
@@ -29,7 +29,7 @@ def check_combination(layout: Layout, problems: Problems) -> None:
         )
 
 
-def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """The optimizer against clipping and layout; `run` has everything settled."""
     accumulation = run.gradient_accumulation_steps or 1
     if layout.pp > 1 and layout.zero_stage == 0 and run.precision == "fp32" and run.gradient_clipping:
@@ -67,7 +67,7 @@ def check_optimizer(run: RunSpec, layout: Layout, config: Mapping[str, Any], pro
         )
 
 
-def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """The layout against the model: what must divide, and what a kind of model cannot do."""
     if layout.tp > 1:
         _check_tensor_parallel(layout.tp, run, facts, problems)
@@ -106,7 +106,7 @@ def check_model(run: RunSpec, layout: Layout, facts: ModelFacts, problems: Probl
         )
 
 
-def _check_tensor_parallel(degree: int, run: RunSpec, facts: ModelFacts, problems: Problems) -> None:
+def _check_tensor_parallel(degree: int, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name = "--tensor-parallel"
     if facts.attention_heads is not None and (facts.own or facts.model_type not in TENSOR_PARALLEL_TYPES):
         problems.add(
@@ -139,7 +139,7 @@ def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) 
             )
 
 
-def _check_sequence_parallel(degree: int, run: RunSpec, facts: ModelFacts, problems: Problems) -> None:
+def _check_sequence_parallel(degree: int, run: Run, facts: ModelFacts, problems: Problems) -> None:
     name = "--sequence-parallel"
     if facts.own or facts.model_type not in SEQUENCE_PARALLEL_TYPES:
         problems.add(
@@ -159,7 +159,7 @@ def _check_sequence_parallel(degree: int, run: RunSpec, facts: ModelFacts, probl
         )
 
 
-def check_machine(run: RunSpec, layout: Layout, machine: Machine, problems: Problems) -> None:
+def check_machine(run: Run, layout: Layout, machine: Machine, problems: Problems) -> None:
     """The run against the local devices."""
     if machine.accelerator == "cuda" and layout.world_size > machine.devices:
         problems.add(

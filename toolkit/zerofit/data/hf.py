@@ -12,13 +12,13 @@ from zerofit.data.hashing import text_digest
 from zerofit.data.hub import hub_if_reachable
 from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError, nearest
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # read at a time
 
 
-def open_hf(run: RunSpec, argument: str) -> Source:
+def open_hf(run: Run, argument: str) -> Source:
     """NAME or NAME:CONFIG, one document a row, the column `run.text_field`. NAME may be a local folder.
 
     The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by

@@ -17,13 +17,13 @@ from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 DEFAULT_SEQ_LEN = 256
 T = TypeVar("T")
 
 
-def open_data(run: RunSpec, task: TaskName, seq_len: int | None, progress: Progress) -> Data:
+def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Progress) -> Data:
     """Open the data of a run; prepare and cache what that takes.
 
     `seq_len` (tokens a sample) is that of the model, as resolved; else run.seq_len, else 256. The same in every
@@ -41,7 +41,7 @@ def open_data(run: RunSpec, task: TaskName, seq_len: int | None, progress: Progr
     return _open_text(name, word, argument, run, task, length, progress)
 
 
-def _open_images(name: str, word: str, argument: str, run: RunSpec, task: TaskName, progress: Progress) -> Data:
+def _open_images(name: str, word: str, argument: str, run: Run, task: TaskName, progress: Progress) -> Data:
     from zerofit.data.image_sources import IMAGE_SOURCES
 
     images = IMAGE_SOURCES[word](run, argument, task, progress)
@@ -55,7 +55,7 @@ def _open_images(name: str, word: str, argument: str, run: RunSpec, task: TaskNa
     )
 
 
-def _open_synthetic_text(name: str, argument: str, run: RunSpec, task: TaskName, seq_len: int) -> Data:
+def _open_synthetic_text(name: str, argument: str, run: Run, task: TaskName, seq_len: int) -> Data:
     """A vocabulary of 256 (`synthetic:N`: N); its last id is the mask of a masked language model."""
     vocab = parse_size(argument, default=256, what="ids in the vocabulary")
     mask_id = vocab - 1 if task == "masked-lm" else None
@@ -70,9 +70,7 @@ def _open_synthetic_text(name: str, argument: str, run: RunSpec, task: TaskName,
     )
 
 
-def _open_text(
-    name: str, word: str, argument: str, run: RunSpec, task: TaskName, seq_len: int, progress: Progress
-) -> Data:
+def _open_text(name: str, word: str, argument: str, run: Run, task: TaskName, seq_len: int, progress: Progress) -> Data:
     from zerofit.data.text_sources import TEXT_SOURCES
 
     problems = Problems()

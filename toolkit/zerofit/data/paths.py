@@ -8,10 +8,10 @@ from pathlib import Path
 
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
-def data_root(run: RunSpec) -> Path:
+def data_root(run: Run) -> Path:
     """The folder that holds (or gets) torchvision's data sets: --data-root, else ~/.cache/zerofit/data."""
     return run.data_root.expanduser() if run.data_root else Path.home() / ".cache" / "zerofit" / "data"
 

@@ -24,14 +24,14 @@ from zerofit.data.documents import (
 from zerofit.data.hf import open_hf
 from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError, nearest
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
 )
 
 
-def open_pysource(run: RunSpec, argument: str) -> Source:
+def open_pysource(run: Run, argument: str) -> Source:
     """The Python files of the running interpreter's standard library, ordered by relative path.
 
     Without installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
@@ -51,7 +51,7 @@ def _library_files(root: Path) -> Iterator[str]:
         yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
 
 
-def open_text(run: RunSpec, argument: str) -> Source:
+def open_text(run: Run, argument: str) -> Source:
     """One document a file, UTF-8, ordered by path.
 
     With 20 files or more, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer,
@@ -60,7 +60,7 @@ def open_text(run: RunSpec, argument: str) -> Source:
     return FileSource(name=f"text:{argument}", files=_matches("text", argument))
 
 
-def open_jsonl(run: RunSpec, argument: str) -> Source:
+def open_jsonl(run: Run, argument: str) -> Source:
     """One document a line, the field `run.text_field` of a JSON object; blank lines do not count.
 
     With 20 documents or more, 5 % of them (by hash of file and line number) are held out; with fewer, the last 5 %
@@ -153,7 +153,7 @@ def _text_of(path: Path, number: int, line: bytes, field: str) -> str | Problem:
     return row[field].encode("utf-8", "replace").decode()
 
 
-TEXT_SOURCES: dict[str, Callable[[RunSpec, str], Source]] = {
+TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {
     "pysource": open_pysource,
     "text": open_text,
     "jsonl": open_jsonl,

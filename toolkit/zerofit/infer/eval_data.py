@@ -13,7 +13,7 @@ from zerofit.data.names import media_of
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -38,7 +38,7 @@ def scratch_folder(asked: Path | None) -> Iterator[Path]:
 
 
 def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Progress) -> Data:
-    """The data to evaluate on: that of `flags` (fields of RunSpec), where they are silent that of the training.
+    """The data to evaluate on: that of `flags` (fields of Run), where they are silent that of the training.
 
     Raises UserError with all that does not go with the model.
     """
@@ -59,7 +59,7 @@ def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Progr
     trained = {name: getattr(saved.about, name) for name in ("data", "text_field", "seed")} if saved.about else {}
     image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
     words = {"tokenizer": tokenizer} if tokenizer else {}
-    run = RunSpec(**{**trained, **image, **flags, **words})
+    run = Run(**{**trained, **image, **flags, **words})
     data = open_data(run, saved.task, seq_len, progress)
     check_data(saved, data)
     return data

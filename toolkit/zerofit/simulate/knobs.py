@@ -18,7 +18,7 @@ TEXT = ("causal-lm", "masked-lm")
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One change of a run: fields of RunSpec, or the DeepSpeed JSON as the user wrote it."""
+    """One change of a run: fields of Run, or the DeepSpeed JSON as the user wrote it."""
 
     change: str  # in the words of the command line or of the JSON
     fields: dict[str, Any]

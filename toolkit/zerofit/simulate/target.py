@@ -8,7 +8,7 @@ from typing import Any
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job
 
 
@@ -48,7 +48,7 @@ class SimulationTarget:
         inputs = dict(value["inputs"])
         kind = {"ImageInputs": ImageInputs, "TextInputs": TextInputs}[inputs.pop("kind")]
         job = Job(
-            run=RunSpec(**value["run"]),
+            run=Run(**value["run"]),
             layout=Layout(**value["layout"]),
             batch=Batch(**value["batch"]),
             steps=value["steps_of_run"],

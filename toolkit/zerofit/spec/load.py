@@ -11,14 +11,14 @@ import yaml
 from pydantic import ValidationError
 
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """A run as asked, and where each explicit value stands (for messages that name both places)."""
 
-    run: RunSpec
+    run: Run
     places: Mapping[str, str]  # field -> "--micro-batch" or "run.yaml:3"
 
     def place(self, field: str) -> str:
@@ -38,18 +38,18 @@ def load_run(file: Path | None, flags: Mapping[str, Any]) -> RunRequest:
     """
     values, places = _read_file(file) if file else ({}, {})
     problems = Problems()
-    for key in [k for k in values if k not in RunSpec.model_fields]:
-        hint = nearest(str(key), RunSpec.model_fields)
+    for key in [k for k in values if k not in Run.model_fields]:
+        hint = nearest(str(key), Run.model_fields)
         problems.add("unknown-key", f"unknown key {key!r}", hint, places.get(str(key), str(file)))
         del values[key]
     values |= flags
     places = {k: p for k, p in places.items() if values.get(k) is not None} | {k: flag(k) for k in flags}
     try:
-        run = RunSpec(**values)
+        run = Run(**values)
     except ValidationError as error:
         problems.extend(_from_pydantic(error, places))
     problems.raise_if_any()
-    return RunRequest(run=run, places={k: p for k, p in places.items() if k in RunSpec.model_fields})
+    return RunRequest(run=run, places={k: p for k, p in places.items() if k in Run.model_fields})
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -84,6 +84,6 @@ def _from_pydantic(error: ValidationError, places: Mapping[str, str]) -> list[Pr
     for entry in error.errors():
         field = str(entry["loc"][0])
         message = f"{field}: got {entry['input']!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}"
-        hint = f"{flag(field)} is: {RunSpec.model_fields[field].description}"
+        hint = f"{flag(field)} is: {Run.model_fields[field].description}"
         problems.append(Problem(kind="bad-value", message=message, hint=hint, where=places.get(field, flag(field))))
     return problems

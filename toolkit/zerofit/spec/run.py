@@ -30,7 +30,7 @@ def _interval(text: str) -> str:
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
 
 
-class RunSpec(BaseModel):
+class Run(BaseModel):
     """One training run, as asked. `None` means: taken from the DeepSpeed JSON, the model or a default when resolved.
 
     Immutable; unknown keys are an error (see `zerofit.spec.load`).

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Start:
 class Job:
     """What the ranks of one run need to know; kept in the run folder as files that a person can open."""
 
-    run: RunSpec
+    run: Run
     layout: Layout
     batch: Batch
     steps: int
@@ -98,7 +98,7 @@ class Job:
         """The job that `write` left in this folder."""
         plan = json.loads(folder.plan.read_text())
         return cls(
-            run=RunSpec(**json.loads(folder.run.read_text())),
+            run=Run(**json.loads(folder.run.read_text())),
             layout=Layout(**plan["layout"]),
             batch=Batch(**plan["batch"]),
             steps=plan["steps"],

@@ -16,10 +16,10 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 
 
-def probe(source: ModelSource, task: str, inputs: Inputs | None, run: RunSpec) -> ModelFacts:
+def probe(source: ModelSource, task: str, inputs: Inputs | None, run: Run) -> ModelFacts:
     """The facts of a model for these inputs, or as it was published (FLOPs are not counted then).
 
     Raises UserError where model and data do not go together.
@@ -48,7 +48,7 @@ def probe(source: ModelSource, task: str, inputs: Inputs | None, run: RunSpec) -
     )
 
 
-def task_of(source: ModelSource, run: RunSpec) -> str:
+def task_of(source: ModelSource, run: Run) -> str:
     """What a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
     if source.family != "custom":
         return source.task

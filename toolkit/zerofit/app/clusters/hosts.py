@@ -12,7 +12,7 @@ from zerofit.app.clusters.site import LaunchOptions, filled, slurm_hosts
 from zerofit.launch.hostfile import Host, read_hostfile, select
 from zerofit.launch.runner import check, forwarded
 from zerofit.spec.errors import Problems
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import as_argument
 
@@ -86,7 +86,7 @@ def _again(options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def command(run: RunSpec, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, Any]:
+def command(run: Run, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, Any]:
     """The command that would start the ranks, for --dry-run; no host is asked and nothing is kept."""
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())

@@ -16,7 +16,7 @@ from zerofit.launch.orphans import MARK_NAME, end_all
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.runner import runner, runner_environment
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 
@@ -26,7 +26,7 @@ GONE_S = 15.0  # a network file system shows a lock late
 RECENT_S = 600.0  # nodes do not start at the same moment
 
 
-def follow(run: RunSpec, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, Any]:
+def follow(run: Run, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, Any]:
     """Start this node's ranks each time node 0 asks for it, until node 0 has ended; what to show.
 
     Raises UserError without an output folder, Stopped and RunFailed as node 0's run ended.

@@ -19,7 +19,7 @@ from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import write_json
 
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less (as `zerofit train`)
@@ -80,7 +80,7 @@ def trace(wanted: ProfileRequest, say: Callable[[str], None]) -> Profile:
 
     with models_say("MODEL"):
         source = find(wanted.model)
-    task = task_of(source, RunSpec(model=wanted.model, model_args=wanted.model_args))
+    task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))
     if task == "gan":
         message = f"{wanted.model} trains two engines, which no profile describes"
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))

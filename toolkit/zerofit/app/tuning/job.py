@@ -29,7 +29,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.load import RunRequest
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import RunSpec
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job
 from zerofit.tune.trial import Candidate
 
@@ -44,7 +44,7 @@ class TuneJob:
     """What stays the same over all trials."""
 
     asked: RunRequest
-    run: RunSpec  # everything filled in
+    run: Run  # everything filled in
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user has it
     profiles: dict[str, Profile]  # by precision
     candidates: tuple[Candidate, ...]
@@ -163,7 +163,7 @@ def _profile(job: Job, cluster: Cluster, precision: str) -> Profile:
     return get_profile(wanted, lambda text: click.echo(text, err=True))[0]
 
 
-def _wish(run: RunSpec, precision: str, batch: int) -> PlanRequest:
+def _wish(run: Run, precision: str, batch: int) -> PlanRequest:
     degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
     fixed = {name: degree for name, degree in degrees.items() if degree > 1}
     return PlanRequest(precision=precision, global_batch=batch, every=True, **fixed)
