@@ -67,13 +67,13 @@ def main() -> int:
 def prepared(ranks: int, output: Path) -> RunFolder:
     """A run folder with a job that nobody has started."""
     from zerofit.app.resolve import prepare
-    from zerofit.data import NullProgress
+    from zerofit.spec.events import Reporter
 
     options = {"model": "gpt2", "model_args": MODEL, "data": "synthetic:512", "seq_len": 32, "micro_batch": 1}
     asked = load_run(
         None, {**options, "steps": 2, "ranks": ranks, "ds_config": "zero2", "output": output, "save_every": "0"}
     )
-    return prepare(asked, NullProgress())[1]
+    return prepare(asked, Reporter())[1]
 
 
 def rank_main(folder: RunFolder, rounds: int) -> int:
@@ -97,14 +97,14 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
 
     from zerofit.checkpoint import safe_load
     from zerofit.checkpoint.store import Store, sync_file
-    from zerofit.data import NullProgress, open_data
+    from zerofit.spec.events import Reporter, open_data
     from zerofit.train.engines import ZeroTrainer
     from zerofit.train.loggers import Events
     from zerofit.train.rank_coords import place_of
     from zerofit.train.restore import resume
     from zerofit.train.saver import Saver
 
-    data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+    data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
     driver = ZeroTrainer(job, place_of(dist.get_rank(), job.layout), data.inputs)
     tokens = torch.arange(33).reshape(1, -1) % 512
     for _ in range(2):

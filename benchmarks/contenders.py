@@ -23,10 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from turns import Player, Turn
 
-from zerofit.data import NullProgress, Order, open_data
+from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
+from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import parameter_groups
 from zerofit.train.engines import ZeroTrainer
@@ -45,7 +46,7 @@ class Stream(Dataset):
     """All samples of the run in the order in which it sees them, as two tensors: the cheapest loader there is."""
 
     def __init__(self, job: Job):
-        data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+        data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         order, count = Order(len(data.train), job.run.seed), job.steps * job.batch.total
         samples = data.train.batch(order.indices(0, count), order.keys(0, count))
         self.inputs: Inputs = data.inputs
@@ -122,7 +123,7 @@ def zerofit(job: Job, folder: RunFolder, player: Player) -> list[float] | None:
     """`zerofit.train.run.train` up to the last step, with its records in metrics.jsonl."""
     rank = dist.get_rank()
     place = place_of(rank, job.layout)
-    data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+    data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
     driver = PacedDriver(job, place, data.inputs)
     requests = StopRequests("0")
     recorder = MetricsRecorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)

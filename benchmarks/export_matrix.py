@@ -31,13 +31,14 @@ from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import locate
 from zerofit.checkpoint.model_card import read_about
 from zerofit.checkpoint.universal import convert
-from zerofit.data import NullProgress, eval_batches, open_data
+from zerofit.data import eval_batches, open_data
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Reporter
 
 PACKAGES = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate", "safetensors")
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -193,7 +194,7 @@ def _load(out: Path, trained: Trained) -> nn.Module:
 @torch.no_grad()
 def _eval_loss(model: nn.Module, trained: Trained) -> float:
     run = trained.job.run
-    data = open_data(run, trained.job.facts.task, run.seq_len, NullProgress())
+    data = open_data(run, trained.job.facts.task, run.seq_len, Reporter())
     total, targets = 0.0, 0
     for batch in eval_batches(data.valid, 0, 1, 4, run.eval_samples):
         x = batch["inputs"]

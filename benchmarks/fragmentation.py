@@ -15,10 +15,10 @@ from typing import Any
 
 from zerofit.app.simulation import prepare_target
 from zerofit.cli.progress import StatusLine
-from zerofit.data import NullProgress
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import simulate
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.events import Reporter
 from zerofit.spec.hardware import find_device
 from zerofit.spec.load import load_run
 
@@ -48,7 +48,7 @@ def main() -> None:
     out = parser.parse_args().out
     cluster = Cluster(device=find_device(KIND), gpus=GPUS, host_bytes=2**41)
     targets = [
-        prepare_target(load_run(None, COMMON | spec), cluster, None, NullProgress()).target(0, cluster)
+        prepare_target(load_run(None, COMMON | spec), cluster, None, Reporter()).target(0, cluster)
         for spec in LAYOUTS.values()
     ]
     with StatusLine() as line:

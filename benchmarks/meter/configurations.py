@@ -17,8 +17,9 @@ import psutil
 import torch
 
 from zerofit.app.resolve import prepare
-from zerofit.data import NullProgress, open_data
+from zerofit.data import open_data
 from zerofit.simulate.target import SimulationTarget
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import load_run
 
 STEPS = 3
@@ -158,8 +159,8 @@ def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> SimulationT
     """The job of a configuration, as `zerofit train` would prepare it here, for rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {**options(name, models), "output": Path(folder) / "run"}
-        job, _, machine = prepare(load_run(None, asked), NullProgress())
-    inputs = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress()).inputs
+        job, _, machine = prepare(load_run(None, asked), Reporter())
+    inputs = open_data(job.run, job.facts.task, job.run.seq_len, Reporter()).inputs
     free_bytes = psutil.virtual_memory().available
     if machine.accelerator == "cuda":
         free_bytes = torch.cuda.mem_get_info()[1]

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.tuning.job import TuneJob
-from zerofit.data import NullProgress, open_data
+from zerofit.data import open_data
 from zerofit.launch.environment import environment
 from zerofit.launch.machine import this_machine
 from zerofit.models.inputs import TextInputs
+from zerofit.spec.events import Reporter
 
 PEER = Path(__file__).with_name("peer.py")
 LAST = 12  # lines of what it printed, where it fails
@@ -55,7 +56,7 @@ def autotune(job: TuneJob, ranks: int, limit_s: float) -> dict[str, Any]:
 
 def _arguments(job: TuneJob) -> list[str]:
     profile, run = next(iter(job.profiles.values())), job.run
-    inputs = open_data(run, profile.task, run.seq_len, NullProgress()).inputs
+    inputs = open_data(run, profile.task, run.seq_len, Reporter()).inputs
     args = ["--model", run.model, "--model-args", json.dumps(dict(run.model_args))]
     if isinstance(inputs, TextInputs):
         return [*args, "--seq-len", str(inputs.seq_len), "--classes", str(inputs.vocab_size)]

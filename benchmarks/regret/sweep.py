@@ -17,10 +17,10 @@ import yaml
 from zerofit.app.resolve import prepare
 from zerofit.app.tuning.job import TuneJob
 from zerofit.cli.view import JsonlTail
-from zerofit.data import NullProgress
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
 from zerofit.launch.machine import this_machine
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import load_run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.timing import Timing, timing
@@ -59,7 +59,7 @@ class Sweep:
         with tempfile.TemporaryDirectory(prefix="zerofit-sweep-") as place:
             file = Path(place) / "run.yaml"
             file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
-            _, folder, _ = prepare(load_run(file, {"output": Path(place) / "run"}), NullProgress())
+            _, folder, _ = prepare(load_run(file, {"output": Path(place) / "run"}), Reporter())
             self._ask({"folder": str(folder.path), "port": free_port()})
             found = self._watch(folder)
             ended = self._ask({"stop": True})

@@ -18,11 +18,12 @@ from tests.checkpoint.made import Made, make
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import locate
 from zerofit.checkpoint.model_card import read_about
-from zerofit.data import NullProgress, eval_batches, open_data
+from zerofit.data import eval_batches, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 TEXT = TextInputs(vocab_size=260, seq_len=16)
@@ -33,7 +34,7 @@ EXPERTS = {**GROUPED, "num_local_experts": 4}
 def eval_loss(model, trained):
     """Mean cross entropy over the validation samples that the run's evaluations look at."""
     run = trained.job.run
-    data = open_data(run, trained.job.facts.task, run.seq_len, NullProgress())
+    data = open_data(run, trained.job.facts.task, run.seq_len, Reporter())
     total, targets = 0.0, 0
     with torch.no_grad():
         for batch in eval_batches(data.valid, 0, 1, 4, run.eval_samples):

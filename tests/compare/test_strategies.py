@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from tests.compare.ranks import Ranks
 from zerofit.compare.catalog import STRATEGIES
 from zerofit.compare.job import MOMENTUM, CompareJob
-from zerofit.data import NullProgress, Order, open_data
+from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.spec.events import Reporter
 
 JOB = CompareJob(
     strategy="single", model="lenet", data="digits", ranks=2, global_batch=32, steps=9, lr=0.05, eval_samples=100
@@ -36,12 +37,12 @@ def rows(ranks):
 
 
 def parameters() -> int:
-    data = open_data(JOB.run, "image", None, NullProgress())
+    data = open_data(JOB.run, "image", None, Reporter())
     return sum(p.numel() for p in build(find("lenet"), data.inputs, {}).parameters())
 
 
 def test_the_single_device_is_plain_pytorch(ranks):
-    data = open_data(JOB.run, "image", None, NullProgress())
+    data = open_data(JOB.run, "image", None, Reporter())
     torch.manual_seed(0)
     model = build(find("lenet"), data.inputs, {}).double()
     velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zerofit.data import NullProgress, open_data
+from zerofit.data import open_data
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 
@@ -19,7 +20,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def opened():
     def open_(task="causal-lm", seq_len=None, **fields):
-        return open_data(Run(**fields), task, seq_len, NullProgress())
+        return open_data(Run(**fields), task, seq_len, Reporter())
 
     return open_
 

@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
-from zerofit.data import RichProgress
-from zerofit.data import progress as module
+from zerofit.cli.console import EventConsole
+from zerofit.spec.events import Reporter
 
 
 def test_plain_lines_without_a_terminal(capsys, monkeypatch):
-    clock = iter([0.0, 1.0, 6.0, 7.0])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    with RichProgress().task("reading", 3_000_000, "bytes") as task:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with Reporter(EventConsole()).task("reading", 3_000_000, "bytes") as task:
+        now = 1.0
         task.advance(1_000_000)
+        now = 6.0
         task.advance(1_000_000)
+        now = 7.0
     assert capsys.readouterr().err.splitlines() == [
         "reading (3.0 MB) ...",
         "reading: 2.0 MB of 3.0 MB, 6 s",
@@ -28,7 +32,7 @@ def test_waiting_is_said_once_it_happens(tmp_path, capsys):
     script = "import sys, time, filelock\nwith filelock.FileLock(sys.argv[1]):\n print(flush=True)\n time.sleep(0.5)"
     holder = subprocess.Popen([sys.executable, "-c", script, tmp_path / "a.lock"], stdout=subprocess.PIPE)
     holder.stdout.readline()
-    with waiting_lock(tmp_path / "a.lock", "another process works", RichProgress()):
+    with waiting_lock(tmp_path / "a.lock", "another process works", Reporter(EventConsole())):
         pass
     holder.communicate()
     assert "waiting: another process works" in capsys.readouterr().err

@@ -13,10 +13,11 @@ import pytest
 OPEN = """
 import sys
 import zerofit.data.token_cache as cache
-from zerofit.data import NullProgress, open_data
+from zerofit.data import open_data
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 {patch}
-data = open_data(Run(data="text:" + sys.argv[1]), "causal-lm", 16, NullProgress())
+data = open_data(Run(data="text:" + sys.argv[1]), "causal-lm", 16, Reporter())
 print(data.train.tokens, data.valid.tokens)
 """
 SLOW = """

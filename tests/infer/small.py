@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.models.small import TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_card import about_run, write_about
-from zerofit.data import Data, NullProgress, eval_indices, open_data
+from zerofit.data import Data, eval_indices, open_data
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
 from zerofit.infer.fit import room
@@ -24,6 +24,7 @@ from zerofit.infer.session import InferenceSession
 from zerofit.models.build import build, forward_logits
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 SAMPLES = 20
@@ -61,7 +62,7 @@ def save_small(folder: Path, key: str) -> nn.Module:
 def data_of(saved: SavedModel) -> Data:
     image = isinstance(saved.inputs, ImageInputs)
     run = Run(data=saved.about.data, image_size=saved.inputs.size if image else None)
-    return open_data(run, saved.task, None if image else TEXT.seq_len, NullProgress())
+    return open_data(run, saved.task, None if image else TEXT.seq_len, Reporter())
 
 
 def reference(model: nn.Module, data: Data, top: int = 5) -> tuple[float, float, float]:
@@ -91,7 +92,7 @@ def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torc
         dtype=dtype,
         limits=MemoryLimits(memory={"cpu": 0}),
         scratch=Path(mkdtemp(dir=scratch)),
-        progress=NullProgress(),
+        progress=Reporter(),
         say=lambda line: None,
     )
     least = place(made.empty, made.limits, WORKING).rows[0].needed
@@ -111,4 +112,4 @@ def figures(folder: Path, model: nn.Module) -> dict[str, Any]:
     """What an evaluation in several batches says, the last of them not full."""
     saved = open_saved(folder)
     judged = figures_of(saved, model, torch.float32)
-    return evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, NullProgress())
+    return evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, Reporter())

@@ -10,7 +10,7 @@ from tests.infer import own
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save_small
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
 from zerofit.checkpoint.model_card import about_run, write_about
-from zerofit.data import NullProgress, eval_batches
+from zerofit.data import eval_batches
 from zerofit.infer.evaluate import evaluate, working_bytes
 from zerofit.infer.figures import EvalFigures, cross_entropy_counts, figures_of
 from zerofit.infer.saved_model import open_saved
@@ -18,6 +18,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import RunFailed, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 
@@ -63,7 +64,7 @@ def test_squared_errors(tmp_path):
     saved = open_saved(tmp_path / "model")
     data = data_of(saved)
     judged = EvalFigures(task="image", dtype=torch.float32, own=True, loss="mse")
-    got = evaluate(model, judged, data, 8, SAMPLES, CPU, NullProgress())
+    got = evaluate(model, judged, data, 8, SAMPLES, CPU, Reporter())
     (batch,) = eval_batches(data.valid, 0, 1, SAMPLES, SAMPLES)
     wanted = functional.mse_loss(model(batch["inputs"]), batch["labels"].float())
     assert got["loss"] == pytest.approx(wanted.item(), rel=1e-5)
@@ -75,7 +76,7 @@ def test_a_loss_that_is_not_finite(tmp_path):
     saved = open_saved(tmp_path / "model")
     next(model.parameters()).data.fill_(torch.nan)
     with pytest.raises(RunFailed, match="the loss is nan"):
-        evaluate(model, figures_of(saved, model, torch.float32), data_of(saved), 8, 8, CPU, NullProgress())
+        evaluate(model, figures_of(saved, model, torch.float32), data_of(saved), 8, 8, CPU, Reporter())
 
 
 def test_working_memory_is_what_a_hand_count_says():

@@ -9,11 +9,11 @@ import torch
 
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, reference, save, save_small, session
 from tests.models.small import TRANSFORMERS
-from zerofit.data import NullProgress
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
 from zerofit.infer.saved_model import open_saved
 from zerofit.spec.errors import RunFailed, UserError
+from zerofit.spec.events import Reporter
 
 OWN = "tests.infer.own"
 VISION = ("simplecnn", f"{OWN}:tiny_vit", f"{OWN}:tiny_swin", f"{OWN}:tiny_densenet")
@@ -64,7 +64,7 @@ def test_lower_precision_is_the_model_cast(key, share, tmp_path):
     assert bool(list(tmp_path.glob("*/rewritten/*.safetensors"))) == (share < 1)
     data = data_of(open_saved(tmp_path / "model"))
     judged = figures_of(open_saved(tmp_path / "model"), mine, torch.bfloat16)
-    got = evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, NullProgress())
+    got = evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, Reporter())
     assert got["loss"] == pytest.approx(reference(model, data)[0], rel=2e-5)
 
 

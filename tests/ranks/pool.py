@@ -9,11 +9,11 @@ from pathlib import Path
 
 from zerofit.app.prepare_folder import make_ready
 from zerofit.app.resolve import prepare
-from zerofit.data import NullProgress
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import load_run
 from zerofit.spec.run_folder import Job, RunFolder
 
@@ -50,7 +50,7 @@ class RankPool:
     def train(self, output: Path, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks. Raises what preparing raises."""
         run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
-        job, folder, machine = prepare(run, NullProgress())
+        job, folder, machine = prepare(run, Reporter())
         make_ready(folder, job.start)
         env = environment(machine.accelerator, machine.cores, self.ranks)
         build_ops(needed_ops(job.ds_config, machine), env, print)
@@ -60,7 +60,7 @@ class RankPool:
 
     def fail(self, output: Path, **options) -> list[dict]:
         """The problems with which every rank stopped."""
-        job_folder = prepare(load_run(None, {"output": output, "ranks": self.ranks, **options}), NullProgress())[1]
+        job_folder = prepare(load_run(None, {"output": output, "ranks": self.ranks, **options}), Reporter())[1]
         return [json.loads(word) for word in self._submit(job_folder)]
 
     def _submit(self, folder: RunFolder) -> list[str]:

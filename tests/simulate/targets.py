@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from zerofit.app.simulation import prepare_target
-from zerofit.data import NullProgress
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.events import Reporter
 from zerofit.spec.hardware import cpu_device, find_device
 from zerofit.spec.load import load_run
 
@@ -34,7 +34,7 @@ def target(
     flags = {"precision": "fp32", "micro_batch": 2, **flags}
     asked = load_run(None, {"ds_config": config, **flags})
     where = cluster(gpus, kind)
-    return prepare_target(asked, where, image, NullProgress()).target(rank, where)
+    return prepare_target(asked, where, image, Reporter()).target(rank, where)
 
 
 def end_bytes(answer: dict[str, Any]) -> int:

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from tests.train.reference import Plan, relative_difference, text_windows, train
 from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
-from zerofit.data import NullProgress, Order, open_data
+from zerofit.data import Order, open_data
 from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 STEPS = 20
@@ -85,7 +86,7 @@ def references(corpus: Path):
 
 
 def digits(image_size: int):
-    data = open_data(Run(data="digits", image_size=image_size), "image", None, NullProgress()).train
+    data = open_data(Run(data="digits", image_size=image_size), "image", None, Reporter()).train
 
     def samples(indices: np.ndarray, positions: range):
         batch = data.batch(indices, positions)
@@ -95,7 +96,7 @@ def digits(image_size: int):
 
 
 def masked(corpus: Path):
-    data = open_data(Run(data=f"text:{corpus}"), "masked-lm", SEQ_LEN, NullProgress()).train
+    data = open_data(Run(data=f"text:{corpus}"), "masked-lm", SEQ_LEN, Reporter()).train
 
     def samples(indices: np.ndarray, positions: range):
         batch = data.batch(indices, Order(len(data), seed=0).keys(positions.start, positions.stop))

@@ -13,16 +13,17 @@ from torch.nn import functional
 
 from tests.train.own_models import OwnLoss, fingerprint
 from tests.train.reference import Plan, sample_order
-from zerofit.data import NullProgress, open_data
+from zerofit.data import open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return open_data(Run(data="digits"), "image", None, NullProgress())
+    return open_data(Run(data="digits"), "image", None, Reporter())
 
 
 def test_lenet_learns_digits(pools, tmp_path):
@@ -30,7 +31,7 @@ def test_lenet_learns_digits(pools, tmp_path):
     trained = pools(2).train(tmp_path / "run", model="lenet", **how)
     assert trained.result["eval"]["accuracy"] >= 0.97
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
-    assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, NullProgress()).train) / 16)
+    assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
 
 
 def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):

@@ -18,11 +18,12 @@ from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.json_findings import where
 from zerofit.config.resolve import Decision, decide, resolve
 from zerofit.config.validate import check_machine, check_model
-from zerofit.data import Data, Progress, default_data, open_data, split_name
+from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource, find
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
@@ -34,7 +35,7 @@ DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 DEFAULT_EPOCHS = 1.0
 
 
-def prepare(asked: RunRequest, progress: Progress, machine: Machine | None = None) -> tuple[Job, RunFolder, Machine]:
+def prepare(asked: RunRequest, progress: Reporter, machine: Machine | None = None) -> tuple[Job, RunFolder, Machine]:
     """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong.
 
     `machine`: the devices of all hosts together; None: those of this one.
@@ -50,7 +51,7 @@ def prepare(asked: RunRequest, progress: Progress, machine: Machine | None = Non
     return job, folder, machine
 
 
-def decided(asked: RunRequest, progress: Progress, machine: Machine, problems: Problems) -> tuple[Job, dict[str, Any]]:
+def decided(asked: RunRequest, progress: Reporter, machine: Machine, problems: Problems) -> tuple[Job, dict[str, Any]]:
     """The job with everything decided, and the DeepSpeed JSON as the user has it; no folder is made.
 
     Raises UserError with all that is wrong, and what `problems` has by now.

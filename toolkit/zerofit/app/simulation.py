@@ -11,7 +11,7 @@ from zerofit.app.resolve import ds_document, ds_place, find_model, seq_len_of
 from zerofit.check.document import Document, of_data
 from zerofit.config.resolve import decide, resolve
 from zerofit.config.validate import check_machine, check_model
-from zerofit.data import Progress, open_data
+from zerofit.data import open_data
 from zerofit.launch.machine import this_machine
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.context import blas_workspaces
@@ -19,6 +19,7 @@ from zerofit.simulate.knobs import Knob
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run_folder import Job
@@ -47,7 +48,7 @@ class PreparedTarget:
         )
 
 
-def prepare_target(asked: RunRequest, cluster: Cluster, image: str | None, progress: Progress) -> PreparedTarget:
+def prepare_target(asked: RunRequest, cluster: Cluster, image: str | None, progress: Reporter) -> PreparedTarget:
     """Check everything that does not need the data. Raises UserError with all that is wrong."""
     document = ds_document(asked.run)
     return _prepared(asked, document, ds_place(asked.run), cluster, image, progress)
@@ -57,18 +58,18 @@ def turned(
     asked: RunRequest, prepared: PreparedTarget, knob: Knob, cluster: Cluster, image: str | None
 ) -> PreparedTarget | None:
     """The job with a knob turned; None where zerofit or DeepSpeed would refuse it."""
-    from zerofit.data import NullProgress
+    from zerofit.spec.events import Reporter
 
     places: Mapping[str, str] = {**asked.places, **{field: field for field in knob.fields}}
     changed = RunRequest(run=asked.run.model_copy(update=knob.fields), places=places)
     try:
-        return _prepared(changed, of_data(knob.config), "ds_config", cluster, image, NullProgress())
+        return _prepared(changed, of_data(knob.config), "ds_config", cluster, image, Reporter())
     except UserError:
         return None
 
 
 def _prepared(
-    asked: RunRequest, document: Document, place: str, cluster: Cluster, image: str | None, progress: Progress
+    asked: RunRequest, document: Document, place: str, cluster: Cluster, image: str | None, progress: Reporter
 ) -> PreparedTarget:
     problems, machine = Problems(), _machine(cluster)
     asked = _on_all(asked, cluster, problems)

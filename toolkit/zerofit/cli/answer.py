@@ -1,31 +1,49 @@
-"""How every command answers: a last line of JSON if asked, errors in one form, exit codes 0, 2, 3, 75 and 130."""
+"""How every command answers: JSON as the last line if asked, errors in one form, exit codes 0, 1, 2, 3, 70, 75, 130."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import click
 
 from zerofit.models.catalog import ModelError
+from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
 
-BAD_INPUT, FAILED, RUN_AGAIN, STOPPED = 2, 3, 75, 130
+FINDING, BAD_INPUT, FAILED, INTERNAL, RUN_AGAIN, STOPPED = 1, 2, 3, 70, 75, 130
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def answer(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+class Result(Protocol):
+    """What a command's work returns."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        ...
+
+
+R = TypeVar("R", bound="Result | dict[str, Any]")
+
+
+def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R:
     """Do a command's work and print its answer; bad input and failed runs end the process with their exit codes."""
     with _stoppable():
         result = _done(work, as_json)
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)
     else:
         show(result)
+    return result
 
 
 @contextmanager
@@ -39,8 +57,8 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _done(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
-    """What the work gives; where it fails, the process ends here."""
+def _done(work: Callable[[], R], as_json: bool) -> R:
+    """Return what the work gives; where it fails, the process ends here."""
     try:
         return work()
     except UserError as error:
@@ -55,6 +73,29 @@ def _done(work: Callable[[], dict[str, Any]], as_json: bool) -> dict[str, Any]:
         where = str(request)
         hint = f"`zerofit plot {where}` shows how far it came" if where else ""
         fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
+
+
+def fail_internally(error: Exception, as_json: bool) -> NoReturn:
+    """End with exit code 70 for an error of zerofit itself; the traceback is in a file that the message names."""
+    message = f"zerofit failed: {type(error).__name__}: {error}"
+    hint = "this is an error of zerofit: please report it with the traceback in that file"
+    problem = Problem(kind="internal", message=message, hint=hint, where=str(_write_traceback(error)))
+    fail([problem], INTERNAL, as_json)
+
+
+def _write_traceback(error: Exception) -> Path:
+    """Write the traceback where other things of zerofit are kept, else among the temporary files."""
+    name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    text = f"{' '.join(sys.argv)}\n\n" + "".join(traceback.format_exception(error))
+    for folder in (cache_root() / "errors", Path(tempfile.gettempdir())):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+            return folder / name
+        except OSError:
+            continue
+    sys.stderr.write(text)
+    return Path("(above)")
 
 
 def fail(problems: list[Problem], code: int, as_json: bool) -> NoReturn:

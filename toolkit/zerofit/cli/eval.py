@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer, fail
+from zerofit.cli.console import EventConsole
 from zerofit.cli.options import run_options
+from zerofit.spec.events import Reporter
 
 FINDING = 1
 MICRO_BATCH = 8
@@ -65,7 +67,7 @@ def run(work: Callable[[], dict[str, Any]], as_json: bool, show: Callable[[dict[
 def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     say("looking at the model and the data ...")  # importing torch alone takes seconds
     from zerofit.cli.progress import StatusLine
-    from zerofit.data import RichProgress, split_name
+    from zerofit.data import split_name
     from zerofit.infer.eval_data import open_asked_data, scratch_folder
     from zerofit.infer.evaluate import evaluate, working_bytes
     from zerofit.infer.figures import figures_of
@@ -75,7 +77,7 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
 
-    problems, progress = Problems(), RichProgress()
+    problems, progress = Problems(), Reporter(EventConsole())
     flags = {name: options[name] for name in DATA_FIELDS if options[name] is not None}
     problems.attempt(lambda: load_run(None, flags))
     if "data" in flags:

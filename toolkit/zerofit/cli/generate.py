@@ -8,8 +8,10 @@ from typing import Any
 
 import click
 
+from zerofit.cli.console import EventConsole
 from zerofit.cli.eval import passed_over, placement_options, run, say
 from zerofit.cli.options import run_options
+from zerofit.spec.events import Reporter
 
 
 @click.command()
@@ -45,7 +47,6 @@ def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
 def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, Any]:
     say("looking at the model ...")  # importing torch alone takes seconds
     from zerofit.cli.progress import StatusLine
-    from zerofit.data import RichProgress
     from zerofit.infer.eval_data import scratch_folder
     from zerofit.infer.generate import generate, working_bytes
     from zerofit.infer.generation_request import make_wish
@@ -66,7 +67,7 @@ def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, A
             saved, dtype = open_model(folder, options["dtype"], scratch, line.show)
         wish, decode = make_wish(saved, options)
         session = InferenceSession(
-            saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=RichProgress(), say=say
+            saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=Reporter(EventConsole()), say=say
         )
         working = working_bytes(session.empty, wish, session.main)
         model, placement = session.load(working, "a smaller --max-new-tokens,")

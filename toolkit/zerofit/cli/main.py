@@ -8,6 +8,7 @@ import json
 
 import click
 
+from zerofit.cli.answer import fail_internally
 from zerofit.cli.calibrate import calibrate
 from zerofit.cli.check import check, schema
 from zerofit.cli.ckpt import ckpt
@@ -34,14 +35,16 @@ class Commands(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; click prints the error and exits with 2."""
+        """Run the command; click prints its errors and exits with 2, an error of zerofit itself ends with 70."""
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
-            if ctx.meta["json"]:
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError) as error:
+            if ctx.meta["json"] and isinstance(error, click.UsageError):
                 problem = Problem(kind="usage", message=error.format_message(), hint="see --help")
                 print(json.dumps({"error": problem.as_dict()}), flush=True)
             raise
+        except Exception as error:
+            fail_internally(error, ctx.meta["json"])
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -36,7 +36,7 @@ class StatusLine:
     def say(self, text: str) -> None:
         """A line that stays."""
         if self._status:
-            self._status.console.print(text, highlight=False, soft_wrap=True)
+            self._status.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole
 from zerofit.cli.options import run_options
+from zerofit.spec.events import Reporter
 
 FINDING = 1
 RUN_FIELDS = (
@@ -81,12 +83,11 @@ def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
     from zerofit.app.simulation import prepare_target, ranks_of
     from zerofit.cli.progress import StatusLine
     from zerofit.cli.simulate_show import show
-    from zerofit.data import RichProgress
     from zerofit.simulate.run import simulate as run
     from zerofit.simulate.summary import open_question, summary
     from zerofit.spec.errors import Problem, Problems
 
-    prepared = prepare_target(asked, cluster, options["image"], RichProgress())
+    prepared = prepare_target(asked, cluster, options["image"], Reporter(EventConsole()))
     targets = [prepared.target(rank, cluster) for rank in ranks_of(prepared, options["rank"])]
     with StatusLine() as line:
         simulations = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole
 from zerofit.cli.options import run_options
+from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import RunFolder
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
@@ -88,10 +90,9 @@ def start(asked: Any) -> dict[str, Any]:
     click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
     from zerofit.app.prepare_folder import finished_before, make_ready
     from zerofit.app.resolve import prepare
-    from zerofit.data import RichProgress
     from zerofit.launch.run_lock import held
 
-    job, folder, machine = prepare(asked, RichProgress())
+    job, folder, machine = prepare(asked, Reporter(EventConsole()))
     finished = finished_before(job, folder)
     if finished:
         click.echo(f"note: all {job.steps} steps of this run are done; a larger --steps goes on with it", err=True)

@@ -19,11 +19,12 @@ from torchvision.ops import StochasticDepth
 from zerofit.compare.gan import GanPair, noise_planes
 from zerofit.compare.job import MOMENTUM, CompareJob
 from zerofit.compare.measure import StrategyMeter
-from zerofit.data import IGNORED, NullProgress, Order, open_data
+from zerofit.data import IGNORED, Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.layers import as_layers
+from zerofit.spec.events import Reporter
 from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
@@ -41,7 +42,7 @@ class BenchmarkTask:
     def __init__(self, job: CompareJob, folder: Path, rank: int):
         self.job, self.rank = job, rank
         self.task = task_of(find(job.model), job.run)
-        self._data = open_data(job.run, self.task, job.seq_len, NullProgress())  # type: ignore[arg-type]
+        self._data = open_data(job.run, self.task, job.seq_len, Reporter())  # type: ignore[arg-type]
         self._order = Order(len(self._data.train), job.seed)
         self.device = torch.device("cpu")
         if job.accelerator == "cuda":

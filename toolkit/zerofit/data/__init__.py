@@ -6,17 +6,13 @@ from zerofit.data.loader import default_workers, micro_batches
 from zerofit.data.names import KINDS, default_data, split_name
 from zerofit.data.opening import open_data
 from zerofit.data.order import Order
-from zerofit.data.progress import NullProgress, Progress, RichProgress
 
 __all__ = [
     "IGNORED",
     "KINDS",
     "Data",
     "Dataset",
-    "NullProgress",
     "Order",
-    "Progress",
-    "RichProgress",
     "TaskName",
     "default_data",
     "default_workers",

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
-from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 
 HELD_OUT = 0.05  # share of the text that becomes validation data where a source brings no split of its own
 WHOLE_DOCUMENTS_FROM = 20  # from so many documents on, whole ones are held out
@@ -48,7 +48,7 @@ class Source(ABC):
         """Changes when a file is added, removed or written to; found without reading the files."""
 
     @abstractmethod
-    def survey(self, progress: Progress) -> Survey:
+    def survey(self, progress: Reporter) -> Survey:
         """Hash all content and count the documents. Raises UserError "empty-data"."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class FileSource(Source):
         """Names, sizes and times of change."""
         return files_fingerprint(self.files)
 
-    def survey(self, progress: Progress) -> Survey:
+    def survey(self, progress: Reporter) -> Survey:
         """One document for each file."""
         return Survey(hash_files(self.name, self.files, progress), len(self.files))
 
@@ -158,7 +158,7 @@ def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
     return text_digest(*(f"{path}\0{s.st_size}\0{s.st_mtime_ns}" for path, s in facts))
 
 
-def hash_files(name: str, files: tuple[tuple[str, Path], ...], progress: Progress) -> str:
+def hash_files(name: str, files: tuple[tuple[str, Path], ...], progress: Reporter) -> str:
     """Hash of all names (which decide the split) and all bytes, in order."""
     state = hashlib.blake2b(digest_size=16)
     total = sum(path.stat().st_size for _, path in files)

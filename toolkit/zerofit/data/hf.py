@@ -10,8 +10,8 @@ from typing import Any
 from zerofit.data.documents import NAMED, Source, Survey, TextPiece, held_out_hash, split_text
 from zerofit.data.hashing import text_digest
 from zerofit.data.hub import hub_if_reachable
-from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
@@ -72,7 +72,7 @@ class HfSource(Source):
         valid = self.valid._fingerprint if self.valid is not None else ""
         return text_digest(self.train._fingerprint, valid, self.field)
 
-    def survey(self, progress: Progress) -> Survey:
+    def survey(self, progress: Reporter) -> Survey:
         """The fingerprint stands for the content: reading it again would find nothing new."""
         return Survey(self.fingerprint(), len(self.train))
 

@@ -15,8 +15,8 @@ from zerofit.data.files import write_aside
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.locks import waiting_lock
 from zerofit.data.paths import cache_errors, cache_root
-from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 
 NAMED = 20  # files that an error lists
 
@@ -35,7 +35,7 @@ class ImageFile:
         return name_hash(f"{self.name}\0{self.stamp[0]}\0{self.stamp[1]}")
 
 
-def unreadable(root: Path, files: list[ImageFile], progress: Progress) -> dict[str, str]:
+def unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
     """Names of the files that cannot be decoded, with the reason. Decodes only what was not seen before."""
     store = cache_root() / "images" / f"{text_digest(str(root))}.json"
     text = f"another process checks the images in {root}"
@@ -69,7 +69,7 @@ def refuse_or_skip(root: Path, bad: dict[str, str], skip: bool) -> None:
     raise UserError(Problem(kind="bad-image", message=message, hint=hint, where="--data"))
 
 
-def _decode_all(root: Path, files: list[ImageFile], progress: Progress) -> dict[str, str]:
+def _decode_all(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
     """Threads are enough: the decoders release the interpreter's lock."""
     bad = {}
     threads = len(os.sched_getaffinity(0))

@@ -13,13 +13,13 @@ from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.opened import OpenedImages
 from zerofit.data.paths import data_root
 from zerofit.data.pixels import PixelImages, Scaling
-from zerofit.data.progress import Progress
 from zerofit.data.synthetic import SyntheticImages, parse_size
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 
-def open_digits(run: Run, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
+def open_digits(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
     """scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
     from sklearn.datasets import load_digits
 
@@ -60,7 +60,7 @@ class VisionSet:
     mib: int = 0  # how much is downloaded
 
 
-def open_vision_set(word: str, run: Run, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
+def open_vision_set(word: str, run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
     """One of torchvision's sets, from --data-root; fetched into it when --download is given.
 
     Raises UserError "data-missing" or "download".
@@ -80,7 +80,7 @@ def open_vision_set(word: str, run: Run, argument: str, task: TaskName, progress
     return OpenedImages(train=splits[0], valid=splits[1], channels=len(facts.mean), size=size, classes=10)
 
 
-def _fetch(word: str, facts: VisionSet, run: Run, progress: Progress) -> None:
+def _fetch(word: str, facts: VisionSet, run: Run, progress: Reporter) -> None:
     """Download where that is asked for and needed; one process of a machine does, the others wait."""
     if not run.download:
         return
@@ -125,7 +125,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def open_synthetic_images(run: Run, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
+def open_synthetic_images(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
     """Made-up 3-channel images, 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size. Learnable."""
     classes, size = parse_size(argument, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
@@ -147,7 +147,7 @@ VISION_SETS: dict[str, VisionSet] = {
     ),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[Run, str, TaskName, Progress], OpenedImages]] = {
+IMAGE_SOURCES: dict[str, Callable[[Run, str, TaskName, Reporter], OpenedImages]] = {
     "digits": open_digits,
     "mnist": partial(open_vision_set, "mnist"),
     "fashion-mnist": partial(open_vision_set, "fashion-mnist"),

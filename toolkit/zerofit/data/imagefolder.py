@@ -14,8 +14,8 @@ from zerofit.data.hashing import held_out_limit, name_hash
 from zerofit.data.image_check import ImageFile, refuse_or_skip, unreadable
 from zerofit.data.opened import OpenedImages
 from zerofit.data.pixels import Scaling
-from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
@@ -24,7 +24,7 @@ VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
 
 
-def open_imagefolder(run: Run, argument: str, task: TaskName, progress: Progress) -> OpenedImages:
+def open_imagefolder(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
     """PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
 
     Without such a folder a tenth of the files, by the hash of their relative names, is held out. Each file is decoded

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerofit.data.progress import Progress
+from zerofit.spec.events import Reporter
 
 
 @contextmanager
-def waiting_lock(path: Path, text: str, progress: Progress) -> Iterator[None]:
+def waiting_lock(path: Path, text: str, progress: Reporter) -> Iterator[None]:
     """Hold the lock file `path`. `text` ("another process ...") is shown while somebody else holds it.
 
     The operating system drops the lock of a process that dies, however it dies.

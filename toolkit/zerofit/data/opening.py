@@ -10,20 +10,20 @@ import numpy as np
 from zerofit.data.base import Data, Dataset, TaskName
 from zerofit.data.documents import Source
 from zerofit.data.names import check_task, default_data, media_of, split_name
-from zerofit.data.progress import Progress
 from zerofit.data.synthetic import SyntheticText, parse_size
 from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 DEFAULT_SEQ_LEN = 256
 T = TypeVar("T")
 
 
-def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Progress) -> Data:
+def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Reporter) -> Data:
     """Open the data of a run; prepare and cache what that takes.
 
     `seq_len` (tokens a sample) is that of the model, as resolved; else run.seq_len, else 256. The same in every
@@ -41,7 +41,7 @@ def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Progress)
     return _open_text(name, word, argument, run, task, length, progress)
 
 
-def _open_images(name: str, word: str, argument: str, run: Run, task: TaskName, progress: Progress) -> Data:
+def _open_images(name: str, word: str, argument: str, run: Run, task: TaskName, progress: Reporter) -> Data:
     from zerofit.data.image_sources import IMAGE_SOURCES
 
     images = IMAGE_SOURCES[word](run, argument, task, progress)
@@ -70,7 +70,7 @@ def _open_synthetic_text(name: str, argument: str, run: Run, task: TaskName, seq
     )
 
 
-def _open_text(name: str, word: str, argument: str, run: Run, task: TaskName, seq_len: int, progress: Progress) -> Data:
+def _open_text(name: str, word: str, argument: str, run: Run, task: TaskName, seq_len: int, progress: Reporter) -> Data:
     from zerofit.data.text_sources import TEXT_SOURCES
 
     problems = Problems()

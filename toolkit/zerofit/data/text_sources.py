@@ -22,8 +22,8 @@ from zerofit.data.documents import (
     split_text,
 )
 from zerofit.data.hf import open_hf
-from zerofit.data.progress import Progress
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 _NOT_LIBRARY = frozenset(
@@ -96,7 +96,7 @@ class JsonlSource(Source):
         """Names, sizes and times of change."""
         return files_fingerprint(self.files) + self.field
 
-    def survey(self, progress: Progress) -> Survey:
+    def survey(self, progress: Reporter) -> Survey:
         """Lines that are not blank are documents."""
         digest = hash_files(self.name, self.files, progress) + self.field
         return Survey(digest, sum(1 for _ in self._lines()))

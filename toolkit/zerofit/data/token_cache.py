@@ -17,9 +17,9 @@ from zerofit.data.files import write_aside
 from zerofit.data.hashing import text_digest
 from zerofit.data.locks import waiting_lock
 from zerofit.data.paths import cache_errors, cache_root
-from zerofit.data.progress import Progress
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 
 FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
 SPLITS = ("train", "valid")
@@ -53,7 +53,7 @@ class Tokens:
     unigram_entropy_nats: float  # see Data.unigram_entropy_nats
 
 
-def open_tokens(source: Source, tokenizer: Tokenizer, progress: Progress) -> Tokens:
+def open_tokens(source: Source, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
     """The tokens of a source: mapped if they were made before, else made now (or by whoever is at it already).
 
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
@@ -70,7 +70,7 @@ def open_tokens(source: Source, tokenizer: Tokenizer, progress: Progress) -> Tok
         return _find_or_build(source, tokenizer, progress, known)
 
 
-def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Progress, known: Path) -> Tokens:
+def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Reporter, known: Path) -> Tokens:
     root, before = known.parent.parent, source.fingerprint()
     survey = source.survey(progress)
     key = text_digest(survey.digest, tokenizer.identity, FORMAT)
@@ -90,7 +90,7 @@ def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Progress, kno
     return tokens
 
 
-def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents: int, progress: Progress) -> None:
+def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents: int, progress: Reporter) -> None:
     """Write the files into a folder beside, flush them to the disk, and rename the folder into place."""
     aside = root / f"{key}.build"
     shutil.rmtree(aside, ignore_errors=True)

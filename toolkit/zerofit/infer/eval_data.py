@@ -8,11 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zerofit.data import Data, Progress, default_data, open_data
+from zerofit.data import Data, default_data, open_data
 from zerofit.data.names import media_of
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
@@ -37,7 +38,7 @@ def scratch_folder(asked: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Progress) -> Data:
+def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Reporter) -> Data:
     """The data to evaluate on: that of `flags` (fields of Run), where they are silent that of the training.
 
     Raises UserError with all that does not go with the model.

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.data import Data, Progress, default_workers, eval_batches, eval_indices
+from zerofit.data import Data, default_workers, eval_batches, eval_indices
 from zerofit.infer.activation_memory import working
 from zerofit.infer.failures import failures, guarded
 from zerofit.infer.figures import EvalFigures
 from zerofit.infer.limits import Device
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.events import Reporter
 
 LONGEST_LOSS = 700.0  # exp() of more overflows
 
@@ -28,7 +29,7 @@ def evaluate(
     micro: int,
     limit: int | None,
     device: torch.device,
-    progress: Progress,
+    progress: Reporter,
 ) -> dict[str, Any]:
     """The model's figures over all validation samples, or `limit` of them, `micro` at a time.
 

@@ -11,7 +11,6 @@ from accelerate.utils import find_tied_parameters, retie_parameters, set_module_
 from safetensors import safe_open
 from torch import nn
 
-from zerofit.data import Progress
 from zerofit.infer.meta_model import loads_whole
 from zerofit.infer.placement import Placement, device_of
 from zerofit.infer.quiet import quiet
@@ -19,10 +18,11 @@ from zerofit.infer.saved_model import SavedModel
 from zerofit.infer.weights import StoredTensor
 from zerofit.models.hf import AUTO_CLASSES
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 
 
 def load_model(
-    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, progress: Progress
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, progress: Reporter
 ) -> nn.Module:
     """The model with its weights in place, ready to run on `placement.execution_device`.
 
@@ -64,7 +64,7 @@ def _transformers(
     return model
 
 
-def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, progress: Progress) -> nn.Module:
+def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, progress: Reporter) -> nn.Module:
     """Any other model: tensor by tensor to its device, and hooks for what stays on the disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)

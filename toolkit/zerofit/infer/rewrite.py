@@ -15,10 +15,10 @@ from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.safetensors_writer import TensorEntry, write_file
 from zerofit.checkpoint.staging import refuse_small_disk
-from zerofit.data import Progress
 from zerofit.infer.quiet import quiet
 from zerofit.infer.saved_model import SavedModel
 from zerofit.infer.weights import StoredWeights, read_weights
+from zerofit.spec.events import Reporter
 
 FILE = "model.safetensors"
 COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halves stacked, the whole
@@ -43,7 +43,7 @@ class WeightRewrite:
         largest = max((math.prod(shapes[part.source]) for part in self._merged), default=0)
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
 
-    def write(self, scratch: Path, progress: Progress) -> SavedModel:
+    def write(self, scratch: Path, progress: Reporter) -> SavedModel:
         """The model with its weights in one safetensors file inside `scratch`, a tensor at a time in memory.
 
         Raises UserError where the disk is too small, and where a number has no place in the type ("overflow").

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofit.data import Progress
 from zerofit.infer.failures import failures
 from zerofit.infer.fit import refuse_merging, refuse_misfit
 from zerofit.infer.limits import Device, MemoryLimits
@@ -21,6 +20,7 @@ from zerofit.infer.placement import Placement, main_device, place
 from zerofit.infer.placement_table import table
 from zerofit.infer.rewrite import WeightRewrite
 from zerofit.infer.saved_model import DTYPES, SavedModel, exported, is_checkpoint, open_saved
+from zerofit.spec.events import Reporter
 
 
 @dataclass(kw_only=True)
@@ -31,7 +31,7 @@ class InferenceSession:
     dtype: torch.dtype
     limits: MemoryLimits
     scratch: Path  # for what is written on the way
-    progress: Progress
+    progress: Reporter
     say: Callable[[str], None]  # a line for people
     empty: nn.Module = field(init=False)  # the model without weights
     _before: int = field(init=False, default=0)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zerofit.data import Data, NullProgress, open_data
+from zerofit.data import Data, open_data
+from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import Job, RunFolder, write_json
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
@@ -38,7 +39,7 @@ def train(job: Job, folder: RunFolder, signals: SignalNotes | None = None) -> di
     place = place_of(rank, job.layout)
     events = Events(folder.events if rank == 0 else None)
     events("phase", text="reading the data")
-    data = open_data(job.run, job.facts.task, job.run.seq_len, NullProgress())
+    data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
     events("phase", text="building the model and the DeepSpeed engine")
     driver = _driver(job)(job, place, data.inputs)
     _seed_rank(job, place)

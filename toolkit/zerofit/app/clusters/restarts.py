@@ -20,10 +20,10 @@ from zerofit.app.prepare_folder import find_folder, finished_before, make_ready
 from zerofit.app.resolve import prepare
 from zerofit.app.supervision import run_once
 from zerofit.checkpoint.store import Store
+from zerofit.cli.console import EventConsole
 from zerofit.cli.preflight_show import show_checks
 from zerofit.cli.view import RunView
 from zerofit.config.rebatch import regroup, shown
-from zerofit.data import RichProgress
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
 from zerofit.doctor.shared_folder_checks import disk
@@ -31,6 +31,7 @@ from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.watch import Watch
@@ -80,7 +81,7 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
-            job, folder, _ = prepare(self.asked, RichProgress(), machine)
+            job, folder, _ = prepare(self.asked, Reporter(EventConsole()), machine)
             if found:
                 _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
             finished = finished_before(job, folder)

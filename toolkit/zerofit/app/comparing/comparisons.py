@@ -15,15 +15,17 @@ import click
 from zerofit.app.comparing.processes import run_job
 from zerofit.app.comparing.rows import RowStore, against_one_rank, against_single, failure, strategy_row
 from zerofit.app.resolve import seq_len_of
+from zerofit.cli.console import EventConsole
 from zerofit.cli.progress import StatusLine
 from zerofit.compare.catalog import STRATEGIES, Strategy
 from zerofit.compare.job import CompareJob
-from zerofit.data import RichProgress, default_data, open_data
+from zerofit.data import default_data, open_data
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.machine import this_machine
 from zerofit.models.catalog import find
 from zerofit.report.compare_files import write_comparison
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.events import Reporter
 from zerofit.train.probe import models_say, probe, task_of
 
 ALL = 10**9  # validation samples
@@ -203,7 +205,7 @@ def _job(model: str, options: dict[str, Any], problems: Problems, batch_flag: st
     assert task
     source = find(job.model)
     job = replace(job, seq_len=seq_len_of(job.run, source, task, SEQ_LEN))
-    data = open_data(job.run, task, job.seq_len, RichProgress())  # type: ignore[arg-type]
+    data = open_data(job.run, task, job.seq_len, Reporter(EventConsole()))  # type: ignore[arg-type]
     for note in data.notes:
         click.echo(f"note: {note}", err=True)
     problems.attempt(lambda: probe(source, task, data.inputs, job.run))

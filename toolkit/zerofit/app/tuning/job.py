@@ -19,7 +19,8 @@ from zerofit.app.planning.questions import forecast_of, of_size
 from zerofit.app.planning.result import choice_json
 from zerofit.app.resolve import decided
 from zerofit.app.tuning.space import allows, read_space
-from zerofit.data import NullProgress, RichProgress, open_data
+from zerofit.cli.console import EventConsole
+from zerofit.data import open_data
 from zerofit.launch.hostfile import Host
 from zerofit.launch.machine import this_machine
 from zerofit.plan.search import search
@@ -27,6 +28,7 @@ from zerofit.plan.space import PlanRequest
 from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
@@ -59,7 +61,7 @@ class TuneJob:
         """Check the run, trace its model, forecast every configuration. Raises UserError and ModelError."""
         allowed = read_space(space) if space else {}
         machine = machine_of(hosts, None) if hosts else this_machine()
-        job, source = decided(asked, RichProgress(), machine, Problems())
+        job, source = decided(asked, Reporter(EventConsole()), machine, Problems())
         used = filled(hosts, job.layout.world_size) if hosts else ()
         run, cluster = job.run, _cluster(job, used)
         precisions = allowed.get("precision") or [run.precision or "fp32"]
@@ -177,5 +179,5 @@ def _forecast(profile: Profile, cluster: Cluster, wish: PlanRequest) -> Any:
 def _image(job: Job) -> str | None:
     if job.facts.task != "image":
         return None
-    inputs = open_data(job.run, "image", None, NullProgress()).inputs
+    inputs = open_data(job.run, "image", None, Reporter()).inputs
     return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"

@@ -1,0 +1,98 @@
+"""Events: what work tells while it goes on, shown by the command line and handed to `on_event` in Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "status",  # what is being done now; takes the place of the status before
+    "phase",  # a status of a run that is worth a line of its own where there is no terminal
+    "task",  # work of a known kind of unit: `done` of `total`
+    "note",  # something a user should know
+    "warning",  # something a user should look at; `data["where"]` says where
+    "training",  # ranks begin to train: `data` has steps, and done where a run goes on
+    "metrics",  # one record of metrics.jsonl
+    "saved",  # a checkpoint is visible: step, save_s
+    "evaluated",  # figures of an evaluation: step, loss, accuracy or perplexity
+]
+TELL_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing worth telling."""
+
+    kind: Kind
+    text: str = ""
+    done: int = 0  # units of a task so far
+    total: int | None = None  # units of a task in all, None where nobody knows
+    unit: str = ""  # "bytes", "images", "parameters"
+    ended: bool = False  # the task is over
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+OnEvent = Callable[[Event], None]
+
+
+class Task:
+    """A piece of work under way, which is told of ten times a second at most."""
+
+    def __init__(self, on_event: OnEvent, text: str, total: int | None, unit: str):
+        self._on_event, self._text, self._total, self._unit = on_event, text, total, unit
+        self._done, self._told = 0, time.monotonic()
+        self._tell()
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` more units as done."""
+        self._done += n
+        now = time.monotonic()
+        if now - self._told >= TELL_EVERY_S:
+            self._told = now
+            self._tell()
+
+    def end(self) -> None:
+        """Tell that the work is over."""
+        self._tell(ended=True)
+
+    def _tell(self, ended: bool = False) -> None:
+        self._on_event(
+            Event(kind="task", text=self._text, done=self._done, total=self._total, unit=self._unit, ended=ended)
+        )
+
+
+class Reporter:
+    """Sends events to whoever listens; silent where nobody does.
+
+    >>> report = Reporter(lambda event: print(event.kind, event.text))
+    >>> report.note("2 images were skipped")
+    note 2 images were skipped
+    """
+
+    def __init__(self, on_event: OnEvent | None = None):
+        self.on_event: OnEvent = on_event or (lambda event: None)
+
+    def status(self, text: str) -> None:
+        """Tell what is being done now."""
+        self.on_event(Event(kind="status", text=text))
+
+    def note(self, text: str) -> None:
+        """Tell something that a user should know."""
+        self.on_event(Event(kind="note", text=text))
+
+    def warning(self, text: str, where: str = "") -> None:
+        """Tell something that a user should look at, and where it stands."""
+        self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
+
+    @contextmanager
+    def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
+        """Tell of a piece of work while the context lasts; `total` units in all (None: unknown)."""
+        task = Task(self.on_event, text, total, unit)
+        yield task
+        task.end()
