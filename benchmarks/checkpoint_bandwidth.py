@@ -97,7 +97,8 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
 
     from zerofit.checkpoint import safe_load
     from zerofit.checkpoint.store import Store, sync_file
-    from zerofit.spec.events import Reporter, open_data
+    from zerofit.data import open_data
+    from zerofit.spec.events import Reporter
     from zerofit.train.engines import ZeroTrainer
     from zerofit.train.loggers import Events
     from zerofit.train.rank_coords import place_of
