@@ -96,9 +96,10 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from zerofit.checkpoint import safe_load
-    from zerofit.checkpoint.store import Store, sync_file
+    from zerofit.checkpoint.store import Store
     from zerofit.data import open_data
     from zerofit.spec.events import Reporter
+    from zerofit.spec.files import sync_file
     from zerofit.train.engines import ZeroTrainer
     from zerofit.train.loggers import Events
     from zerofit.train.rank_coords import place_of

@@ -17,7 +17,8 @@ from typing import NoReturn
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.run_folder import RunFolder, write_json
+from zerofit.spec.files import write_json
+from zerofit.spec.run_folder import RunFolder
 from zerofit.train.heartbeat import Heartbeat
 from zerofit.train.stop_signals import SignalNotes
 from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME

@@ -11,6 +11,7 @@ from typing import Any
 from zerofit.checkpoint.store import Store
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import write_text
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder, Start
 
@@ -82,8 +83,6 @@ def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
     number = 1
     while (undone := folder.logs / f"metrics-undone-{number}.jsonl").exists():
         number += 1
-    undone.write_text("".join(lines[len(kept) :]), encoding="utf-8")
-    aside = folder.metrics.with_name(".metrics.jsonl")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(folder.metrics)
+    write_text(undone, "".join(lines[len(kept) :]))
+    write_text(folder.metrics, "".join(kept))
     return [f"the records of {len(lines) - len(kept)} steps after step {step} are in {undone.relative_to(folder.path)}"]

@@ -24,10 +24,11 @@ from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource, find
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_json
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import Job, RunFolder, write_json
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.versions import versions
 from zerofit.train.probe import models_say, probe, task_of
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.files import write_text
 
 Schema = dict[str, Any]
 
@@ -73,9 +74,7 @@ def _derived(version: str) -> dict[str, Any]:
         message = f"cannot read the configuration keys of DeepSpeed {version}: {done.stderr.strip()[-600:]}"
         raise RunFailed(Problem(kind="deepspeed", message=message, hint="does `python -c 'import deepspeed'` work?"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(done.stdout, encoding="utf-8")
-    aside.replace(path)
+    write_text(path, done.stdout)
     return json.loads(done.stdout)
 
 

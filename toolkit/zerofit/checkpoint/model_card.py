@@ -9,8 +9,8 @@ from typing import Any
 
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import write_json
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import write_json
 
 NAME = "zerofit.json"
 _INPUTS: dict[str, type[TextInputs] | type[ImageInputs]] = {"text": TextInputs, "image": ImageInputs}

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerofit.checkpoint.store import sync_file, sync_folders
+from zerofit.checkpoint.store import sync_folders
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import sync_file, sync_folder
 from zerofit.spec.units import shown_bytes
 
 SPARE_BYTES = 1 << 24  # for what stands beside the weights
@@ -46,7 +47,7 @@ def written_aside(out: Path, where: str = "OUT") -> Iterator[Path]:
                 sync_file(path)
         sync_folders(aside)
         os.rename(aside, out)
-        sync_file(out.parent)
+        sync_folder(out.parent)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         message = f"{out} cannot be written: {error.strerror or error}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from zerofit.checkpoint.manifest import Manifest
 from zerofit.checkpoint.names import LEAVING, SAVING, folder_name, step_of
 from zerofit.checkpoint.verify import Damage, quick_look, verify
+from zerofit.spec.files import sync_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +104,6 @@ class Store:
 def _entry(step: int, path: Path) -> CheckpointEntry:
     manifest, damage = quick_look(path)
     return CheckpointEntry(step=step, path=path, manifest=manifest, damage=damage)
-
-
-def sync_file(path: Path) -> None:
-    """Have a file's bytes on the disk on return."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-sync_folder = sync_file  # a folder's entries are synced by the same call
 
 
 def sync_folders(folder: Path) -> None:

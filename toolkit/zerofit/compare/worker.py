@@ -6,7 +6,6 @@ evaluates it, and the weights of the single device are what others are compared 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -22,6 +21,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, batch_no
 from zerofit.compare.catalog import STRATEGIES
 from zerofit.compare.job import CompareJob
 from zerofit.models.catalog import ModelError
+from zerofit.spec.files import write_json
 
 REFERENCE = "single.safetensors"  # beside the strategies' folders
 
@@ -37,9 +37,7 @@ def main() -> None:
     except BaseException as error:
         traceback.print_exc()
         word = {"error": f"{type(error).__name__}: {str(error).strip() or 'no message'}"}
-    whole = folder / f".rank-{rank}.json"
-    whole.write_text(json.dumps(word), encoding="utf-8")
-    whole.rename(folder / f"rank-{rank}.json")
+    write_json(folder / f"rank-{rank}.json", word)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in word else 0)  # tearing process groups down takes seconds

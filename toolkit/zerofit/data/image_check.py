@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.files import write_aside
 from zerofit.data.hashing import name_hash, text_digest
 from zerofit.data.locks import waiting_lock
 from zerofit.data.paths import cache_errors, cache_root
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import atomic_write, write_text
 
 NAMED = 20  # files that an error lists
 
@@ -110,7 +110,6 @@ def _remembered(store: Path) -> tuple[np.ndarray, dict[str, str]]:
 def _remember(store: Path, files: list[ImageFile], bad: dict[str, str]) -> None:
     good = np.array([file.identity for file in files if file.name not in bad], dtype=np.uint64)
     broken = {str(file.identity): bad[file.name] for file in files if file.name in bad}
-    with write_aside(store.with_suffix(".npy")) as file:
+    with atomic_write(store.with_suffix(".npy")) as file:
         np.save(file, good)
-    with write_aside(store) as file:
-        file.write(json.dumps({"bad": broken}).encode())
+    write_text(store, json.dumps({"bad": broken}))

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.data.documents import Source, TextPiece
-from zerofit.data.files import write_aside
 from zerofit.data.hashing import text_digest
 from zerofit.data.locks import waiting_lock
 from zerofit.data.paths import cache_errors, cache_root
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import sync_folder, write_text
 
 FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
 SPLITS = ("train", "valid")
@@ -85,8 +85,7 @@ def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Reporter, kno
         message = f"{source.name} was written to while it was tokenized"
         raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
     known.parent.mkdir(exist_ok=True)
-    with write_aside(known) as file:
-        file.write(key.encode())
+    write_text(known, key)
     return tokens
 
 
@@ -106,10 +105,9 @@ def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
         meta = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
         meta |= {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
-        with write_aside(aside / "meta.json") as file:
-            file.write(json.dumps(meta).encode())
+        write_text(aside / "meta.json", json.dumps(meta))
         os.replace(aside, root / key)
-        _flush_folder(root)
+        sync_folder(root)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -153,14 +151,6 @@ class _Writer:
         count = int(self._unigrams.sum())
         facts = {"tokens": count, "dtype": self._dtype.name, "blake2b": self._hash.hexdigest()}
         return {**facts, "unigrams": self._unigrams.tolist()}
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(folder: Path) -> Tokens | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofit.report.compare_page import page
 from zerofit.report.compare_plot import draw
-from zerofit.spec.run_folder import write_json
+from zerofit.spec.files import write_json
 from zerofit.spec.versions import versions
 
 NESTED = (list, dict)

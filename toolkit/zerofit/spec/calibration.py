@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from zerofit.spec.cache import cache_root
-from zerofit.spec.run_folder import write_json
+from zerofit.spec.files import write_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.files import write_json
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
@@ -106,10 +106,3 @@ class Job:
             ds_config=json.loads(folder.ds_config.read_text()),
             start=Start(**plan["start"]) if plan.get("start") else None,
         )
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(aside, path)

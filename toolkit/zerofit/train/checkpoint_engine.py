@@ -13,7 +13,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.manifest import FileMark, mark_of
-from zerofit.checkpoint.store import sync_file
+from zerofit.spec.files import sync_file
 from zerofit.train.snapshot import Snapshots
 
 MODEL_FILES = "model_states.pt"

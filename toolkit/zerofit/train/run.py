@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from zerofit.data import Data, open_data
 from zerofit.spec.events import Reporter
-from zerofit.spec.run_folder import Job, RunFolder, write_json
+from zerofit.spec.files import write_json
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
 from zerofit.train.loggers import Events, make_sinks

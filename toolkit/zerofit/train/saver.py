@@ -21,10 +21,11 @@ from zerofit.checkpoint.job import job_json
 from zerofit.checkpoint.manifest import FileMark, Manifest, files_of, marks_of
 from zerofit.checkpoint.model_card import inputs_json
 from zerofit.checkpoint.names import STATE
-from zerofit.checkpoint.store import Store, sync_file
+from zerofit.checkpoint.store import Store
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
-from zerofit.spec.run_folder import RunFolder, write_json
+from zerofit.spec.files import sync_file, write_json
+from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 from zerofit.spec.versions import versions
 from zerofit.train import rank_state, shard_index

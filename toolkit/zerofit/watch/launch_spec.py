@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.files import write_json
+
 PULSE_NAME = "ZEROFIT_PULSE"  # in a rank's environment: the descriptor of the pipe to its guard
 HOST_NAME = "ZEROFIT_HOST"  # there, where ranks run on several hosts: the host's name in the hostfile
 RANK_NAMES = (  # who says which rank this is: the deepspeed launcher, Slurm, OpenMPI, MPICH
@@ -51,10 +53,7 @@ class LaunchSpec:
 
     def write(self, path: Path) -> None:
         """Write for `read`; only the owner can read the secret."""
-        aside = path.with_name(f".{path.name}")
-        aside.touch(mode=0o600)
-        aside.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_json(path, asdict(self), mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> LaunchSpec:

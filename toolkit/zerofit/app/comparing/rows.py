@@ -12,7 +12,7 @@ from typing import Any
 from zerofit.compare.catalog import Strategy
 from zerofit.compare.job import CompareJob
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.run_folder import write_json
+from zerofit.spec.files import write_json
 from zerofit.spec.versions import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums

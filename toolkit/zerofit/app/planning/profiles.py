@@ -18,9 +18,9 @@ from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import write_json
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import write_json
 
 DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less (as `zerofit train`)
 TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced

@@ -13,7 +13,7 @@ import yaml
 from zerofit.app.tuning.job import TuneJob, candidate_json
 from zerofit.report.tune_plot import draw_trials
 from zerofit.spec.errors import Problem, RunFailed, UserError
-from zerofit.spec.run_folder import write_json
+from zerofit.spec.files import write_json
 from zerofit.spec.versions import versions
 from zerofit.tune.search import Measured, Search
 
