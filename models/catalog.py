@@ -18,7 +18,6 @@ from zerofit.models.presets import PRESETS
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
 Task = Literal["image", "causal-lm", "masked-lm", "gan", "custom"]
 
-OWN_MODULE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")  # package.module:callable
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
 
@@ -56,9 +55,15 @@ def find(name: str) -> ModelSource:
     path = Path(name)
     if path.exists():
         return _from_path(name, path)
-    if OWN_MODULE.match(name):
+    if _names_a_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
     raise ModelError("unknown-model", *_unknown(name))
+
+
+def _names_a_callable(name: str) -> bool:
+    """Whether a name has the form package.module:callable."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
 def names() -> list[str]:

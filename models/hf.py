@@ -60,6 +60,9 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
         _fit_images(source, config, inputs, args)
     if isinstance(inputs, TextInputs):
         _check_text(source.name, config, inputs)
+    text = config.get_text_config()
+    if getattr(text, "head_dim", 0) is None:  # Mixtral: DeepSpeed's sequence parallel attention needs the number
+        text.head_dim = text.hidden_size // text.num_attention_heads
     if hasattr(config, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         config.output_router_logits = True  # without it the experts' balance would go untrained
     return config

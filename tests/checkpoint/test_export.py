@@ -213,9 +213,9 @@ def test_own_model_is_one_file(tmp_path, monkeypatch):
     state = model.state_dict()
     what = Made(model=model, run=Run(model="mine:tied", model_args={"width": 6}), task="image", inputs=IMAGES)
     folder = make(tmp_path / "run", what, lambda name, *_: state[name])
-    assert export(folder, tmp_path / "out").parameters == 36
+    assert export(folder, tmp_path / "out", trust_model_code=True).parameters == 36
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     monkeypatch.delitem(sys.modules, "mine")
     (tmp_path / "mine.py").unlink()
     with pytest.raises(UserError, match="mine:tied cannot be built again"):
-        export(folder, tmp_path / "again")
+        export(folder, tmp_path / "again", trust_model_code=True)

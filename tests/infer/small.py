@@ -88,7 +88,7 @@ def reference(model: nn.Module, data: Data, top: int = 5) -> tuple[float, float,
 def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torch.float32) -> InferenceSession:
     """The model in that folder, with memory for this share of its weights, or the least that it can do with."""
     made = InferenceSession(
-        saved=open_saved(folder),
+        saved=open_saved(folder, trust_model_code=True),
         dtype=dtype,
         limits=MemoryLimits(memory={"cpu": 0}),
         scratch=Path(mkdtemp(dir=scratch)),
@@ -110,6 +110,6 @@ def loaded(
 
 def figures(folder: Path, model: nn.Module) -> dict[str, Any]:
     """What an evaluation in several batches says, the last of them not full."""
-    saved = open_saved(folder)
+    saved = open_saved(folder, trust_model_code=True)
     judged = figures_of(saved, model, torch.float32)
     return evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, Reporter())

@@ -51,7 +51,9 @@ def test_a_model_that_gives_its_own_loss(tmp_path):
     write_about(tmp_path / "model", about_run(run, "causal-lm", TEXT, 1, "float32"))
     mine, _ = loaded(tmp_path / "model", 0.0, tmp_path)
     got = figures(tmp_path / "model", mine)
-    (batch,) = eval_batches(data_of(open_saved(tmp_path / "model")).valid, 0, 1, SAMPLES, SAMPLES)
+    (batch,) = eval_batches(
+        data_of(open_saved(tmp_path / "model", trust_model_code=True)).valid, 0, 1, SAMPLES, SAMPLES
+    )
     x = batch["inputs"]
     logits = model(x)["logits"][:, :-1]
     wanted = functional.cross_entropy(logits.flatten(0, 1).double(), x[:, 1:].flatten())
@@ -61,7 +63,7 @@ def test_a_model_that_gives_its_own_loss(tmp_path):
 
 def test_squared_errors(tmp_path):
     model = save(tmp_path / "model", "tests.infer.own:Scale")
-    saved = open_saved(tmp_path / "model")
+    saved = open_saved(tmp_path / "model", trust_model_code=True)
     data = data_of(saved)
     judged = EvalFigures(task="image", dtype=torch.float32, own=True, loss="mse")
     got = evaluate(model, judged, data, 8, SAMPLES, CPU, Reporter())
@@ -73,7 +75,7 @@ def test_squared_errors(tmp_path):
 
 def test_a_loss_that_is_not_finite(tmp_path):
     model = save(tmp_path / "model", "lenet")
-    saved = open_saved(tmp_path / "model")
+    saved = open_saved(tmp_path / "model", trust_model_code=True)
     next(model.parameters()).data.fill_(torch.nan)
     with pytest.raises(RunFailed, match="the loss is nan"):
         evaluate(model, figures_of(saved, model, torch.float32), data_of(saved), 8, 8, CPU, Reporter())
@@ -106,7 +108,7 @@ def test_working_memory_grows_with_the_batch(key):
 
 def test_images_that_a_model_cannot_take(tmp_path):
     save_small(tmp_path / "model", "vit")
-    saved = open_saved(tmp_path / "model")
+    saved = open_saved(tmp_path / "model", trust_model_code=True)
     with torch.device("meta"):
         model = build(saved.source, None, {})
     with pytest.raises(UserError, match="cannot take images of 48 pixels"):

@@ -23,7 +23,7 @@ FLAWLESS = {"rel": 1e-6, "abs": 1e-7}
 @pytest.mark.parametrize("key", ["llama tied, scaled rope", "gpt2", "bert", "mixtral", "vit"])
 def test_transformers_models_from_the_disk(key, tmp_path):
     model = save_small(tmp_path / "model", key)
-    wanted = reference(model, data_of(open_saved(tmp_path / "model")))
+    wanted = reference(model, data_of(open_saved(tmp_path / "model", trust_model_code=True)))
     for share in (0.0, 0.6):
         mine, placement = loaded(tmp_path / "model", share, tmp_path)
         assert "disk" in placement.device_map.values()
@@ -39,7 +39,7 @@ def test_transformers_models_from_the_disk(key, tmp_path):
 @pytest.mark.parametrize("name", VISION)
 def test_other_models_from_the_disk(name, tmp_path):
     model = save(tmp_path / "model", name)
-    wanted = reference(model, data_of(open_saved(tmp_path / "model")))
+    wanted = reference(model, data_of(open_saved(tmp_path / "model", trust_model_code=True)))
     for share in (0.0, 0.6, 2.0):
         mine, placement = loaded(tmp_path / "model", share, tmp_path)
         assert ("disk" in placement.device_map.values()) == (share < 1)
@@ -62,15 +62,15 @@ def test_lower_precision_is_the_model_cast(key, share, tmp_path):
     mine, placement = loaded(tmp_path / "model", share, tmp_path, torch.bfloat16)
     assert ("disk" in placement.device_map.values()) == (share < 1)
     assert bool(list(tmp_path.glob("*/rewritten/*.safetensors"))) == (share < 1)
-    data = data_of(open_saved(tmp_path / "model"))
-    judged = figures_of(open_saved(tmp_path / "model"), mine, torch.bfloat16)
+    data = data_of(open_saved(tmp_path / "model", trust_model_code=True))
+    judged = figures_of(open_saved(tmp_path / "model", trust_model_code=True), mine, torch.bfloat16)
     got = evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, Reporter())
     assert got["loss"] == pytest.approx(reference(model, data)[0], rel=2e-5)
 
 
 def test_pickled_weights(tmp_path):
     model = save_small(tmp_path / "model", "gpt2")
-    wanted = reference(model, data_of(open_saved(tmp_path / "model")))[0]
+    wanted = reference(model, data_of(open_saved(tmp_path / "model", trust_model_code=True)))[0]
     (tmp_path / "model" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
     for share in (0.0, 2.0):
@@ -80,7 +80,7 @@ def test_pickled_weights(tmp_path):
 
 def test_several_files(tmp_path):
     model = save_small(tmp_path / "model", "llama")
-    wanted = reference(model, data_of(open_saved(tmp_path / "model")))[0]
+    wanted = reference(model, data_of(open_saved(tmp_path / "model", trust_model_code=True)))[0]
     (tmp_path / "model" / "model.safetensors").unlink()
     model.save_pretrained(tmp_path / "model", max_shard_size="1MB")
     assert (tmp_path / "model" / "model.safetensors.index.json").is_file()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zerofit.checkpoint.contents import CheckpointTensors
 from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor, published_dtypes
 from zerofit.checkpoint.locate import manifest_of
-from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.model_card import about_run, inputs_of, write_about
+from zerofit.checkpoint.manifest import NAME, Manifest
+from zerofit.checkpoint.model_card import about_run, inputs_of, refuse_untrusted_code, write_about
 from zerofit.checkpoint.safetensors_writer import TensorEntry, check_file, cut, write_file
 from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, written_aside
 from zerofit.data.tokenizer import load_transformers
@@ -48,12 +48,12 @@ class Exported:
 class _Plan:
     """What is to be written, decided and checked before anything is."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None):
+    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None, trusted: bool):
         self.run = Run(**manifest.job["run"])
         self.inputs: Inputs = inputs_of(manifest.job["inputs"])
         self.dtype = dtype or self.run.precision or "fp32"
         self.contents = CheckpointTensors(checkpoint, manifest)
-        self.model, self.transformers = _empty_model(self.run, self.inputs)
+        self.model, self.transformers = _empty_model(self.run, self.inputs, checkpoint / NAME, trusted)
         _check_names(self.model, self.contents, checkpoint)
         self.published = PublishedModel(self.model, self.transformers)
         dtypes = published_dtypes(self.model, DTYPES[self.dtype])
@@ -80,18 +80,20 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] = lambda _: None,
+    trust_model_code: bool = False,
 ) -> Exported:
     """Write the model of a checkpoint's folder into `out`, which must not exist or be empty.
 
     A transformers model becomes a folder for `from_pretrained`, with the tokenizer's files where the run used one;
     any other model one `model.safetensors` for `load_state_dict`. `dtype` is that of the parameters (fp32, bf16,
-    fp16), by default the run's precision; buffers keep their own. Raises UserError where the checkpoint does not fit
-    the model, and before anything is written where there is no room.
+    fp16), by default the run's precision; buffers keep their own. A model of the form package.module:callable is
+    refused unless `trust_model_code`. Raises UserError where the checkpoint does not fit the model, and before anything
+    is written where there is no room.
     """
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
     progress("building the model on the meta device ...")
-    plan = _Plan(checkpoint, manifest, dtype)
+    plan = _Plan(checkpoint, manifest, dtype, trust_model_code)
     tokenizer = _tokenizer(plan)
     files = _files(plan, max_shard_bytes)
     refuse_small_disk(out, sum(entry.bytes for entry in plan.entries))
@@ -109,10 +111,11 @@ def export(
     return Exported(out=out, files=names, parameters=parameters, dtype=plan.dtype)
 
 
-def _empty_model(run: Run, inputs: Inputs) -> tuple[nn.Module, bool]:
+def _empty_model(run: Run, inputs: Inputs, file: Path, trusted: bool) -> tuple[nn.Module, bool]:
     """The run's model on the meta device, and whether it is one of transformers'. Raises UserError."""
     try:
         source = find(run.model)
+        refuse_untrusted_code(source, run.model_args, file, trusted)
         with torch.device("meta"):
             return build(source, inputs, dict(run.model_args)), source.family == "transformers"
     except ModelError as error:

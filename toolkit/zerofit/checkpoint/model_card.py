@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
@@ -58,6 +59,17 @@ def read_about(folder: Path) -> ModelInfo | None:
         message = f"{file} is not what zerofit writes beside a model: {type(error).__name__}: {error}"
         hint = "export the checkpoint again with `zerofit ckpt export`"
         raise UserError(Problem(kind="bad-about", message=message, hint=hint, where=str(file))) from None
+
+
+def refuse_untrusted_code(source: ModelSource, model_args: dict[str, Any], file: Path, trusted: bool) -> None:
+    """Raise UserError "untrusted-model" where `file` names a callable to import and call, unless that is trusted."""
+    if source.family != "custom" or trusted:
+        return
+    module, _, attribute = source.name.partition(":")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in model_args.items())
+    message = f"{file} asks to import the module {module} and to call {attribute}({arguments}), which runs its code"
+    hint = "--trust-model-code, if you know who wrote the folder and that module"
+    raise UserError(Problem(kind="untrusted-model", message=message, hint=hint, where=str(file)))
 
 
 def inputs_json(inputs: Inputs) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import click
 
 from zerofit.cli import ckpt_show
 from zerofit.cli.answer import answer
+from zerofit.cli.eval import TRUST
 from zerofit.cli.progress import StatusLine
 
 DIFFERENT, DAMAGED = 1, 2
@@ -75,10 +76,17 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
     "--dtype", type=click.Choice(("fp32", "bf16", "fp16")), help="of the parameters (default: the run's precision)"
 )
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
+@TRUST
 @AS_JSON
-def export(path: Path, out: Path, dtype: str | None, max_shard_size: str, as_json: bool) -> None:
+def export(
+    path: Path, out: Path, dtype: str | None, max_shard_size: str, trust_model_code: bool, as_json: bool
+) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file."""
-    answer(lambda: _watched(lambda say: _export(path, out, dtype, max_shard_size, say)), as_json, ckpt_show.show_export)
+    answer(
+        lambda: _watched(lambda say: _export(path, out, dtype, max_shard_size, trust_model_code, say)),
+        as_json,
+        ckpt_show.show_export,
+    )
 
 
 @ckpt.command()
@@ -151,7 +159,7 @@ def _convert(path: Path, out: Path, say: Callable[[str], None]) -> dict[str, Any
 
 
 def _export(
-    path: Path, out: Path, dtype: str | None, max_shard_size: str, say: Callable[[str], None]
+    path: Path, out: Path, dtype: str | None, max_shard_size: str, trusted: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
     from zerofit.spec.units import parse_bytes
 
@@ -162,7 +170,7 @@ def _export(
     from zerofit.checkpoint.staging import refuse_existing
 
     refuse_existing(out)
-    done = write(locate(path, progress=say, on_passed_over=_passed_over), out, dtype, most, say)
+    done = write(locate(path, progress=say, on_passed_over=_passed_over), out, dtype, most, say, trusted)
     return {"out": str(done.out), "files": done.files, "parameters": done.parameters, "dtype": done.dtype}
 
 

@@ -20,11 +20,18 @@ DATA_FIELDS = (
     *("micro_batch", "seq_len", "eval_samples"),
 )
 
+TRUST = click.option(
+    "--trust-model-code",
+    is_flag=True,
+    help="import and run a model of the form package.module:callable that the folder's files name",
+)
+
 
 def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say where weights may go."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line"),
+        TRUST,
         click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="of the weights [as saved]"),
         click.option(
             "--offload-folder",
@@ -88,7 +95,7 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
         with StatusLine() as line:
-            saved, dtype = open_model(folder, options["dtype"], scratch, line.show)
+            saved, dtype = open_model(folder, options["dtype"], scratch, line.show, options["trust_model_code"])
         data = open_asked_data(saved, flags, progress)
         micro = flags.get("micro_batch", MICRO_BATCH)
         session = InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)

@@ -64,7 +64,7 @@ def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, A
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
         with StatusLine() as line:
-            saved, dtype = open_model(folder, options["dtype"], scratch, line.show)
+            saved, dtype = open_model(folder, options["dtype"], scratch, line.show, options["trust_model_code"])
         wish, decode = make_wish(saved, options)
         session = InferenceSession(
             saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=Reporter(EventConsole()), say=say

@@ -12,7 +12,8 @@ import torch
 from zerofit.checkpoint import manifest
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.locate import CHECKPOINTS, locate
-from zerofit.checkpoint.model_card import ModelInfo, read_about
+from zerofit.checkpoint.model_card import NAME as CARD
+from zerofit.checkpoint.model_card import ModelInfo, read_about, refuse_untrusted_code
 from zerofit.checkpoint.store import CheckpointEntry, Store
 from zerofit.infer.weights import StoredWeights, has_weights, read_weights
 from zerofit.models.build import max_positions
@@ -71,13 +72,18 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / manifest.NAME).is_file() and not has_weights(folder)
 
 
-def exported(checkpoint: Path, scratch: Path, dtype: str | None, progress: Callable[[str], None]) -> Path:
+def exported(
+    checkpoint: Path, scratch: Path, dtype: str | None, progress: Callable[[str], None], trust_model_code: bool
+) -> Path:
     """The model of a checkpoint as a folder inside `scratch`, its weights in this type (None: the run's precision)."""
-    return export(checkpoint, scratch / MODEL, dtype=dtype, progress=progress).out
+    return export(checkpoint, scratch / MODEL, dtype=dtype, progress=progress, trust_model_code=trust_model_code).out
 
 
-def open_saved(folder: Path) -> SavedModel:
-    """What lies in a model's folder. Raises UserError where it is not known what model that is, or weights lack."""
+def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
+    """What lies in a model's folder. Raises UserError where it is not known what model that is, or weights lack.
+
+    A model whose zerofit.json names a callable of somebody's own is refused unless `trust_model_code`.
+    """
     about, weights = read_about(folder), read_weights(folder)
     try:
         if (folder / "config.json").is_file():
@@ -87,6 +93,7 @@ def open_saved(folder: Path) -> SavedModel:
             hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
         source = find(about.model)
+        refuse_untrusted_code(source, about.model_args, folder / CARD, trust_model_code)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
     facts = {"task": about.task, "inputs": about.inputs, "longest": None, "about": about}

@@ -88,7 +88,7 @@ class InferenceSession:
 
 
 def open_model(
-    folder: Path, dtype: str | None, scratch: Path, progress: Callable[[str], None]
+    folder: Path, dtype: str | None, scratch: Path, progress: Callable[[str], None], trust_model_code: bool = False
 ) -> tuple[SavedModel, torch.dtype]:
     """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
 
@@ -97,7 +97,7 @@ def open_model(
     """
     give_back_at_once()
     if is_checkpoint(folder):
-        folder = exported(folder, scratch, dtype, progress)
-    saved = open_saved(folder)
+        folder = exported(folder, scratch, dtype, progress, trust_model_code)
+    saved = open_saved(folder, trust_model_code)
     kept = saved.weights.dtype
     return saved, DTYPES[dtype] if dtype else kept if kept in DTYPES.values() else torch.float32
