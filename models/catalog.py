@@ -55,12 +55,12 @@ def find(name: str) -> ModelSource:
     path = Path(name)
     if path.exists():
         return _from_path(name, path)
-    if _names_a_callable(name):
+    if names_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
     raise ModelError("unknown-model", *_unknown(name))
 
 
-def _names_a_callable(name: str) -> bool:
+def names_callable(name: str) -> bool:
     """Whether a name has the form package.module:callable."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), attribute))

@@ -95,6 +95,11 @@ def test_arguments_override_the_config():
     assert len(gpt2.transformer.h) == len(also.transformer.h) == 1
 
 
+def test_heads_have_a_width():
+    """Mixtral's config leaves it None; DeepSpeed's sequence parallel attention allocates tensors of it."""
+    assert small("mixtral").config.head_dim == 8
+
+
 def test_unknown_arguments_get_the_nearest():
     error = refused("llama-tiny", TEXT, {"hiden_size": 64})
     assert error.kind == "model-args" and "hidden_size" in error.hint

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.model_inputs import assumed_inputs
-from zerofit.models.catalog import OWN_MODULE, ModelError
+from zerofit.models.catalog import ModelError, names_callable
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
@@ -168,7 +168,7 @@ def _content(model: str) -> Any:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    return None if OWN_MODULE.match(model) else model
+    return None if names_callable(model) else model
 
 
 def _code() -> str:
