@@ -49,13 +49,13 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
 
 def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     """What the ranks have measured. Raises RunFailed."""
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from zerofit.cli.console import err
     from zerofit.doctor.measured import MeasurementJob, measured, together
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("", total=None)
         job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s)
         found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
@@ -63,8 +63,9 @@ def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from zerofit.cli.console import out
 
     table = Table(f"{result['device_name']} ({result['devices']} ranks)", "one rank reaches")
     table.columns[1].justify = "right"
@@ -84,5 +85,5 @@ def _show(result: dict[str, Any]) -> None:
     for name, words in {"launch_s": "one op after the other", "link_latency_s": "small all-reduce"}.items():
         if result[name] is not None:
             table.add_row(words, f"{result[name] * 1e6:.3g} us")
-    Console().print(table)
+    out().print(table)
     click.echo(f"written: {result['file']} in {result['seconds']:.0f} s")

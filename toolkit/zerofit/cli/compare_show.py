@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zerofit.cli.console import out
 from zerofit.report.compare_page import COLUMNS, FIRST, cells
 
 STYLES = {"failed": "red", "not-here": "dim"}
@@ -19,13 +20,13 @@ def show_strategies(result: dict[str, Any]) -> None:
         if row.get("agrees") is False:
             words = f"{row['strategy']}: weights differ from the single device's by {row['max_weight_difference']:.1e}"
             words += "; batch norm over each rank's own share does that" if row["batch_norm"] else ""
-            console.print(words, style="yellow", highlight=False)
+            console.print(words, style="yellow")
         if row.get("staleness"):
             stale = row["staleness"]
             words = (
                 f"{row['strategy']}: staleness {sum(stale) / len(stale):.2f} updates on average, {max(stale)} at most"
             )
-            console.print(words, highlight=False)
+            console.print(words)
     _files(console, result)
 
 
@@ -39,7 +40,7 @@ def show_sizes(result: dict[str, Any]) -> None:
         row = [f"{size['reached']} of {size['runs']}", _range(seconds, ".1f"), _range(accuracy, ".1%")]
         table.add_row(str(size["batch_size"]), *row, _range(noise, ",.0f"))
     console.print(table)
-    console.print(_first(result["summary"], target, result["about"]["epochs"]), style="bold", highlight=False)
+    console.print(_first(result["summary"], target, result["about"]["epochs"]), style="bold")
     _files(console, result)
 
 
@@ -64,7 +65,7 @@ def show_scaling(result: dict[str, Any]) -> None:
 
 
 def _table(result: dict[str, Any]) -> Console:
-    console = Console(width=None if Console().is_terminal else 170)
+    console = out(width=170)
     kind = result["kind"]
     table = Table(FIRST[kind].replace("_", " "), *(label for label, _, _ in COLUMNS[kind]))
     for column in table.columns[1:]:
@@ -75,10 +76,10 @@ def _table(result: dict[str, Any]) -> Console:
     console.print(table)
     for row in result["rows"]:
         if row["status"] != "ok":
-            console.print(f"{row[FIRST[kind]]}: {row['reason']}", style="dim", highlight=False)
+            console.print(f"{row[FIRST[kind]]}: {row['reason']}", style="dim")
     return console
 
 
 def _files(console: Console, result: dict[str, Any]) -> None:
     for path in result["written"]:
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"written: {path}", soft_wrap=True)

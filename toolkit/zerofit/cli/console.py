@@ -28,9 +28,12 @@ STATUS_EVERY_S = 10.0  # between lines of a status where there is no terminal
 TASK_EVERY_S = 5.0  # between lines of one task
 
 
-def out() -> Console:
-    """Return the console of answers. What is printed is never read as markup: "[batch, seq]" is text."""
-    return Console(markup=False, highlight=False)
+def out(width: int | None = None) -> Console:
+    """Return the console of answers; `width` is in columns, where standard output is not a terminal.
+
+    What is printed is never read as markup: "[batch, seq]" is text.
+    """
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def err() -> Console:
@@ -74,6 +77,8 @@ class EventConsole:
         if event.kind in ("note", "warning"):
             where = event.data.get("where")
             self.say(f"{event.kind}: {event.text}" + (f"\n     at: {where}" if where else ""))
+        elif event.kind == "result":
+            self.say(event.text)
         elif event.kind == "task":
             self._show_task(event)
         elif event.kind in ("status", "phase"):

@@ -17,22 +17,23 @@ def models(as_json: bool) -> None:
 
 
 def _table() -> dict[str, Any]:
-    from rich.console import Console
     from rich.progress import Progress
 
+    from zerofit.cli.console import err
     from zerofit.models.catalog import table
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=err(), transient=True) as progress:
         task = progress.add_task("counting parameters on the meta device", total=None)
         return {"models": table(on_progress=lambda done, total: progress.update(task, completed=done, total=total))}
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from zerofit.cli.console import out
 
     table = Table("name", "kind", "parameters", "source")
     table.columns[2].justify = "right"
     for row in result["models"]:
         table.add_row(row["name"], row["kind"], f"{row['parameters']:,}", row["source"])
-    Console().print(table)
+    out().print(table)

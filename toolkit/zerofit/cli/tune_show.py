@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from zerofit.cli.console import out
 
 
 def show(result: dict[str, Any]) -> None:
     """The trials, the best, and what may have been missed."""
-    console = Console(width=None if Console().is_terminal else 150)
+    console = out(width=150)
     table = Table("", "configuration")
     for name in ("forecast", "measured", "+-", ""):
         table.add_column(name, justify="right")
@@ -23,10 +24,10 @@ def show(result: dict[str, Any]) -> None:
     rate = (
         f"{best['tokens_per_s']:,.0f} tokens/s" if best["tokens_per_s"] else f"{best['samples_per_s']:,.0f} samples/s"
     )
-    console.print(f"best: {best['step_s']:.4f} s a step, {rate}", style="bold", highlight=False)
-    console.print(_regret(result["regret"]), highlight=False)
+    console.print(f"best: {best['step_s']:.4f} s a step, {rate}", style="bold")
+    console.print(_regret(result["regret"]))
     for path in result["written"]:
-        console.print(f"written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"written: {path}", soft_wrap=True)
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, ...]:

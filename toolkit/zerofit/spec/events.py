@@ -14,6 +14,7 @@ Kind = Literal[
     "task",  # work of a known kind of unit: `done` of `total`
     "note",  # something a user should know
     "warning",  # something a user should look at; `data["where"]` says where
+    "result",  # of one part of the work, a trial or a row: `data` has its figures
     "training",  # ranks begin to train: `data` has steps, and done where a run goes on
     "metrics",  # one record of metrics.jsonl
     "saved",  # a checkpoint is visible: step, save_s
@@ -89,6 +90,10 @@ class Reporter:
     def warning(self, text: str, where: str = "") -> None:
         """Tell something that a user should look at, and where it stands."""
         self.on_event(Event(kind="warning", text=text, data={"where": where} if where else {}))
+
+    def result(self, text: str, data: Mapping[str, Any]) -> None:
+        """Tell what a part of the work, a trial or a row, has come to."""
+        self.on_event(Event(kind="result", text=text, data=data))
 
     @contextmanager
     def task(self, text: str, total: int | None, unit: str) -> Iterator[Task]:
