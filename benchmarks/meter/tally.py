@@ -40,6 +40,6 @@ class TwoTallies(AllocationTracker):
 
 def simulated(target: SimulationTarget) -> dict[str, Any]:
     """What `zerofit.simulate.rank` answers, kernels' scratch included; "without_kernels": [[step, peak bytes], ...]."""
-    with patch.object(rank, "Meter", TwoTallies):
+    with patch.object(rank, "AllocationTracker", TwoTallies):
         answer = rank.simulate(target)
     return answer | {"without_kernels": list(TwoTallies.without_kernels.items())}

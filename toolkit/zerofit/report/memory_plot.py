@@ -43,8 +43,16 @@ class PlotPhase(TypedDict):
     end: int
 
 
+class MeasuredPhase(TypedDict):
+    """Peak of a phase in a real run, drawn as a line over the forecast from one `t` to another."""
+
+    start: int
+    end: int
+    peak_bytes: int
+
+
 class MemoryTimeline(TypedDict):
-    """What is drawn. Everything but points and phases may be left out."""
+    """Timeline to draw. Everything but points and phases may be left out."""
 
     points: list[Point]
     phases: list[PlotPhase]
@@ -52,6 +60,7 @@ class MemoryTimeline(TypedDict):
     device: NotRequired[str]
     device_total_bytes: NotRequired[int]
     peak_at: NotRequired[str]  # module and line of code
+    measured: NotRequired[list[MeasuredPhase]]
 
 
 def draw(timeline: MemoryTimeline, path: Path) -> None:
@@ -82,6 +91,9 @@ def _figure(timeline: MemoryTimeline) -> Any:
     top = _capacity(areas, timeline, peak, unit)
     areas.set_ylim(0, top)
     _peak(areas, timeline, peak, unit)
+    for number, phase in enumerate(timeline.get("measured", [])):
+        label = "peaks of a real run" if number == 0 else None
+        areas.hlines(phase["peak_bytes"] / unit, phase["start"], phase["end"], colors="black", linewidth=2, label=label)
     areas.set_xlim(_span(timeline))
     areas.set_ylabel(f"memory of the device ({word})")
     areas.set_title(timeline.get("title", ""), loc="left", fontsize=11)
