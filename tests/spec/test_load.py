@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zerofit.spec.errors import UserError
-from zerofit.spec.load import load_run
+from zerofit.spec.load import RunRequest, load_run
 from zerofit.spec.run import Run
 
 
@@ -54,3 +54,10 @@ def test_a_file_that_is_no_mapping(tmp_path, text, place):
 def test_a_missing_file(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         load_run(tmp_path / "run.yaml", {})
+
+
+def test_a_run_made_in_python_names_its_own_fields():
+    run = Run(model="mlp", micro_batch=4)
+    asked = RunRequest.of(run)
+    assert (asked.run, asked.place("micro_batch"), asked.place("lr")) == (run, "micro_batch", "--lr")
+    assert RunRequest.of(asked) is asked

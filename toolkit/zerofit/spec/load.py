@@ -21,6 +21,17 @@ class RunRequest:
     run: Run
     places: Mapping[str, str]  # field -> "--micro-batch" or "run.yaml:3"
 
+    @classmethod
+    def of(cls, run: Run | RunRequest) -> RunRequest:
+        """Return the request of a run that was made in Python: a field that was set stands at its own name.
+
+        >>> RunRequest.of(Run(model="mlp", micro_batch=4)).place("micro_batch")
+        'micro_batch'
+        """
+        return (
+            run if isinstance(run, RunRequest) else cls(run=run, places={name: name for name in run.model_fields_set})
+        )
+
     def place(self, field: str) -> str:
         """Where the user set this field, or the flag that would set it."""
         return self.places.get(field, flag(field))
