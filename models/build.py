@@ -25,6 +25,7 @@ from zerofit.models.gan import DCGAN
 from zerofit.models.hf import make_config, max_positions, transformers_model
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.vision import torchvision_model
+from zerofit.spec.task import is_text
 
 __all__ = [
     "build",
@@ -47,7 +48,7 @@ def build(
     """
     if source.task in ("image", "gan") and inputs is not None and not isinstance(inputs, ImageInputs):
         raise ModelError("model-task", f"{source.name} classifies images, the data is text", "take other --data")
-    if source.task in ("causal-lm", "masked-lm") and isinstance(inputs, ImageInputs):
+    if is_text(source.task) and isinstance(inputs, ImageInputs):
         raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
     model = BUILD[source.family](source, inputs, dict(args))
     if checkpointing:
@@ -152,7 +153,7 @@ def count_parameters(source: ModelSource) -> int:
 
 def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:
     """The longest sequence in tokens before any model is built; None for models without such a limit."""
-    if source.task not in ("causal-lm", "masked-lm"):
+    if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerofit.models.presets import PRESETS
+from zerofit.spec.task import Task
 
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
-Task = Literal["image", "causal-lm", "masked-lm", "gan", "custom"]
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
@@ -37,7 +37,7 @@ class ModelSource:
     name: str  # as the user typed it
     family: Family
     origin: str  # "zerofit", "torchvision", "preset", "config.json", "pretrained folder", "package.module:callable"
-    task: Task
+    task: Task | Literal["custom"]  # what a custom model reads shows when it is built
     path: str | None = None  # the config.json, or the pretrained folder
 
 

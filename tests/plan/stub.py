@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.plan.time import BYTES
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.device import Device
 from zerofit.spec.hardware import find_device
+from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 
 GIB = 2**30
@@ -71,7 +71,7 @@ class Formula:
     def __call__(self, choice: PlannedLayout) -> LayoutMemory:
         self.calls += 1
         (one,) = self.profile.costs[setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)]
-        b, p = BYTES[choice.precision], self.profile.parameters / choice.tp / choice.pp
+        b, p = ELEMENT_BYTES[choice.precision], self.profile.parameters / choice.tp / choice.pp
         blocks, shards = self.profile.layers[0].count / choice.pp, choice.dp * choice.sp
         parameters = b * p / (shards if choice.zero_stage == 3 else 1)
         gradients = b * p / (shards if choice.zero_stage >= 2 else 1)

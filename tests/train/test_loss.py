@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zerofit.train.loss import IGNORE, weighted_cross_entropy
+from zerofit.spec.task import IGNORE_INDEX
+from zerofit.train.loss import weighted_cross_entropy
 
 TARGETS, CLASSES = 37, 11
 
@@ -14,7 +15,7 @@ TARGETS, CLASSES = 37, 11
 def made(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     labels = torch.randint(0, CLASSES, (TARGETS,))
-    labels[::5] = IGNORE
+    labels[::5] = IGNORE_INDEX
     return torch.randn(TARGETS, CLASSES).mul(3).to(dtype).requires_grad_(), labels
 
 
@@ -23,7 +24,7 @@ def made(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_chunks_give_the_loss_and_gradient_of_all_at_once(dtype, tolerance, chunk):
     logits, labels = made(dtype)
     exact = logits.detach().double().requires_grad_()
-    wanted = functional.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    wanted = functional.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
     wanted.backward()
     loss = weighted_cross_entropy(logits.reshape(1, TARGETS, CLASSES), labels.reshape(1, TARGETS), 0.25, chunk)
     loss.backward()
@@ -36,7 +37,7 @@ def test_a_scaled_loss_keeps_small_gradients_in_fp16():
     logits, labels = made(torch.float16)
     (weighted_cross_entropy(logits, labels, 1e-7, 8) * 2.0**16).backward()
     exact = logits.detach().double().requires_grad_()
-    (functional.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="sum") * 1e-7 * 2.0**16).backward()
+    (functional.cross_entropy(exact, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 1e-7 * 2.0**16).backward()
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-2, atol=1e-5)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.task import Task
 
 
-def assumed_inputs(source: Any, task: str, seq_len: int | None, image: str | None, model_args: dict[str, Any]) -> Any:
+def assumed_inputs(source: Any, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]) -> Any:
     """The model's published images, those of `--input`, or tokens of its whole vocabulary. Raises UserError."""
     from zerofit.models.cnn import PUBLISHED_INPUTS
     from zerofit.models.hf import make_config

@@ -29,10 +29,10 @@ from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
 from zerofit.spec.versions import versions
 from zerofit.train.probe import models_say, probe, task_of
 
-DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 DEFAULT_EPOCHS = 1.0
 
 
@@ -115,7 +115,7 @@ def ds_document(run: Run) -> Document:
     return read_document(find_config(run.ds_config or default))
 
 
-def _data_name(asked: RunRequest, task: str | None) -> str | None:
+def _data_name(asked: RunRequest, task: Task | None) -> str | None:
     if asked.run.data is not None:
         split_name(asked.run.data)  # refuses what it does not know
         return asked.run.data
@@ -130,9 +130,9 @@ def _tokenizer(asked: RunRequest, source: ModelSource) -> str:
     return asked.run.tokenizer
 
 
-def seq_len_of(run: Run, source: ModelSource, task: str, usual: int = DEFAULT_SEQ_LEN) -> int | None:
+def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
     """Tokens of a sample: as asked, else the usual number or what the model takes; None for images."""
-    if task not in ("causal-lm", "masked-lm"):
+    if not is_text(task):
         return None
     if run.seq_len:
         return run.seq_len

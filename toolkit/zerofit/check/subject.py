@@ -9,6 +9,7 @@ from typing import Any
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get
 from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.precision import PRECISIONS
 
 ZERO = "zero_optimization"
 
@@ -20,7 +21,7 @@ class TargetHardware:
     ranks: int | None = None
     pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
     accelerator: str | None = None  # "cuda" or "cpu"
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")  # that the device has
+    precisions: tuple[str, ...] = PRECISIONS  # that the device has
     facts: ModelFacts | None = None
 
 

@@ -12,6 +12,7 @@ from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
 from zerofit.spec.run import Run
+from zerofit.spec.task import Task
 
 NAME = "zerofit.json"
 _INPUTS: dict[str, type[TextInputs] | type[ImageInputs]] = {"text": TextInputs, "image": ImageInputs}
@@ -23,7 +24,7 @@ class ModelInfo:
 
     model: str  # as the run named it; the architecture of transformers models is in config.json
     model_args: dict[str, Any]
-    task: str  # "causal-lm", "masked-lm", "image" or "gan"
+    task: Task
     inputs: Inputs
     loss: str | None  # of a user's own model that has none
     data: str | None
@@ -36,7 +37,7 @@ class ModelInfo:
     seed: int = 0  # of the run, which made-up data are drawn from
 
 
-def about_run(run: Run, task: str, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
+def about_run(run: Run, task: Task, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
     """What there is to say of a model that this run has trained for so many steps."""
     same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
     return ModelInfo(**{name: getattr(run, name) for name in same}, task=task, inputs=inputs, step=step, dtype=dtype)

@@ -13,6 +13,7 @@ import click
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
 from zerofit.spec.hardware import find_device, supports
+from zerofit.spec.precision import PRECISIONS
 
 RUN_FIELDS = (
     *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
@@ -95,7 +96,7 @@ def _setting(given: dict[str, Any]):
     gpu = given.get("gpu")
     if gpu not in (None, "cpu"):
         find_device(gpu)  # refuses what it does not know
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    precisions: tuple[str, ...] = PRECISIONS
     if gpu == "cpu":
         precisions = ("fp32", "bf16")  # fp16 needs instructions that few CPUs have
     elif gpu:

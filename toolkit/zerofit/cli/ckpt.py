@@ -13,6 +13,7 @@ from zerofit.cli import ckpt_show
 from zerofit.cli.answer import answer
 from zerofit.cli.eval import TRUST
 from zerofit.cli.progress import StatusLine
+from zerofit.spec.precision import PRECISIONS
 
 DIFFERENT, DAMAGED = 1, 2
 FOLDER = click.Path(path_type=Path)
@@ -72,9 +73,7 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option(
-    "--dtype", type=click.Choice(("fp32", "bf16", "fp16")), help="of the parameters (default: the run's precision)"
-)
+@click.option("--dtype", type=click.Choice(PRECISIONS), help="of the parameters (default: the run's precision)")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
 @TRUST
 @AS_JSON

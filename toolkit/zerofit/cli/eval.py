@@ -12,6 +12,7 @@ from zerofit.cli.answer import answer, fail
 from zerofit.cli.console import EventConsole
 from zerofit.cli.options import run_options
 from zerofit.spec.events import Reporter
+from zerofit.spec.precision import PRECISIONS
 
 FINDING = 1
 MICRO_BATCH = 8
@@ -32,7 +33,7 @@ def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line"),
         TRUST,
-        click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="of the weights [as saved]"),
+        click.option("--dtype", type=click.Choice(PRECISIONS), help="of the weights [as saved]"),
         click.option(
             "--offload-folder",
             type=click.Path(path_type=Path, file_okay=False),

@@ -12,13 +12,13 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.options import run_options
+from zerofit.spec.precision import PRECISIONS
 
 FINDING = 1
 RUN_FIELDS = (
     *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len"),
     *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
-PRECISIONS = ("fp32", "bf16", "fp16")
 FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the best, or of a plainer one less than 3% slower"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"

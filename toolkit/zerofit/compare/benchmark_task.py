@@ -19,12 +19,13 @@ from torchvision.ops import StochasticDepth
 from zerofit.compare.gan import GanPair, noise_planes
 from zerofit.compare.job import MOMENTUM, CompareJob
 from zerofit.compare.measure import StrategyMeter
-from zerofit.data import IGNORED, Order, open_data
+from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.events import Reporter
+from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
@@ -42,7 +43,7 @@ class BenchmarkTask:
     def __init__(self, job: CompareJob, folder: Path, rank: int):
         self.job, self.rank = job, rank
         self.task = task_of(find(job.model), job.run)
-        self._data = open_data(job.run, self.task, job.seq_len, Reporter())  # type: ignore[arg-type]
+        self._data = open_data(job.run, self.task, job.seq_len, Reporter())
         self._order = Order(len(self._data.train), job.seed)
         self.device = torch.device("cpu")
         if job.accelerator == "cuda":
@@ -97,7 +98,7 @@ class BenchmarkTask:
             return output.mean()
         logits = getattr(output, "logits", output)
         logits = logits.reshape(-1, logits.shape[-1]).float()
-        total = functional.cross_entropy(logits, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        total = functional.cross_entropy(logits, target.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum")
         return total / target.numel()
 
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
@@ -150,7 +151,7 @@ class BenchmarkTask:
             if self.task == "gan":
                 total, targets = total + float(output.sum()), targets + len(output)
                 continue
-            real, logits = y != IGNORED, getattr(output, "logits", output)
+            real, logits = y != IGNORE_INDEX, getattr(output, "logits", output)
             total += float(self.loss(output, y)) * y.numel()
             targets += int(real.sum())
             right += int((logits.argmax(-1) == y)[real].sum())

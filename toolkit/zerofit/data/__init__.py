@@ -1,6 +1,6 @@
 """Data: samples by index, their order, their batches; sources of images and text, and what is cached of them."""
 
-from zerofit.data.base import IGNORED, Data, Dataset, TaskName
+from zerofit.data.base import Data, Dataset
 from zerofit.data.evaluate import eval_batch_count, eval_batches, eval_indices, eval_targets
 from zerofit.data.loader import default_workers, micro_batches
 from zerofit.data.names import KINDS, default_data, split_name
@@ -8,12 +8,10 @@ from zerofit.data.opening import open_data
 from zerofit.data.order import Order
 
 __all__ = [
-    "IGNORED",
     "KINDS",
     "Data",
     "Dataset",
     "Order",
-    "TaskName",
     "default_data",
     "default_workers",
     "eval_batch_count",

@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from zerofit.models.inputs import Inputs
 
 if TYPE_CHECKING:
     import torch
-
-TaskName = Literal["image", "causal-lm", "masked-lm", "gan"]
-IGNORED = -100  # the label that counts in no loss
 
 
 class Dataset(ABC):

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zerofit.data.base import IGNORED, Dataset
+from zerofit.data.base import Dataset
 from zerofit.data.hashing import sample_hashes
 from zerofit.data.loader import made
+from zerofit.spec.task import IGNORE_INDEX
 
 _KEY_STREAM = 0x5EED  # masked samples look the same at every evaluation
 
@@ -59,5 +60,5 @@ class _EvalShare:
         indices = self.chosen[places % len(self.chosen)]
         keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
         batch = self.dataset.batch(indices, keys)
-        batch["labels"][~real] = IGNORED
+        batch["labels"][~real] = IGNORE_INDEX
         return {**batch, "indices": indices, "real": real}

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from zerofit.data.base import Dataset, TaskName
+from zerofit.data.base import Dataset
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.opened import OpenedImages
 from zerofit.data.paths import data_root
@@ -17,9 +17,10 @@ from zerofit.data.synthetic import SyntheticImages, parse_size
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.task import Task
 
 
-def open_digits(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
+def open_digits(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
     """scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
     from sklearn.datasets import load_digits
 
@@ -60,7 +61,7 @@ class VisionSet:
     mib: int = 0  # how much is downloaded
 
 
-def open_vision_set(word: str, run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
+def open_vision_set(word: str, run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
     """One of torchvision's sets, from --data-root; fetched into it when --download is given.
 
     Raises UserError "data-missing" or "download".
@@ -125,7 +126,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def open_synthetic_images(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
+def open_synthetic_images(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
     """Made-up 3-channel images, 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size. Learnable."""
     classes, size = parse_size(argument, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
@@ -147,7 +148,7 @@ VISION_SETS: dict[str, VisionSet] = {
     ),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[Run, str, TaskName, Reporter], OpenedImages]] = {
+IMAGE_SOURCES: dict[str, Callable[[Run, str, Reporter], OpenedImages]] = {
     "digits": open_digits,
     "mnist": partial(open_vision_set, "mnist"),
     "fashion-mnist": partial(open_vision_set, "fashion-mnist"),

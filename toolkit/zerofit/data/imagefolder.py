@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Dataset, TaskName
+from zerofit.data.base import Dataset
 from zerofit.data.hashing import held_out_limit, name_hash
 from zerofit.data.image_check import ImageFile, refuse_or_skip, unreadable
 from zerofit.data.opened import OpenedImages
@@ -17,6 +17,7 @@ from zerofit.data.pixels import Scaling
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.task import Task
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALID_NAMES = ("val", "valid", "validation", "test")
@@ -24,7 +25,7 @@ VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
 
 
-def open_imagefolder(run: Run, argument: str, task: TaskName, progress: Reporter) -> OpenedImages:
+def open_imagefolder(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
     """PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
 
     Without such a folder a tenth of the files, by the hash of their relative names, is held out. Each file is decoded

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zerofit.data.base import IGNORED
 from zerofit.data.hashing import cell_hashes
+from zerofit.spec.task import IGNORE_INDEX
 
 SHARE = 0.15  # of a sample's tokens are targets
 _WHERE, _HOW, _WHAT = 11, 12, 13  # independent streams of random numbers
@@ -31,7 +31,7 @@ def mask_tokens(
     draws[np.arange(width) >= real[:, None]] = np.iinfo(np.uint64).max  # padding comes last and is never drawn
     ranks = draws.argsort(axis=1).argsort(axis=1)
     chosen = ranks < masked_count(real)[:, None]
-    labels = np.where(chosen, tokens, IGNORED)
+    labels = np.where(chosen, tokens, IGNORE_INDEX)
     how = cell_hashes(keys, width, _HOW) % np.uint64(10)
     what = ordinary[(cell_hashes(keys, width, _WHAT) % np.uint64(len(ordinary))).astype(np.int64)]
     inputs = np.where(chosen & (how < 8), mask_id, tokens)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.data.base import TaskName
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.task import Task, is_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,9 @@ class SourceKind:
     required: bool = False
 
 
-def media_of(task: TaskName) -> str:
-    """What a task reads: "image" or "text"."""
-    return "text" if task in ("causal-lm", "masked-lm") else "image"
-
-
-def default_data(task: TaskName) -> str:
+def default_data(task: Task) -> str:
     """The data of a run that names none: present on every machine, learnable in minutes."""
-    return "pysource" if media_of(task) == "text" else "digits"
+    return "pysource" if is_text(task) else "digits"
 
 
 def split_name(data: str) -> tuple[str, str]:
@@ -47,9 +42,9 @@ def split_name(data: str) -> tuple[str, str]:
     return word, argument
 
 
-def check_task(data: str, task: TaskName) -> None:
+def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
-    word, media = split_name(data)[0], media_of(task)
+    word, media = split_name(data)[0], "text" if is_text(task) else "image"
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
         message = f"--data {data} holds no {media}s" if media == "image" else f"--data {data} holds no text"

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, TaskName
+from zerofit.data.base import Data, Dataset
 from zerofit.data.documents import Source
-from zerofit.data.names import check_task, default_data, media_of, split_name
+from zerofit.data.names import check_task, default_data, split_name
 from zerofit.data.synthetic import SyntheticText, parse_size
 from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
@@ -18,22 +18,22 @@ from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
 
-DEFAULT_SEQ_LEN = 256
 T = TypeVar("T")
 
 
-def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Reporter) -> Data:
+def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> Data:
     """Open the data of a run; prepare and cache what that takes.
 
-    `seq_len` (tokens a sample) is that of the model, as resolved; else run.seq_len, else 256. The same in every
-    process: the first makes the cache, others find it, or wait for it and say so through `progress`.
+    `seq_len` (tokens a sample) is that of the model, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
+    gets the same: the first makes the cache, others find it, or wait for it and say so through `progress`.
     Raises UserError with all that is wrong.
     """
     name = run.data or default_data(task)
     check_task(name, task)
     word, argument = split_name(name)
-    if media_of(task) == "image":
+    if not is_text(task):
         return _open_images(name, word, argument, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if word == "synthetic":
@@ -41,7 +41,7 @@ def open_data(run: Run, task: TaskName, seq_len: int | None, progress: Reporter)
     return _open_text(name, word, argument, run, task, length, progress)
 
 
-def _open_images(name: str, word: str, argument: str, run: Run, task: TaskName, progress: Reporter) -> Data:
+def _open_images(name: str, word: str, argument: str, run: Run, task: Task, progress: Reporter) -> Data:
     from zerofit.data.image_sources import IMAGE_SOURCES
 
     images = IMAGE_SOURCES[word](run, argument, task, progress)
@@ -55,7 +55,7 @@ def _open_images(name: str, word: str, argument: str, run: Run, task: TaskName, 
     )
 
 
-def _open_synthetic_text(name: str, argument: str, run: Run, task: TaskName, seq_len: int) -> Data:
+def _open_synthetic_text(name: str, argument: str, run: Run, task: Task, seq_len: int) -> Data:
     """A vocabulary of 256 (`synthetic:N`: N); its last id is the mask of a masked language model."""
     vocab = parse_size(argument, default=256, what="ids in the vocabulary")
     mask_id = vocab - 1 if task == "masked-lm" else None
@@ -70,7 +70,7 @@ def _open_synthetic_text(name: str, argument: str, run: Run, task: TaskName, seq
     )
 
 
-def _open_text(name: str, word: str, argument: str, run: Run, task: TaskName, seq_len: int, progress: Reporter) -> Data:
+def _open_text(name: str, word: str, argument: str, run: Run, task: Task, seq_len: int, progress: Reporter) -> Data:
     from zerofit.data.text_sources import TEXT_SOURCES
 
     problems = Problems()
@@ -94,7 +94,7 @@ def _open_text(name: str, word: str, argument: str, run: Run, task: TaskName, se
     )
 
 
-def _tokenizer_for(name: str, task: TaskName) -> Tokenizer:
+def _tokenizer_for(name: str, task: Task) -> Tokenizer:
     tokenizer = open_tokenizer(name)
     if task == "masked-lm" and tokenizer.mask_id is None:
         message = f"--tokenizer {name} has no mask token, which a masked language model needs"
@@ -113,7 +113,7 @@ def _refuse_short(name: str, tokens: Tokens, seq_len: int) -> None:
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
 
 
-def _samples(task: TaskName, file: TokenFile, count: int, seq_len: int, tokenizer: Tokenizer) -> Dataset:
+def _samples(task: Task, file: TokenFile, count: int, seq_len: int, tokenizer: Tokenizer) -> Dataset:
     if task == "causal-lm":
         return CausalText(file=file, tokens=count, seq_len=seq_len, pad_id=tokenizer.eod_id)
     assert tokenizer.mask_id is not None
@@ -127,7 +127,7 @@ def _samples(task: TaskName, file: TokenFile, count: int, seq_len: int, tokenize
     )
 
 
-def _notes(tokens: Tokens, task: TaskName, seq_len: int) -> list[str]:
+def _notes(tokens: Tokens, task: Task, seq_len: int) -> list[str]:
     """Padded last windows."""
     labels = {split: count - (task == "causal-lm") for split, count in tokens.counts.items()}
     words = {"train": "training", "valid": "validation"}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zerofit.data.base import IGNORED, Dataset
+from zerofit.data.base import Dataset
 from zerofit.data.masking import mask_tokens, masked_count
 from zerofit.data.token_cache import TokenFile
+from zerofit.spec.task import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class CausalText(Dataset):
 
         windows, real = _gather(self.file, indices, self.seq_len, self.seq_len + 1, self.pad_id)
         inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
-        labels[np.arange(1, self.seq_len + 1) >= real[:, None]] = IGNORED
+        labels[np.arange(1, self.seq_len + 1) >= real[:, None]] = IGNORE_INDEX
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def targets(self, indices: Sequence[int]) -> int:

@@ -9,14 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zerofit.data import Data, default_data, open_data
-from zerofit.data.names import media_of
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
+from zerofit.spec.task import DEFAULT_SEQ_LEN, is_text
 
-DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -50,7 +49,7 @@ def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Repor
     if saved.about is None and "data" not in flags:
         message = f"{saved.folder} does not say what it was trained on"
         problems.add("data-missing", message, f"--data {default_data(saved.task)}, for one", "--data")
-    reads = media_of(saved.task) == "text" and not flags.get("data", "").startswith("synthetic")
+    reads = is_text(saved.task) and not flags.get("data", "").startswith("synthetic")
     tokenizer = problems.attempt(lambda: tokenizer_name(saved, flags)) if reads else None
     seq_len = flags.get("seq_len") or _seq_len(saved)
     if saved.longest is not None and seq_len > saved.longest:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zerofit.data import IGNORED
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.build import forward_logits
+from zerofit.spec.task import IGNORE_INDEX, Task
 
 CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
 TOP = 5
@@ -23,7 +23,7 @@ TOP = 5
 class EvalFigures:
     """How a batch's outputs are judged."""
 
-    task: str
+    task: Task
     dtype: torch.dtype  # of the numbers that images are given in
     own: bool = False  # a user's own model
     own_loss: bool = False  # its forward takes labels and gives its loss
@@ -50,7 +50,7 @@ class EvalFigures:
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         """The model's own mean loss, as often as there are samples."""
         if self.task == "causal-lm":  # as transformers has it: labels stand where their tokens do
-            out = model(input_ids=x, labels=torch.where(labels == IGNORED, IGNORED, x))
+            out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
             out = model(x, labels=labels)
         loss, count = part_of(out, "loss").double(), len(x)
@@ -71,8 +71,8 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)
     for start in range(0, len(flat), rows):
         piece, wanted = flat[start : start + rows].float(), labels[start : start + rows]
-        real = wanted != IGNORED
-        loss = functional.cross_entropy(piece, wanted, ignore_index=IGNORED, reduction="sum")
+        real = wanted != IGNORE_INDEX
+        loss = functional.cross_entropy(piece, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
         best = piece.topk(min(top, piece.shape[-1]), dim=-1).indices if top > 1 else piece.argmax(-1, keepdim=True)
         right = (best == wanted.unsqueeze(1)) & real.unsqueeze(1)  # (targets, top)
         counted = (loss, real.sum(), right[:, 0].sum(), right.sum())
@@ -84,7 +84,7 @@ def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
     if outputs.numel() != labels.numel():
         message = f"--loss mse needs one output a sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)
-    real = labels.reshape(-1) != IGNORED
+    real = labels.reshape(-1) != IGNORE_INDEX
     errors = (outputs.float().reshape(labels.shape) - labels.float()).reshape(-1)[real].double().square()
     return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0, errors.sum() * 0])
 

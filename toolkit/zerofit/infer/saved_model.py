@@ -21,6 +21,7 @@ from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.task import Task
 
 MODEL = "model"  # the trained model in a run's folder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +34,7 @@ class SavedModel:
 
     folder: Path
     source: ModelSource
-    task: str  # "causal-lm", "masked-lm", "image" or "gan"
+    task: Task
     inputs: Inputs  # what it takes; its vocabulary can hold more ids than the training's tokenizer gave
     longest: int | None  # tokens it takes at most; None without a limit
     about: ModelInfo | None  # None for a model that zerofit has not written

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, shards
-from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, Point, StageTimeline, TimelineEvent
+from zerofit.plan.timeline import Parameter, Point, StageTimeline, TimelineEvent
 from zerofit.plan.zero3_gather import gathered_in_backward
+from zerofit.spec.precision import ELEMENT_BYTES
 
 ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 

@@ -16,7 +16,8 @@ from zerofit.plan.persistent import (
     shards,
     shards_of_parameters,
 )
-from zerofit.plan.timeline import ELEMENT_BYTES, StageTimeline
+from zerofit.plan.timeline import StageTimeline
+from zerofit.spec.precision import ELEMENT_BYTES
 
 
 def start_moments(

@@ -18,8 +18,9 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.optimizer_step import step_moments
 from zerofit.plan.persistent import PersistentMemory, overlap_in_partition, shards, standing
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
-from zerofit.plan.timeline import ELEMENT_BYTES, Point, StageTimeline, timeline
+from zerofit.plan.timeline import Point, StageTimeline, timeline
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
+from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import Profile, setting
 
 # all of a choice that the moments of a step depend on

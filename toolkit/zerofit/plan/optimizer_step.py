@@ -19,7 +19,8 @@ from zerofit.plan.persistent import (
     shards,
     shards_of_parameters,
 )
-from zerofit.plan.timeline import ELEMENT_BYTES, StageTimeline
+from zerofit.plan.timeline import StageTimeline
+from zerofit.spec.precision import ELEMENT_BYTES
 
 NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
 

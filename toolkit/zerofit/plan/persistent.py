@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from zerofit.plan.host import OffloadedMemory, optimizer_offloaded, parameters_offloaded, pinned
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, StageTimeline
+from zerofit.plan.timeline import Parameter, StageTimeline
+from zerofit.spec.precision import ELEMENT_BYTES
 
 STATES_BYTES, MASTER_BYTES = 8, 4  # an element, whatever the precision
 

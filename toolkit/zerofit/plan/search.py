@@ -14,11 +14,12 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.reasons import Forecast, remedy, why
 from zerofit.plan.space import PlanRequest, SearchSpace, space_of
-from zerofit.plan.time import BYTES, StepTime, Timer, model_flops
+from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.overhead import HOST_RESERVE
+from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import Profile, setting
 
 Correct = Callable[[PlannedLayout, float], float]
@@ -125,7 +126,7 @@ def _over(choice: PlannedLayout, profile: Profile, cluster: Cluster, forecast: F
     """
     if choice.pp > 1:
         share = profile.parameters / choice.pp
-        least = BYTES[choice.precision] * share + 8 * share / (choice.dp if choice.zero_stage else 1)
+        least = ELEMENT_BYTES[choice.precision] * share + 8 * share / (choice.dp if choice.zero_stage else 1)
         if least > cluster.device.memory_bytes:
             return least / cluster.device.memory_bytes
     return _fit_of(choice, cluster, forecast)[1].over

@@ -10,9 +10,9 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import LayerCost, Linear, Profile, setting
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
 # by Adam (4); the parameter written in the model's dtype (runtime/zero/stage_1_and_2.py, step)
 ADAM_BYTES = 44
@@ -64,7 +64,7 @@ class Timer:
 
     def step(self, choice: PlannedLayout) -> StepTime:
         """The time of one optimizer step. KeyError where the choice's setting is not in the profile."""
-        one, rates, b = self._pass(choice), self.rates, BYTES[choice.precision]
+        one, rates, b = self._pass(choice), self.rates, ELEMENT_BYTES[choice.precision]
         micro_batches = choice.accumulation
         shards = group_of(choice.dp * choice.sp, choice.tp, self._cluster.gpus)
         tensor_s, sequence_s = self._model_parallel_s(choice, one)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # of many equal layers, these of the last and the first; the rest lie between them (see `_told_apart`)
 _LAST, _FIRST = 3, 1
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import sharers
-from zerofit.plan.timeline import ELEMENT_BYTES, Parameter, StageTimeline
+from zerofit.plan.timeline import Parameter, StageTimeline
+from zerofit.spec.precision import ELEMENT_BYTES
 
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
 

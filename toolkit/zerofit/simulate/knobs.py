@@ -8,12 +8,10 @@ from typing import Any
 
 from zerofit.check.dotted import get, put
 from zerofit.spec.run_folder import Job
+from zerofit.spec.task import is_text
 
 CHUNK = 1024  # targets of a loss in chunks
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
-
-
-TEXT = ("causal-lm", "masked-lm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,7 @@ def knobs(job: Job, written: dict[str, Any]) -> list[Knob]:
     if not run.activation_checkpointing:
         fields = {"activation_checkpointing": True}
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
-    if run.loss_chunk is None and job.facts.task in TEXT and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
+    if run.loss_chunk is None and is_text(job.facts.task) and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
         found.append(Knob(change=f"--loss-chunk {CHUNK}", fields={"loss_chunk": CHUNK}, config=written))
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]

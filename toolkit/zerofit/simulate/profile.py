@@ -18,6 +18,7 @@ from zerofit.simulate.layer_costs import MICRO_BATCHES, cost_of, layer_of
 from zerofit.simulate.profile_recorder import ProfileRecorder
 from zerofit.simulate.traced_model import TracedModel, first_tensor, make_subject, takes_labels, watched
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
+from zerofit.spec.task import Task
 from zerofit.train.build import DTYPES
 from zerofit.train.loss import part_of, weighted_cross_entropy
 
@@ -33,7 +34,7 @@ class TraceSetting(NamedTuple):
 
 def profile_model(
     source: ModelSource,
-    task: str,
+    task: Task,
     inputs: Inputs,
     args: dict[str, Any],
     settings: Iterable[TraceSetting],
@@ -78,7 +79,7 @@ def _sample_bytes(inputs: Inputs) -> int:
 
 
 def _traced(
-    source: ModelSource, task: str, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
+    source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     subject = make_subject(source, inputs, args, one.precision, one.checkpointing, one.tp)
     with as_on(device, one.sp):
@@ -127,7 +128,7 @@ def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
 
 
 def _run(
-    subject: TracedModel, task: str, inputs: Inputs, count: int, one: TraceSetting, device: str
+    subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> ProfileRecorder:
     """Forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
     recorder, model, last = (
@@ -167,7 +168,7 @@ def _run(
 
 
 def _batch(
-    task: str, inputs: Inputs, count: int, one: TraceSetting, device: str
+    task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
 
@@ -181,7 +182,7 @@ def _batch(
     return tokens, torch.empty_like(tokens), None
 
 
-def _loss(model: Any, x: Tensor, labels: Tensor, task: str, one: TraceSetting, recorder: ProfileRecorder) -> Tensor:
+def _loss(model: Any, x: Tensor, labels: Tensor, task: Task, one: TraceSetting, recorder: ProfileRecorder) -> Tensor:
     extra = {}
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerofit.spec.precision import ELEMENT_BYTES
+from zerofit.spec.task import Task
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Figures of one model, taken from it on the meta device (no memory used)."""
 
-    task: str  # what it is fed: "image", "causal-lm", "masked-lm" or "gan"
+    task: Task
     parameters: int  # tied ones counted once
     largest_parameter: int  # elements
     hidden_size: int  # width of the residual stream; for CNNs the square root of the largest parameter
@@ -22,7 +25,7 @@ class ModelFacts:
 
     def checkpoint_bytes(self, precision: str) -> int:
         """About what one checkpoint takes on the disk: fp32 master weights, Adam's two moments, and the weights."""
-        return self.parameters * (12 + (4 if precision == "fp32" else 2))
+        return self.parameters * (12 + ELEMENT_BYTES[precision])
 
 
 @dataclass(frozen=True, kw_only=True)

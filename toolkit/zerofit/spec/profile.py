@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zerofit.spec.task import Task
+
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
@@ -80,7 +82,7 @@ class Profile:
     """
 
     model: str
-    task: str  # "image", "causal-lm", "masked-lm"
+    task: Task
     seq_len: int | None
     layers: tuple[LayerRun, ...]
     costs: dict[str, tuple[LayerCost, ...]]

@@ -18,8 +18,7 @@ from pydantic import (
 )
 
 from zerofit.spec.interval import Interval
-
-Precision = Literal["fp32", "bf16", "fp16"]
+from zerofit.spec.precision import Precision
 
 
 def _interval(text: str) -> str:

@@ -19,8 +19,9 @@ from zerofit.models.build import forward_logits
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
+from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import DTYPES, build_whole, parameter_groups
-from zerofit.train.loss import IGNORE, counts, part_of, weighted_cross_entropy
+from zerofit.train.loss import counts, part_of, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.schedule import make_scheduler
 
@@ -143,7 +144,7 @@ class ZeroTrainer:
             return self._own_eval(x, labels)
         logits, _ = self._logits(x, extra)
         if self.job.run.loss == "mse":
-            real = labels.reshape(-1) != IGNORE
+            real = labels.reshape(-1) != IGNORE_INDEX
             errors = (_one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
         return counts(logits, labels)
@@ -154,7 +155,7 @@ class ZeroTrainer:
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
         """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
-        real = (labels.reshape(len(labels), -1) != IGNORE).any(dim=1)
+        real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():
             real, labels = torch.ones_like(real), labels.clamp_min(0)
@@ -163,7 +164,7 @@ class ZeroTrainer:
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
         if self.job.facts.task == "causal-lm":
             # as transformers has it: labels stand where their tokens do, and the model shifts them itself
-            return self.engine(input_ids=x, labels=torch.where(labels == IGNORE, IGNORE, x))
+            return self.engine(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         return self.engine(x, labels=labels)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

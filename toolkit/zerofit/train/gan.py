@@ -15,6 +15,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
+from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import DTYPES, batch_norm_in_fp32
 from zerofit.train.engines import Batch, start_engine
 from zerofit.train.rank_coords import RankCoords
@@ -86,7 +87,7 @@ class GanTrainer:
         self.engine.eval()
         self.generator.eval()
         for batch in batches:
-            keep = (batch["labels"] != -100).to(self.device)
+            keep = (batch["labels"] != IGNORE_INDEX).to(self.device)
             real = batch["inputs"].to(self.device, DTYPES[self.job.run.precision])[keep]
             if len(real):
                 sums += self._judge(real)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.run_folder import Job
+from zerofit.spec.task import is_text
 from zerofit.train.batch_stats import average_batch_statistics
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.loggers import Events
@@ -129,10 +130,10 @@ class Loop:
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
         figures = {"loss": loss}
-        if job.facts.task in ("image", "gan"):
-            figures["accuracy"] = right / max(targets, 1.0)
-        else:
+        if is_text(job.facts.task):
             figures["perplexity"] = math.exp(min(loss, 700.0))
+        else:
+            figures["accuracy"] = right / max(targets, 1.0)
         self.events("eval", step=step + 1, **figures)
         self.recorder.evaluated(step, figures)
         self.recorder.skip_time()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORE = -100  # label of a position that does not count
+from zerofit.spec.task import IGNORE_INDEX
 
 
 def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | floa
     flat = logits.reshape(-1, logits.shape[-1]).float()  # (targets, classes)
     if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored: the mean, a kernel less
         return functional.cross_entropy(flat, labels.reshape(-1))
-    return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE, reduction="sum") * weight
+    return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
 
 
 class _Chunked(torch.autograd.Function):
@@ -41,9 +41,9 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, len(labels), chunk):
             part = slice(start, start + chunk)
             log_p = functional.log_softmax(logits[part].float(), dim=-1)
-            total += functional.nll_loss(log_p, labels[part], ignore_index=IGNORE, reduction="sum")
+            total += functional.nll_loss(log_p, labels[part], ignore_index=IGNORE_INDEX, reduction="sum")
             if gradient is not None:
-                real = (labels[part] != IGNORE).unsqueeze(1)
+                real = (labels[part] != IGNORE_INDEX).unsqueeze(1)
                 p = log_p.exp_()
                 p.scatter_add_(1, labels[part].clamp_min(0).unsqueeze(1), p.new_full((len(p), 1), -1.0))
                 gradient[part] = p.mul_(real)
@@ -59,8 +59,8 @@ class _Chunked(torch.autograd.Function):
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
     """float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
-    real = labels != IGNORE
-    total = functional.cross_entropy(flat, labels, ignore_index=IGNORE, reduction="sum")
+    real = labels != IGNORE_INDEX
+    total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     right = (flat.argmax(-1) == labels) & real
     return torch.stack([total.double(), real.sum().double(), right.sum().double()])
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.hardware import peak_flops
 from zerofit.spec.run_folder import Job
+from zerofit.spec.task import is_text
 from zerofit.train.loggers import Sink
 from zerofit.train.stop_signals import StopRequests
 
@@ -104,7 +105,7 @@ class MetricsRecorder:
     def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> dict[str, Any]:
         job = self._job
         samples_per_s = job.batch.total / step_s
-        tokens = job.run.seq_len if job.facts.task in ("causal-lm", "masked-lm") else None
+        tokens = job.run.seq_len if is_text(job.facts.task) else None
         mfu = None
         if self._peak and job.facts.forward_flops:  # backward costs twice the forward
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)

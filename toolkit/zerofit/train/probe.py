@@ -17,9 +17,10 @@ from zerofit.models.layers import as_layers
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
+from zerofit.spec.task import Task
 
 
-def probe(source: ModelSource, task: str, inputs: Inputs | None, run: Run) -> ModelFacts:
+def probe(source: ModelSource, task: Task, inputs: Inputs | None, run: Run) -> ModelFacts:
     """The facts of a model for these inputs, or as it was published (FLOPs are not counted then).
 
     Raises UserError where model and data do not go together.
@@ -48,9 +49,9 @@ def probe(source: ModelSource, task: str, inputs: Inputs | None, run: Run) -> Mo
     )
 
 
-def task_of(source: ModelSource, run: Run) -> str:
+def task_of(source: ModelSource, run: Run) -> Task:
     """What a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
-    if source.family != "custom":
+    if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
         model = build(source, None, dict(run.model_args))

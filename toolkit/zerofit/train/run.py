@@ -13,6 +13,7 @@ from zerofit.data import Data, open_data
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.task import is_text
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
 from zerofit.train.loggers import Events, make_sinks
@@ -111,7 +112,7 @@ def _result(job: Job, recorder: MetricsRecorder, figures: dict[str, float], data
     """The keys that `zerofit train --json` prints, but for the run folder."""
     last = recorder.last
     samples = job.samples_after(job.steps)
-    text = job.facts.task in ("causal-lm", "masked-lm")
+    text = is_text(job.facts.task)
     return {
         "steps": job.steps,
         "samples": samples,

@@ -26,10 +26,11 @@ from zerofit.models.catalog import find
 from zerofit.report.compare_files import write_comparison
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
+from zerofit.spec.task import Task
 from zerofit.train.probe import models_say, probe, task_of
 
 ALL = 10**9  # validation samples
-SEQ_LEN = 256  # tokens, or what the model takes where that is less
+COMPARE_SEQ_LEN = 256  # shorter than a training's: every strategy trains the model in one sitting
 SIZE_FIGURES = (
     *("seconds", "epochs_to_target", "seconds_to_target", "final_accuracy", "best_accuracy", "curve", "noise_scale"),
 )
@@ -204,8 +205,8 @@ def _job(model: str, options: dict[str, Any], problems: Problems, batch_flag: st
     problems.raise_if_any()
     assert task
     source = find(job.model)
-    job = replace(job, seq_len=seq_len_of(job.run, source, task, SEQ_LEN))
-    data = open_data(job.run, task, job.seq_len, Reporter(EventConsole()))  # type: ignore[arg-type]
+    job = replace(job, seq_len=seq_len_of(job.run, source, task, COMPARE_SEQ_LEN))
+    data = open_data(job.run, task, job.seq_len, Reporter(EventConsole()))
     for note in data.notes:
         click.echo(f"note: {note}", err=True)
     problems.attempt(lambda: probe(source, task, data.inputs, job.run))
@@ -213,10 +214,10 @@ def _job(model: str, options: dict[str, Any], problems: Problems, batch_flag: st
         message = f"{len(data.train)} training samples of {data.name} are less than one batch of {job.global_batch}"
         problems.add("batch-size", message, "take a smaller batch", batch_flag)
     problems.raise_if_any()
-    return replace(job, data=job.data or default_data(task))  # type: ignore[arg-type]
+    return replace(job, data=job.data or default_data(task))
 
 
-def _task(job: CompareJob) -> str:
+def _task(job: CompareJob) -> Task:
     with models_say("MODEL"):
         return task_of(find(job.model), job.run)
 

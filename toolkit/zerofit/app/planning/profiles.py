@@ -21,8 +21,8 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
+from zerofit.spec.task import DEFAULT_SEQ_LEN, Task
 
-DEFAULT_SEQ_LEN = 1024  # tokens, or what the model takes where that is less (as `zerofit train`)
 TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
 
 
@@ -120,7 +120,7 @@ def _deepspeed_quiet() -> Iterator[None]:
             del os.environ["DS_ACCELERATOR"]
 
 
-def _inputs(wanted: ProfileRequest, source: Any, task: str) -> tuple[Any, Any]:
+def _inputs(wanted: ProfileRequest, source: Any, task: Task) -> tuple[Any, Any]:
     """What the model is fed, and its transformers config if it has one."""
     from zerofit.models.hf import make_config, max_positions
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.precision import PRECISIONS
 
 FLAG = (bool,)
 # what a value may be; those of the second part stay the run's unless the file names them
@@ -21,7 +22,6 @@ KNOBS: dict[str, tuple[type, ...]] = {
     "global_batch": (int,),
     "compile": FLAG,
 }
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def read_space(path: Path) -> dict[str, list[Any]]:
