@@ -19,7 +19,6 @@ from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
-from zerofit.spec.hardware import find_device
 from zerofit.spec.load import load_run
 
 GIB = 2**30
@@ -46,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     out = parser.parse_args().out
-    cluster = Cluster(device=find_device(KIND), gpus=GPUS, host_bytes=2**41)
+    cluster = Cluster(KIND, gpus=GPUS, host_memory=2**41)
     targets = [
         prepare_target(load_run(None, COMMON | spec), cluster, None, Reporter()).target(0, cluster)
         for spec in LAYOUTS.values()

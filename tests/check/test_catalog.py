@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from zerofit.check import catalog as catalog_module
 from zerofit.check.catalog import _data, catalog
 from zerofit.check.check import check
 from zerofit.check.document import of_data, parse
@@ -82,7 +83,7 @@ def test_removed_keys_are_refused_by_deepspeed():
 
 def test_another_version_is_derived_once_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    monkeypatch.setattr("zerofit.check.catalog._shipped", lambda version: None)
+    monkeypatch.setattr(catalog_module, "_shipped", lambda version: None)
     shipped = catalog()
     catalog.cache_clear()
     try:

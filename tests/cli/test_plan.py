@@ -90,9 +90,9 @@ def test_from_a_stored_profile_no_torch_is_imported(stored, tmp_path):
 
 
 def test_the_second_plan_finds_the_profile(traced, monkeypatch):
-    import zerofit.simulate.profile
+    from zerofit.simulate import profile
 
-    monkeypatch.setattr(zerofit.simulate.profile, "profile_model", None)
+    monkeypatch.setattr(profile, "profile_model", None)
     again = asked("llama-tiny", "--model-args", ARGS, "--seq-len", 1024, *H100, "--global-batch", 64)
     assert [row["step_s"] for row in again["layouts"]] == [row["step_s"] for row in traced["layouts"]]
 

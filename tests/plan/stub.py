@@ -59,7 +59,7 @@ def make_cluster(kind: str = "h100-80gb", gpus: int = 8, nodes: int = 1, **devic
     found: Device = find_device(kind)
     if device:
         found = Device(**{**{f: getattr(found, f) for f in found.__dataclass_fields__}, **device})
-    return Cluster(device=found, gpus=gpus, nodes=nodes, host_bytes=found.node.host_bytes)
+    return Cluster(found, gpus=gpus, nodes=nodes, host_memory=found.node.host_bytes)
 
 
 class Formula:

@@ -56,7 +56,7 @@ def test_only_what_deepspeed_and_zerofit_take():
 def test_disks_only_where_there_are_some():
     cluster = make_cluster()
     assert not any(c.offload_optimizer == "nvme" for c in choices(make_profile(), cluster))
-    disks = replace(cluster, nvme_bytes=10**12)
+    disks = replace(cluster, nvme=10**12)
     nvme = [c for c in choices(make_profile(), disks) if "nvme" in (c.offload_optimizer, c.offload_param)]
     assert nvme and all(c.zero_stage == 3 for c in nvme)
 
@@ -79,13 +79,13 @@ def _overs(cluster):
 
 def test_host_memory_is_counted_by_the_node():
     profile = make_profile(blocks=400)
-    small = replace(make_cluster("rtx3090", gpus=2), host_bytes=20 * GIB)
+    small = replace(make_cluster("rtx3090", gpus=2), host_memory=20 * GIB)
     answer = search(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
     assert "host-memory" in {r.reason for r in answer.rejected}
     assert not answer.best and answer.nearest is not None
     needed = host_needed(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
     for share, fits in ((1.001, True), (0.999, False)):
-        cluster = replace(small, host_bytes=int(needed * share))
+        cluster = replace(small, host_memory=int(needed * share))
         assert (
             pressure(profile, cluster, PlanRequest(precision="bf16", global_batch=8), Formula(profile)) <= 1
         ) is fits
@@ -182,7 +182,7 @@ def test_more_devices_never_fit_less():
     profile = make_profile(blocks=400)
     wants = []
     for nodes in (1, 2, 4, 8, 16):
-        cluster = replace(make_cluster("l4", gpus=2, nodes=nodes), host_bytes=7 * GIB)  # no room for offloading
+        cluster = replace(make_cluster("l4", gpus=2, nodes=nodes), host_memory=7 * GIB)  # no room for offloading
         wants.append(pressure(profile, cluster, PlanRequest(precision="bf16", micro_batch=1), Formula(profile)))
     assert wants == sorted(wants, reverse=True) and wants[0] > 1 >= wants[-1]
 

@@ -22,7 +22,7 @@ PARAMETERS = MATRICES + VECTORS
 
 def cluster(gpus: int, kind: str = "cpu") -> Cluster:
     device = cpu_device(2, 64 * GIB, 1) if kind == "cpu" else find_device(kind)
-    return Cluster(device=device, gpus=gpus, host_bytes=512 * GIB)
+    return Cluster(device, gpus=gpus, host_memory=512 * GIB)
 
 
 def target(

@@ -5,10 +5,13 @@ The names below are loaded when they are first used, so that `import zerofit` ta
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
     from zerofit.spec.errors import Stopped as Stopped
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from zerofit.spec.run import Run as Run
 
 _PLACES = {
+    "Cluster": "zerofit.spec.cluster",
     "Event": "zerofit.spec.events",
     "Problem": "zerofit.spec.errors",
     "Run": "zerofit.spec.run",
@@ -38,3 +42,14 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """This module, whose functions keep their names where a package of the same name is imported (`zerofit.plan`)."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _PLACES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.spec.cluster import Cluster
 
 VERSIONS = ("zerofit", "torch")
 
@@ -28,11 +29,10 @@ def calibrate(seconds: float, as_json: bool) -> None:
 
 
 def _calibrate(budget_s: float) -> dict[str, Any]:
-    from zerofit.app.planning.hardware import HardwareRequest, clusters
-    from zerofit.launch.machine import usable_cores
     from zerofit.spec.calibration import Calibration, write_calibration
+    from zerofit.spec.local_machine import usable_cores
 
-    (cluster,) = clusters(HardwareRequest())
+    cluster = Cluster.here()
     start = time.perf_counter()
     found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
     calibration = Calibration(

@@ -49,7 +49,7 @@ def _this() -> Any:
     """This machine with the ranks that `zerofit train` would start on it."""
     from zerofit.doctor.gpus import gpus
     from zerofit.launch.hostfile import Host
-    from zerofit.launch.machine import cpu_ranks, usable_cores
+    from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
     return Host("localhost", len(gpus()["gpus"]) or cpu_ranks(usable_cores()))
 

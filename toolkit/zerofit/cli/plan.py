@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.hardware_options import OPTIONS, clusters, hardware_options
 from zerofit.cli.options import run_options
 from zerofit.spec.precision import PRECISIONS
 
@@ -26,14 +27,8 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--gpus", type=int, help="devices of one node")
-@click.option("--gpu", "kinds", multiple=True, metavar="KIND", help="h100-80gb, ..., cpu; several to compare")
-@click.option("--nodes", type=int, help="equal nodes [1]")
-@click.option("--host-memory", metavar="SIZE", help="memory of one node, for offloading")
-@click.option("--device-memory", metavar="SIZE", help="memory of one device, in place of the catalogue's")
-@click.option("--nvme", metavar="SIZE", help="local disks of one node that offloading may fill")
-@click.option("--nvme-path", default="/local_nvme", show_default=True, help="where they are, for --write")
-@click.option("--network", metavar="SIZE", help="bytes a second to other nodes, for each device")
+@hardware_options(*OPTIONS, kinds="h100-80gb, ..., cpu; several to compare")
+@click.option("--nvme-path", default="/local_nvme", show_default=True, help="where the disks are, for --write")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
 @click.option("--profile", type=click.Path(path_type=Path), help="plan from a stored profile, without torch")
 @click.option("--from", "tuned", type=click.Path(path_type=Path), help=FROM_HELP)
@@ -66,7 +61,6 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
     from zerofit.app.planning.corrections import read_tuned, refuse_other_device
     from zerofit.app.planning.files import refuse_existing
     from zerofit.app.planning.flags import early_problems
-    from zerofit.app.planning.hardware import HardwareRequest, clusters
     from zerofit.spec.errors import Problems
     from zerofit.spec.load import load_run
 
@@ -83,8 +77,7 @@ def _plan(model: str | None, options: dict[str, Any]) -> dict[str, Any]:
         problems.attempt(lambda: parse_image(options["image"]))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
-    names = ("kinds", "gpus", "nodes", "host_memory", "device_memory", "nvme", "network")
-    found = problems.attempt(lambda: clusters(HardwareRequest(**{name: options[name] for name in names})))
+    found = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *OPTIONS)}))
     options["tuned"] = problems.attempt(lambda: read_tuned(options["tuned"])) if options["tuned"] else None
     for cluster in found or () if options["tuned"] else ():
         problems.attempt(lambda cluster=cluster: refuse_other_device(options["tuned"], cluster.device.kind))

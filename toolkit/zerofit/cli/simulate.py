@@ -11,10 +11,12 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
+from zerofit.cli.hardware_options import clusters, hardware_options
 from zerofit.cli.options import run_options
 from zerofit.spec.events import Reporter
 
 FINDING = 1
+HARDWARE = ("gpus", "nodes", "host_memory", "device_memory")
 RUN_FIELDS = (
     *("model_args", "loss", "data", "data_root", "tokenizer", "image_size", "steps", "micro_batch"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
@@ -25,11 +27,7 @@ RUN_FIELDS = (
 
 @click.command()
 @click.argument("target", metavar="MODEL | RUN.yaml")
-@click.option("--gpus", type=int, help="devices of one node")
-@click.option("--gpu", "kinds", multiple=True, metavar="KIND", help="h100-80gb, ..., cpu (default: this machine)")
-@click.option("--nodes", type=int, help="equal nodes [1]")
-@click.option("--host-memory", metavar="SIZE", help="memory of one node")
-@click.option("--device-memory", metavar="SIZE", help="memory of one device, in place of the catalogue's")
+@hardware_options(*HARDWARE, kinds="h100-80gb, ..., cpu (default: this machine)")
 @click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
@@ -56,7 +54,6 @@ def simulate(target: str, as_json: bool, **options: Any) -> None:
 
 def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
-    from zerofit.app.planning.hardware import HardwareRequest, clusters
     from zerofit.cli.train import is_run_file
     from zerofit.spec.errors import Problem, Problems, UserError
     from zerofit.spec.load import load_run
@@ -65,10 +62,9 @@ def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
     flags = {name: options[name] for name in RUN_FIELDS if options[name] is not None}
     file = Path(target) if is_run_file(target) else None
     asked = problems.attempt(lambda: load_run(file, flags if file else {"model": target, **flags}))
-    names = ("kinds", "gpus", "nodes", "host_memory", "device_memory")
     if options["gpus"] is None and asked and asked.run.ranks:
         options["gpus"] = asked.run.ranks // (options["nodes"] or 1)
-    found = problems.attempt(lambda: clusters(HardwareRequest(**{name: options[name] for name in names})))
+    found = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
     if len(found) > 1:
         hint = "`zerofit plan` compares several"

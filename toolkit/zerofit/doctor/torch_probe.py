@@ -19,9 +19,9 @@ from zerofit.doctor.gpus import gpus
 from zerofit.doctor.measured import MeasurementJob, measured
 from zerofit.doctor.serve import Say, end_with_asker, serve
 from zerofit.launch.environment import environment
-from zerofit.launch.machine import usable_cores
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
+from zerofit.spec.local_machine import usable_cores
 
 LIFE_S = 3600  # CUDA ops take minutes each
 IMPORTS = ("torch", "torchvision", "deepspeed", "transformers")

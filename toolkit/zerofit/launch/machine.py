@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from pathlib import Path
 
-import psutil
-
+from zerofit.spec.local_machine import cpu_ranks, usable_cores
 from zerofit.spec.model_facts import Machine
-
-
-def usable_cores() -> int:
-    """Physical cores that this process may use."""
-    return min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-
-
-def cpu_ranks(cores: int) -> int:
-    """Ranks that make sense on the CPU: two, or one a NUMA node where there are more."""
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    return max(1, min(cores, max(2, nodes)))
 
 
 def this_machine() -> Machine:

@@ -134,7 +134,7 @@ def _over(choice: PlannedLayout, profile: Profile, cluster: Cluster, forecast: F
 
 def host_needed(profile: Profile, cluster: Cluster, wish: PlanRequest, forecast: Forecast) -> float | None:
     """Bytes of a node's memory with which a layout would fit; None where that alone does not help."""
-    ample = replace(cluster, host_bytes=10**18)
+    ample = replace(cluster, host_memory=10**18)
     fits = [_fit_of(family[0], ample, forecast)[1] for family in space_of(profile, cluster, wish).families]
     return min((one.host_bytes / (1 - HOST_RESERVE) for one in fits if one.short is None), default=None)
 

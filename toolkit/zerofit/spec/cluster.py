@@ -1,23 +1,88 @@
-"""The hardware that a plan is for: how many of which device, in which hosts."""
+"""The hardware that a run is for: how many of which device, in which nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from zerofit.spec.device import Device
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.hardware import by_name, cpu_device, find_device
+from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
+from zerofit.spec.units import parse_bytes, shown_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal hosts with `gpus` devices each, one rank a device."""
+    """`nodes` equal nodes with `gpus` devices each, one rank a device.
 
-    device: Device
-    gpus: int  # of one node
-    nodes: int = 1
-    host_bytes: int  # of one node's memory
-    host_scales: bool = False  # it is the devices' share of a larger node: fewer devices come with less
-    nvme_bytes: int = 0  # of one node's disks that offloading may fill; 0: none
-    notes: tuple[str, ...] = ()  # what was assumed because nothing was said
+    Sizes are bytes, or text with a unit ("80GiB", "2TB"). Raises UserError with everything that is wrong.
+
+    >>> cluster = Cluster("h100-80gb", gpus=4, nodes=2, nvme="8TB")
+    >>> cluster.ranks
+    8
+    >>> cluster.device.name, cluster.device.link_name
+    ('H100', 'NVLink 4')
+    >>> Cluster("h100")
+    Traceback (most recent call last):
+    zerofit.spec.errors.UserError: no GPU kind 'h100' (did you mean h100-80gb or h100-pcie-80gb?)
+    """
+
+    kind: str | Device  # of the catalogue, "cpu" (this machine's), or a device of one's own
+    gpus: int  # devices of one node; not given: as many as the kind's usual node has, or all ranks that suit this CPU
+    nodes: int
+    host_memory: int | None  # bytes of one node; None: the devices' share of their usual node, or this machine's
+    device_memory: int | None  # bytes of one device, in place of the catalogue's
+    nvme: int | None  # bytes of one node's disks that offloading may fill
+    network: int | None  # bytes a second to other nodes, for each device, in place of the usual node's
+    origin: str  # where the figures come from, if they were read from a machine
+    notes: tuple[str, ...] = field(init=False, compare=False, repr=False)  # what was assumed
+
+    def __init__(
+        self,
+        kind: str | Device,
+        *,
+        gpus: int | None = None,
+        nodes: int | None = None,
+        host_memory: str | int | None = None,
+        device_memory: str | int | None = None,
+        nvme: str | int | None = None,
+        network: str | int | None = None,
+        origin: str = "",
+    ):
+        problems = Problems()
+        for name, count in (("gpus", gpus), ("nodes", nodes)):
+            if count is not None and count < 1:
+                problems.add("bad-value", f"{name}: got {count}, and 1 is the least", "take 1 or more", f"--{name}")
+        sizes = {"host_memory": host_memory, "device_memory": device_memory, "nvme": nvme, "network": network}
+        parsed = {name: problems.attempt(lambda n=name, s=size: _size(n, s)) for name, size in sizes.items()}
+        if isinstance(kind, str) and kind != "cpu":
+            problems.attempt(lambda: find_device(kind))
+        problems.raise_if_any()
+        values = {"kind": kind, "gpus": gpus or _usual_gpus(kind), "nodes": nodes or 1, **parsed, "origin": origin}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "notes", self._notes(gpus_given=gpus is not None))
+
+    @classmethod
+    def here(cls) -> Cluster:
+        """Return this machine: its GPUs (torch is not imported for NVIDIA's), or its CPU where there are none.
+
+        Raises UserError for a GPU that is not in the catalogue.
+
+        >>> Cluster.here().nodes
+        1
+        """
+        names = nvidia_gpus() or amd_gpus()
+        if not names:
+            return cls("cpu")
+        name, total_bytes = names[0]
+        device = by_name(name, total_bytes)
+        if device is None:
+            hint = "name the nearest with --gpu KIND and its size with --device-memory"
+            raise UserError(Problem(kind="unknown-gpu", message=f"{name!r} is not in the catalogue", hint=hint))
+        origin = f"this machine: {len(names)} x {name}"
+        return cls(device.kind, gpus=len(names), host_memory=memory_bytes(), origin=origin)
 
     @property
     def ranks(self) -> int:
@@ -28,3 +93,55 @@ class Cluster:
     def on_cpu(self) -> bool:
         """Whether devices are host processes."""
         return self.device.kind == "cpu"
+
+    @cached_property
+    def device(self) -> Device:
+        """One device, with this cluster's own memory and network where those are given."""
+        if isinstance(self.kind, Device):
+            device = self.kind
+        elif self.kind == "cpu":
+            device = cpu_device(usable_cores(), self.host_bytes, self.gpus)
+        else:
+            device = find_device(self.kind)
+        if self.network:
+            device = replace(device, node=replace(device.node, network=float(self.network)))
+        return replace(device, memory_bytes=self.device_memory) if self.device_memory else device
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Memory of one node."""
+        if self.host_memory:
+            return self.host_memory
+        if self.kind == "cpu":
+            return memory_bytes()
+        node = find_device(self.kind).node if isinstance(self.kind, str) else self.kind.node
+        return node.host_bytes * self.gpus // node.gpus
+
+    @property
+    def nvme_bytes(self) -> int:
+        """What offloading may fill of one node's disks; 0: nothing."""
+        return self.nvme or 0
+
+    def _notes(self, gpus_given: bool) -> tuple[str, ...]:
+        if self.kind == "cpu":
+            memory = shown_bytes(self.host_bytes)
+            return (self.origin or f"this machine's CPU: {usable_cores()} cores, {memory}, {self.gpus} ranks",)
+        notes, node = [self.origin] if self.origin else [], self.device.node
+        if not gpus_given:
+            notes.append(f"--gpus: {self.gpus} a node, as in {node.name}")
+        if not self.host_memory:
+            notes.append(f"--host-memory: {shown_bytes(self.host_bytes)} a node, its share of {node.name}")
+        if not self.network and self.nodes > 1:
+            each = node.network / 1e9
+            notes.append(f"--network: {each:.3g} GB/s a device between nodes, as {node.name} ({node.source})")
+        return tuple(notes)
+
+
+def _size(name: str, size: str | int | None) -> int | None:
+    return None if size is None else parse_bytes(str(size), f"--{name.replace('_', '-')}")
+
+
+def _usual_gpus(kind: str | Device) -> int:
+    if kind == "cpu":
+        return cpu_ranks(usable_cores())
+    return (find_device(kind) if isinstance(kind, str) else kind).node.gpus

@@ -30,7 +30,7 @@ class UserError(Exception):
     def __init__(self, *problems: Problem):
         assert problems, "a UserError without a problem"
         self.problems = problems
-        super().__init__("; ".join(p.message for p in problems))
+        super().__init__("; ".join(p.message + (f" ({p.hint})" if p.hint else "") for p in problems))
 
 
 class RunFailed(Exception):

@@ -48,12 +48,17 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
     )
 
 
-def by_name(device_name: str) -> Device | None:
-    """The device that torch reports under this name; of a family with several sizes, the first."""
+def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
+    """Return the device that torch reports under this name; of a family with several sizes the first.
+
+    `total_bytes`: what its driver says it has; then the largest size that is no more than that.
+    """
     # "A10" would be found in no "A10G", but "H100" is in "H100 PCIe": longer names are tried first
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
         if re.search(rf"\b{re.escape(device.name)}\b", device_name):
-            return device
+            # the driver keeps a part of what it shows; more than the catalogue's figure is never promised
+            sizes = [d for d in DEVICES.values() if d.name == device.name and d.memory_bytes <= (total_bytes or 0)]
+            return max(sizes, key=lambda d: d.memory_bytes, default=device)
     return None
 
 

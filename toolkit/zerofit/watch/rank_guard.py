@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 
 from zerofit.launch.environment import environment
-from zerofit.launch.machine import usable_cores
 from zerofit.launch.orphans import MARK_NAME
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.route import interface_to
+from zerofit.spec.local_machine import usable_cores
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME, LaunchSpec, from_argument, rank_of
 from zerofit.watch.stacks import dump

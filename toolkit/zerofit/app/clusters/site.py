@@ -17,11 +17,12 @@ from zerofit.doctor.software import model_code
 from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
 from zerofit.launch.launch_site import LaunchSite
-from zerofit.launch.machine import this_machine, usable_cores
+from zerofit.launch.machine import this_machine
 from zerofit.launch.orphans import MARK_NAME
 from zerofit.launch.route import address_to
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.local_machine import usable_cores
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run_folder import Job, RunFolder
 

@@ -15,7 +15,7 @@ from typing import Any
 from zerofit.compare.job import CompareJob
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
-from zerofit.launch.machine import usable_cores
+from zerofit.spec.local_machine import usable_cores
 
 POLL_S = 0.1
 GRACE_S = 10.0  # for the others, once one process has failed

@@ -66,10 +66,10 @@ def fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) ->
     forecast = forecast_of(question.profile, cluster)
 
     def wants(gpus: int, nodes: int) -> float:
-        return pressure(question.profile, of_size(cluster, gpus, nodes), question.wish, forecast)
+        return pressure(question.profile, replace(cluster, gpus=gpus, nodes=nodes), question.wish, forecast)
 
     found = inverse.fewest(wants, full or cluster.gpus)
-    return of_size(cluster, *found) if found else None
+    return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
 
 
 def precision_of(asked: str | None, cluster: Cluster, stored: Profile | None = None) -> str:
@@ -99,34 +99,24 @@ def remedies(question: PlanQuestion, cluster: Cluster) -> list[str]:
         size = shown_bytes(cluster.device.memory_bytes)
         found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} are enough")
     forecast = forecast_of(question.profile, cluster)
+    if cluster.on_cpu:
+        return found
     host_bytes = host_needed(question.profile, cluster, question.wish, forecast)
-    if host_bytes is not None and not cluster.on_cpu:
+    if host_bytes is not None:
         found.append(f"{shown_bytes(host_bytes)} of host memory a node (--host-memory)")
     larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
-    for device in sorted(larger, key=lambda d: d.memory_bytes) if not cluster.on_cpu else ():
+    for device in sorted(larger, key=lambda d: d.memory_bytes):
         able = question.wish.precision in device.tflops
-        if able and pressure(question.profile, replace(cluster, device=device), question.wish, forecast) <= 1:
+        same = replace(cluster, kind=device.kind, device_memory=None, network=None, host_memory=cluster.host_bytes)
+        if able and pressure(question.profile, same, question.wish, forecast) <= 1:
             size = f" with {shown_bytes(device.memory_bytes)}" if device.kind == cluster.device.kind else ""
             found.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
             break
-    if not cluster.nvme_bytes and not cluster.on_cpu:
-        disks = replace(cluster, nvme_bytes=10**15)
+    if not cluster.nvme_bytes:
+        disks = replace(cluster, nvme=10**15)
         if pressure(question.profile, disks, question.wish, forecast) <= 1:
             found.append("local NVMe disks (--nvme SIZE)")
     return found
-
-
-def of_size(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
-    """The same kind of cluster, of another size.
-
-    Host memory of the catalogue comes by the device; a CPU's ranks share all of it.
-    """
-    if cluster.on_cpu:
-        whole = cluster.device.memory_bytes * cluster.gpus
-        device = replace(cluster.device, memory_bytes=whole // gpus)
-        return replace(cluster, gpus=gpus, nodes=nodes, device=device)
-    host_bytes = cluster.host_bytes * gpus // cluster.gpus if cluster.host_scales else cluster.host_bytes
-    return replace(cluster, gpus=gpus, nodes=nodes, host_bytes=host_bytes)
 
 
 def _longest(question: PlanQuestion, cluster: Cluster, say: Say) -> tuple[PlanQuestion, dict[str, Any]]:

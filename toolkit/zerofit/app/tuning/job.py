@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import click
 
 from zerofit.app.clusters.site import filled, machine_of
 from zerofit.app.planning.files import ds_config as planned_config
-from zerofit.app.planning.hardware import HardwareRequest, clusters
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.questions import forecast_of, of_size
+from zerofit.app.planning.questions import forecast_of
 from zerofit.app.planning.result import choice_json
 from zerofit.app.resolve import decided
 from zerofit.app.tuning.space import allows, read_space
@@ -143,13 +142,13 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def _cluster(job: Job, hosts: Sequence[Host]) -> Cluster:
     """This machine, or hosts like it. Raises UserError where they differ in slots."""
-    (cluster,) = clusters(HardwareRequest())
+    cluster = Cluster.here()
     ranks, nodes = job.layout.world_size, max(1, len(hosts))
     if len({host.slots for host in hosts}) > 1 or ranks % nodes:
         message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
         hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
         raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
-    return cluster if (cluster.ranks, nodes) == (ranks, 1) else of_size(cluster, ranks // nodes, nodes)
+    return replace(cluster, gpus=ranks // nodes, nodes=nodes)
 
 
 def _profile(job: Job, cluster: Cluster, precision: str) -> Profile:
