@@ -66,14 +66,14 @@ def main() -> int:
 
 def prepared(ranks: int, output: Path) -> RunFolder:
     """A run folder with a job that nobody has started."""
-    from zerofit.app.resolve import prepare
+    from zerofit.app.prepare_folder import prepare
     from zerofit.spec.events import Reporter
 
     options = {"model": "gpt2", "model_args": MODEL, "data": "synthetic:512", "seq_len": 32, "micro_batch": 1}
     asked = load_run(
         None, {**options, "steps": 2, "ranks": ranks, "ds_config": "zero2", "output": output, "save_every": "0"}
     )
-    return prepare(asked, Reporter())[1]
+    return prepare(asked, Reporter()).folder
 
 
 def rank_main(folder: RunFolder, rounds: int) -> int:

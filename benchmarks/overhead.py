@@ -30,7 +30,7 @@ from typing import Any
 
 from turns import TIMEOUT_S, Line, Turn
 
-from zerofit.app.resolve import prepare
+from zerofit.app.prepare_folder import prepare
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
@@ -205,7 +205,8 @@ def launch(workload: Workload, rounds: int, machine: Machine, folder: Path) -> P
     ranks, played = min(2, machine.devices), rounds + 2
     steps = played * workload.turn.steps + 1  # the last turn ends where one more step begins
     options = {**COMMON, **workload.options, "ranks": ranks, "steps": steps, "ds_config": DS_CONFIG}
-    job, run, _ = prepare(load_run(None, {**options, "output": folder / "run"}), Reporter())
+    prepared = prepare(load_run(None, {**options, "output": folder / "run"}), Reporter())
+    job, run = prepared.job, prepared.folder
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(str(folder / "socket"))

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from zerofit.app.resolve import prepare
+from zerofit.app.prepare_folder import prepare
 from zerofit.data import open_data
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.events import Reporter
@@ -159,7 +159,8 @@ def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> SimulationT
     """The job of a configuration, as `zerofit train` would prepare it here, for rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {**options(name, models), "output": Path(folder) / "run"}
-        job, _, machine = prepare(load_run(None, asked), Reporter())
+        prepared = prepare(load_run(None, asked), Reporter())
+        job, machine = prepared.job, prepared.machine
     inputs = open_data(job.run, job.facts.task, job.run.seq_len, Reporter()).inputs
     free_bytes = psutil.virtual_memory().available
     if machine.accelerator == "cuda":

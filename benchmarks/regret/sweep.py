@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from zerofit.app.resolve import prepare
+from zerofit.app.prepare_folder import prepare
 from zerofit.app.tuning.job import TuneJob
 from zerofit.cli.view import JsonlTail
 from zerofit.launch.environment import environment
@@ -59,7 +59,7 @@ class Sweep:
         with tempfile.TemporaryDirectory(prefix="zerofit-sweep-") as place:
             file = Path(place) / "run.yaml"
             file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
-            _, folder, _ = prepare(load_run(file, {"output": Path(place) / "run"}), Reporter())
+            folder = prepare(load_run(file, {"output": Path(place) / "run"}), Reporter()).folder
             self._ask({"folder": str(folder.path), "port": free_port()})
             found = self._watch(folder)
             ended = self._ask({"stop": True})

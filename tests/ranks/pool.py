@@ -7,8 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from zerofit.app.prepare_folder import make_ready
-from zerofit.app.resolve import prepare
+from zerofit.app.prepare_folder import make_ready, prepare
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.machine import this_machine
@@ -50,7 +49,8 @@ class RankPool:
     def train(self, output: Path, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks. Raises what preparing raises."""
         run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
-        job, folder, machine = prepare(run, Reporter())
+        prepared = prepare(run, Reporter())
+        job, folder, machine = prepared.job, prepared.folder, prepared.machine
         make_ready(folder, job.start)
         env = environment(machine.accelerator, machine.cores, self.ranks)
         build_ops(needed_ops(job.ds_config, machine), env, print)
@@ -60,7 +60,7 @@ class RankPool:
 
     def fail(self, output: Path, **options) -> list[dict]:
         """The problems with which every rank stopped."""
-        job_folder = prepare(load_run(None, {"output": output, "ranks": self.ranks, **options}), Reporter())[1]
+        job_folder = prepare(load_run(None, {"output": output, "ranks": self.ranks, **options}), Reporter()).folder
         return [json.loads(word) for word in self._submit(job_folder)]
 
     def _submit(self, folder: RunFolder) -> list[str]:

@@ -1,19 +1,59 @@
-"""Which folder a run gets, and how a folder that was used before is made ready for another start."""
+"""The run folder of a start: found, filled with the resolved job, made ready where it was used before."""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
+import sys
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.resolve import resolve_job
+from zerofit.app.resume import find_start
 from zerofit.checkpoint.store import Store
 from zerofit.launch.run_lock import refuse_if_held
-from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.files import write_text
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_json, write_text
+from zerofit.spec.load import RunRequest
+from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job, RunFolder, Start
+from zerofit.spec.versions import versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A job that ranks can start on, and its folder."""
+
+    job: Job
+    folder: RunFolder
+    machine: Machine
+
+
+def prepare(asked: RunRequest, report: Reporter, machine: Machine | None = None) -> PreparedRun:
+    """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
+
+    `machine`: the devices of all hosts together; None: those of this one. Raises UserError with all that is wrong.
+    """
+    problems = Problems()
+    folder = problems.attempt(lambda: find_folder(asked.run))
+    resolved = resolve_job(asked, machine=machine, report=report, problems=problems)
+    assert folder
+    job = replace(resolved.job, start=find_start(resolved.job, folder, report))
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(kind="output-unwritable", message=f"cannot make the run folder: {error}", where="--output")
+        raise UserError(problem) from None
+    job.write(folder, resolved.ds_source)
+    device = {name: getattr(resolved.machine, name) for name in ("accelerator", "devices", "cores")}
+    python = {"versions": versions(), "python": sys.version.split()[0], "platform": platform.platform()}
+    write_json(folder.env, {**python, **device, "device": resolved.machine.device_name})
+    return PreparedRun(job=job, folder=folder, machine=resolved.machine)
 
 
 def find_folder(run: Run) -> RunFolder:

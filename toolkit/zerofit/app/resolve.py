@@ -1,19 +1,14 @@
-"""From a run as asked to a job that ranks can start on: everything is checked here, before any process starts."""
+"""From a run as asked to a job that could be trained: everything is checked here, before any process starts."""
 
 from __future__ import annotations
 
-import platform
-import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import click
-
-from zerofit.app.prepare_folder import find_folder
-from zerofit.app.resume import find_start
+from zerofit.app.model_inputs import assumed_inputs
 from zerofit.check.document import Document, of_data
-from zerofit.cli.progress import StatusLine
 from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.json_findings import where
 from zerofit.config.resolve import Decision, decide, resolve
@@ -22,45 +17,83 @@ from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource, find
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import write_json
 from zerofit.spec.load import RunRequest
-from zerofit.spec.model_facts import Machine
+from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.spec.run_folder import Job
 from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
-from zerofit.spec.versions import versions
 from zerofit.train.probe import models_say, probe, task_of
 
 DEFAULT_EPOCHS = 1.0
+ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
+
+InputSource = Literal["data", "assumed", "published"]
 
 
-def prepare(asked: RunRequest, progress: Reporter, machine: Machine | None = None) -> tuple[Job, RunFolder, Machine]:
-    """Check everything, prepare the data and make the run folder. Raises UserError with all that is wrong.
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A model by name, what it is fed, and its figures."""
 
-    `machine`: the devices of all hosts together; None: those of this one.
+    source: ModelSource
+    task: Task
+    run: Run  # with data, tokenizer and sequence length settled
+    data: Data | None  # None: no data was opened
+    inputs: Inputs | None  # None: as the model was published
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedJob:
+    """A job with everything decided; no folder is made and nothing is started."""
+
+    job: Job
+    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it, "auto" values included
+    decision: Decision  # what run and JSON together decided, and the warnings about the JSON
+    machine: Machine
+    data: Data | None
+    inputs: Inputs | None
+
+
+def resolve_job(
+    asked: RunRequest,
+    *,
+    machine: Machine | None = None,
+    inputs: InputSource = "data",
+    image: str | None = None,
+    report: Reporter | None = None,
+    problems: Problems | None = None,
+    check_task: Callable[[Task, Problems], None] | None = None,
+) -> ResolvedJob:
+    """Decide everything about a run and check it: the one way from a `RunRequest` to a `Job`, for every command.
+
+    The DeepSpeed JSON is the one that `asked.run.ds_config` holds (a dict), names, or leaves to the default.
+
+    Args:
+        asked: the run, and where each of its values stands.
+        machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
+        inputs: "data" opens the run's data, or the usual data of its task; "assumed" opens data only where the run
+            names some and else takes the model's published inputs or `image`; "published" opens nothing, the facts
+            are those of the model as it was published (FLOPs are not counted).
+        image: "image:3x224x224", the assumed inputs of an image model.
+        report: hears notes about the data, warnings about the JSON and the progress of preparing data.
+        problems: what was found wrong before, to be raised together with what is found here.
+        check_task: further checks of the caller, given the model's task.
+
+    Raises:
+        UserError: with all that is wrong.
     """
-    problems = Problems()
+    report, problems = report or Reporter(), Problems() if problems is None else problems
     machine = machine or this_machine()
-    folder = problems.attempt(lambda: find_folder(asked.run))
-    job, ds_source = decided(asked, progress, machine, problems)
-    assert folder
-    with StatusLine() as line:
-        job = replace(job, start=find_start(job, folder, _note, line.show))
-    _make(folder, job, ds_source, machine)
-    return job, folder, machine
-
-
-def decided(asked: RunRequest, progress: Reporter, machine: Machine, problems: Problems) -> tuple[Job, dict[str, Any]]:
-    """The job with everything decided, and the DeepSpeed JSON as the user has it; no folder is made.
-
-    Raises UserError with all that is wrong, and what `problems` has by now.
-    """
-    source = problems.attempt(lambda: find_model(asked))
+    found = problems.attempt(lambda: find_model(asked))
     document = problems.attempt(lambda: ds_document(asked.run))
-    task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
-    data_name = problems.attempt(lambda: _data_name(asked, task))
+    if asked.run.data is not None:
+        problems.attempt(lambda: split_name(asked.run.data or ""))  # refuses what it does not know
+    if found and check_task:
+        check_task(found[1], problems)
     if asked.run.steps and asked.run.epochs:
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
@@ -68,43 +101,80 @@ def decided(asked: RunRequest, progress: Reporter, machine: Machine, problems: P
         decision = decide(asked, document, ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
-    assert source and task and document and decision and data_name
+    assert found and document and decision
     for warning in decision.warnings:
-        click.echo(f"warning: {warning.message}. {warning.why}", err=True)
-        click.echo(f"     at: {where(warning, document, ds_place(asked.run))}", err=True)
-    tokenizer = _tokenizer(asked, source)
-    decision = _with(decision, data=data_name, tokenizer=tokenizer, seq_len=seq_len_of(decision.run, source, task))
-    data = open_data(decision.run, task, decision.run.seq_len, progress)
-    for note in data.notes:
-        _note(note)
-    if task == "image" and data.inputs.classes < 2:
-        message = f"{data.name} holds one class: there is nothing to tell apart"
-        problems.add("data-classes", message, "give each class a folder of its own", "--data")
-        problems.raise_if_any()
-    facts = probe(source, task, data.inputs, decision.run)
-    check_model(decision.run, decision.layout, facts, problems)
-    steps = _steps(decision, data, problems)
-    ds_config = resolve(document.config, decision, facts, machine, steps, problems)
+        report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(asked.run)))
+    model = open_model(replace(asked, run=decision.run), *found, inputs=inputs, image=image, report=report)
+    decision = replace(decision, run=model.run)
+    check_model(model.run, decision.layout, model.facts, problems)
+    steps = model.run.steps or ASSUMED_STEPS
+    if model.data and inputs == "data":
+        steps = _steps(decision, model.data, problems)
+    ds_config = resolve(document.config, decision, model.facts, machine, steps, problems)
     problems.raise_if_any()
     job = Job(
-        run=decision.run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config
+        run=model.run,
+        layout=decision.layout,
+        batch=decision.batch,
+        steps=steps,
+        facts=model.facts,
+        ds_config=ds_config,
     )
-    return job, document.config
+    return ResolvedJob(
+        job=job,
+        ds_source=document.config,
+        decision=decision,
+        machine=machine,
+        data=model.data,
+        inputs=model.inputs,
+    )
 
 
-def find_model(asked: RunRequest) -> ModelSource:
-    """The source behind the model's name. Raises UserError."""
+def open_model(
+    asked: RunRequest,
+    source: ModelSource,
+    task: Task,
+    *,
+    inputs: InputSource = "data",
+    image: str | None = None,
+    usual_seq_len: int = DEFAULT_SEQ_LEN,
+    report: Reporter | None = None,
+) -> OpenedModel:
+    """Open the data of a model (see `resolve_job`) and read the model's figures. Raises UserError."""
+    report = report or Reporter()
+    run, data, fed = asked.run, None, None
+    name = run.data or (default_data(task) if inputs == "data" else None)
+    seq_len = seq_len_of(run, source, task, usual_seq_len)
+    run = run.model_copy(update={"data": name, "tokenizer": _tokenizer(asked, source), "seq_len": seq_len})
+    if name is not None and inputs != "published":
+        data = open_data(run, task, seq_len, report)
+        fed = data.inputs
+        for note in data.notes:
+            report.note(note)
+        if task == "image" and isinstance(fed, ImageInputs) and fed.classes < 2:
+            message = f"{data.name} holds one class: there is nothing to tell apart"
+            hint = "give each class a folder of its own"
+            raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
+    elif inputs == "assumed":
+        fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
+    facts = probe(source, task, fed, run)
+    return OpenedModel(source=source, task=task, run=run, data=data, inputs=fed, facts=facts)
+
+
+def find_model(asked: RunRequest) -> tuple[ModelSource, Task]:
+    """Return the source behind the model's name, and the model's task. Raises UserError."""
     with models_say(asked.place("model")):
-        return find(asked.run.model)
+        source = find(asked.run.model)
+    return source, task_of(source, asked.run)
 
 
 def ds_place(run: Run) -> str:
-    """Where the DeepSpeed JSON stands, for messages."""
+    """Return where the DeepSpeed JSON stands, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
 
 
 def ds_document(run: Run) -> Document:
-    """The DeepSpeed JSON as the user wrote it: in the run file itself, in a file, or one of ours."""
+    """Return the DeepSpeed JSON as the user wrote it: in the run itself, in a file, or a bundled one."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
     default = "zero2"
@@ -115,23 +185,8 @@ def ds_document(run: Run) -> Document:
     return read_document(find_config(run.ds_config or default))
 
 
-def _data_name(asked: RunRequest, task: Task | None) -> str | None:
-    if asked.run.data is not None:
-        split_name(asked.run.data)  # refuses what it does not know
-        return asked.run.data
-    return default_data(task) if task else None
-
-
-def _tokenizer(asked: RunRequest, source: ModelSource) -> str:
-    """The tokenizer as asked for; else the one that lies with a pretrained model."""
-    own = Path(source.path or "")
-    if "tokenizer" not in asked.places and source.path and (own / "tokenizer.json").is_file():
-        return source.path
-    return asked.run.tokenizer
-
-
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
-    """Tokens of a sample: as asked, else the usual number or what the model takes; None for images."""
+    """Return the tokens of a sample: as asked, else the usual number or the model's limit; None for images."""
     if not is_text(task):
         return None
     if run.seq_len:
@@ -139,12 +194,32 @@ def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_S
     return min(usual, source_max_positions(source, dict(run.model_args)) or usual)
 
 
-def _with(decision: Decision, **fields: Any) -> Decision:
-    return replace(decision, run=decision.run.model_copy(update=fields))
+def cluster_machine(cluster: Cluster) -> Machine:
+    """Return a described cluster as the machine that a run is checked against."""
+    device = cluster.device
+    if cluster.on_cpu:
+        return replace(this_machine(), accelerator="cpu", devices=cluster.ranks)
+    return Machine(
+        accelerator="cuda",
+        devices=cluster.ranks,
+        cores=cluster.ranks,
+        device_name=device.name,
+        fp16="fp16" in device.tflops,
+        bf16="bf16" in device.tflops,
+        here=False,
+    )
+
+
+def _tokenizer(asked: RunRequest, source: ModelSource) -> str:
+    """Return the tokenizer asked for, else the one in the pretrained model's folder."""
+    own = Path(source.path or "")
+    if "tokenizer" not in asked.places and source.path and (own / "tokenizer.json").is_file():
+        return source.path
+    return asked.run.tokenizer
 
 
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
-    """Optimizer steps: as asked, or whole passes over the data rounded up to a whole step."""
+    """Return the optimizer steps: as asked, or whole passes over the data rounded up to a whole step."""
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
         problems.add(
@@ -156,28 +231,3 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     if run.steps:
         return run.steps
     return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
-
-
-def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
-
-
-def _make(folder: RunFolder, job: Job, ds_source: dict[str, Any], machine: Machine) -> None:
-    try:
-        folder.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = Problem(kind="output-unwritable", message=f"cannot make the run folder: {error}", where="--output")
-        raise UserError(problem) from None
-    job.write(folder, ds_source)
-    write_json(
-        folder.env,
-        {
-            "versions": versions(),
-            "python": sys.version.split()[0],
-            "platform": platform.platform(),
-            "accelerator": machine.accelerator,
-            "device": machine.device_name,
-            "devices": machine.devices,
-            "cores": machine.cores,
-        },
-    )

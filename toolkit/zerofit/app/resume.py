@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from zerofit.checkpoint.manifest import Manifest
 from zerofit.checkpoint.store import CheckpointEntry, Store
 from zerofit.checkpoint.verify import quick_look, verify
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.load import flag
 from zerofit.spec.run_folder import Job, RunFolder, Start
 
@@ -21,12 +21,10 @@ SAME_RUN = (*MODEL, "loss", "data", "text_field", "tokenizer", "image_size", "se
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
 
 
-def find_start(
-    job: Job, folder: RunFolder, note: Callable[[str], None], progress: Callable[[str], None]
-) -> Start | None:
-    """The checkpoint from which this job goes on; None where it begins anew. Reads all of the checkpoint it takes.
+def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
+    """Find and verify the checkpoint from which this job goes on; None where it starts at step 1.
 
-    `note` is told what a user should know: damaged checkpoints that are passed over, settings that have changed.
+    `report` hears notes: damaged checkpoints that are skipped, settings that have changed.
     Raises UserError where there is no way to go on.
     """
     asked = job.run.resume
@@ -34,25 +32,25 @@ def find_start(
         return None
     if asked == "auto":
         _refuse_another_run(json.loads(folder.run.read_text()), job, folder, SAME_RUN)
-        entry = _newest(folder.checkpoints, note, progress)
+        entry = _newest(folder.checkpoints, report)
         if entry is None:
-            note(f"{folder.path} holds no checkpoint yet: training begins with step 1")
+            report.note(f"{folder.path} holds no checkpoint yet: training begins with step 1")
             return None
     else:
-        entry = _named(Path(asked).absolute(), note, progress)
+        entry = _named(Path(asked).absolute(), report)
     assert entry.manifest is not None
-    return _start(entry.path, entry.manifest, job, folder, note)
+    return _start(entry.path, entry.manifest, job, folder, report)
 
 
-def _newest(checkpoints: Path, note: Callable[[str], None], progress: Callable[[str], None]) -> CheckpointEntry | None:
+def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
     damaged: list[CheckpointEntry] = []
 
     def passed_over(entry: CheckpointEntry) -> None:
         damaged.append(entry)
         first = entry.damage[0]
-        note(f"{entry.path} is damaged and passed over: {first.file}: {first.kind} {first.message}".rstrip())
+        report.note(f"{entry.path} is damaged and passed over: {first.file}: {first.kind} {first.message}".rstrip())
 
-    found = Store(checkpoints).newest_whole(passed_over, progress)
+    found = Store(checkpoints).newest_whole(passed_over, report.status)
     if found is None and damaged:
         message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
         hint = "`zerofit ckpt verify` names what is wrong with each; --resume never with another --output begins anew"
@@ -60,16 +58,16 @@ def _newest(checkpoints: Path, note: Callable[[str], None], progress: Callable[[
     return found
 
 
-def _named(path: Path, note: Callable[[str], None], progress: Callable[[str], None]) -> CheckpointEntry:
+def _named(path: Path, report: Reporter) -> CheckpointEntry:
     """The checkpoint that --resume names: its folder, or that of a run, of which the newest is taken."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():
-        entry = _newest(path, note, progress)
+        entry = _newest(path, report)
         if entry:
             return entry
     manifest, _ = quick_look(path)
-    damage = verify(path, progress)
+    damage = verify(path, report.status)
     if damage or manifest is None:
         first = damage[0]
         message = f"{path} is no whole checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
@@ -78,7 +76,7 @@ def _named(path: Path, note: Callable[[str], None], progress: Callable[[str], No
     return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
 
 
-def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, note: Callable[[str], None]) -> Start:
+def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
     old, new = manifest.job, job_json(job)
     _refuse_another_run(old["run"], job, folder, MODEL)
     found = obstacles(old, new)
@@ -90,9 +88,9 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, no
     same = same_storage(old, new)
     changed = [name for name in new["run"] if name not in UNREMARKABLE and old["run"].get(name) != new["run"][name]]
     for name in changed:
-        note(f"{flag(name)} is now {new['run'][name]} (was {old['run'].get(name)})")
+        report.note(f"{flag(name)} is now {new['run'][name]} (was {old['run'].get(name)})")
     if not same:
-        note(f"the layout changes from {_shown(old['layout'])} to {_shown(new['layout'])}")
+        report.note(f"the layout changes from {_shown(old['layout'])} to {_shown(new['layout'])}")
     return Start(checkpoint=str(checkpoint), step=manifest.step, samples=manifest.samples, same_layout=same)
 
 

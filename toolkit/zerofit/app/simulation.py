@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from zerofit.app.model_inputs import assumed_inputs
-from zerofit.app.resolve import ds_document, ds_place, find_model, seq_len_of
-from zerofit.check.document import Document, of_data
-from zerofit.config.resolve import decide, resolve
-from zerofit.config.validate import check_machine, check_model
-from zerofit.data import open_data
-from zerofit.launch.machine import this_machine
+from zerofit.app.resolve import cluster_machine, resolve_job
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.context import blas_workspaces
 from zerofit.simulate.knobs import Knob
@@ -21,11 +14,8 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
-from zerofit.spec.model_facts import Machine
 from zerofit.spec.run_folder import Job
-from zerofit.train.probe import probe, task_of
-
-STEPS = 1000  # of a run that names none: only schedulers ask
+from zerofit.spec.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,31 +40,32 @@ class PreparedTarget:
 
 def prepare_target(asked: RunRequest, cluster: Cluster, image: str | None, progress: Reporter) -> PreparedTarget:
     """Check everything that does not need the data. Raises UserError with all that is wrong."""
-    document = ds_document(asked.run)
-    return _prepared(asked, document, ds_place(asked.run), cluster, image, progress)
+    problems = Problems()
+    resolved = resolve_job(
+        _on_all(asked, cluster, problems),
+        machine=cluster_machine(cluster),
+        inputs="assumed",
+        image=image,
+        report=progress,
+        problems=problems,
+        check_task=lambda task, problems: _check_task(asked, task, problems),
+    )
+    assert resolved.inputs is not None
+    return PreparedTarget(job=resolved.job, inputs=resolved.inputs, written=resolved.ds_source)
 
 
-def turned(
-    asked: RunRequest, prepared: PreparedTarget, knob: Knob, cluster: Cluster, image: str | None
-) -> PreparedTarget | None:
+def turned(asked: RunRequest, knob: Knob, cluster: Cluster, image: str | None) -> PreparedTarget | None:
     """The job with a knob turned; None where zerofit or DeepSpeed would refuse it."""
-    from zerofit.spec.events import Reporter
-
-    places: Mapping[str, str] = {**asked.places, **{field: field for field in knob.fields}}
-    changed = RunRequest(run=asked.run.model_copy(update=knob.fields), places=places)
+    places = {**asked.places, **{field: field for field in knob.fields}}
+    run = asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
     try:
-        return _prepared(changed, of_data(knob.config), "ds_config", cluster, image, Reporter())
+        return prepare_target(RunRequest(run=run, places=places), cluster, image, Reporter())
     except UserError:
         return None
 
 
-def _prepared(
-    asked: RunRequest, document: Document, place: str, cluster: Cluster, image: str | None, progress: Reporter
-) -> PreparedTarget:
-    problems, machine = Problems(), _machine(cluster)
-    asked = _on_all(asked, cluster, problems)
-    source = problems.attempt(lambda: find_model(asked))
-    task = problems.attempt(lambda: task_of(source, asked.run)) if source else None
+def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
+    """Refuse what a simulation cannot do, and settings that mean nothing to this kind of model."""
     if task == "gan":
         message = f"{asked.run.model} trains two engines, which `zerofit simulate` does not"
         problems.add("model-task", message, "take another model", "MODEL")
@@ -86,22 +77,6 @@ def _prepared(
             if field in asked.places and getattr(asked.run, field):
                 what = "images have no tokens" if field == "seq_len" else "images have too few targets to cut up"
                 problems.add("conflict", f"{asked.place(field)}: {what}", "leave it out", asked.place(field))
-    decision = decide(asked, document, place, machine, problems)
-    check_machine(decision.run, decision.layout, machine, problems)
-    problems.raise_if_any()
-    assert source and task
-    run = decision.run.model_copy(update={"seq_len": seq_len_of(decision.run, source, task)})
-    if run.data is not None:
-        inputs = open_data(run, task, run.seq_len, progress).inputs
-    else:
-        inputs = assumed_inputs(source, task, run.seq_len, image, dict(run.model_args))
-    facts = probe(source, task, inputs, run)
-    check_model(run, decision.layout, facts, problems)
-    steps = run.steps or STEPS
-    ds_config = resolve(document.config, replace(decision, run=run), facts, machine, steps, problems)
-    problems.raise_if_any()
-    job = Job(run=run, layout=decision.layout, batch=decision.batch, steps=steps, facts=facts, ds_config=ds_config)
-    return PreparedTarget(job=job, inputs=inputs, written=dict(document.config))
 
 
 def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
@@ -111,22 +86,6 @@ def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunReque
         message = f"{ranks} ranks on {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
         problems.add("ranks", message, "raise --gpus or --nodes, or leave --ranks out", asked.place("ranks"))
     return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
-
-
-def _machine(cluster: Cluster) -> Machine:
-    """The cluster in the words of the run's checks."""
-    device = cluster.device
-    if cluster.on_cpu:
-        return replace(this_machine(), accelerator="cpu", devices=cluster.ranks)
-    return Machine(
-        accelerator="cuda",
-        devices=cluster.ranks,
-        cores=cluster.ranks,
-        device_name=device.name,
-        fp16="fp16" in device.tflops,
-        bf16="bf16" in device.tflops,
-        here=False,
-    )
 
 
 def ranks_of(prepared: PreparedTarget, rank: int | None) -> list[int]:

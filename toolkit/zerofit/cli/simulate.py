@@ -119,7 +119,7 @@ def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[s
 
     tried = []
     for knob in knobs(prepared.job, prepared.written):
-        job = turned(asked, prepared, knob, cluster, options["image"])
+        job = turned(asked, knob, cluster, options["image"])
         if job is not None:
             tried.append((knob.change, job.target(target.rank, cluster)))
     with StatusLine() as line:

@@ -88,11 +88,11 @@ def is_run_file(target: str) -> bool:
 def start(asked: Any) -> dict[str, Any]:
     """Prepare, start the ranks, watch them; the result for `--json`. Raises UserError, RunFailed and Stopped."""
     click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
-    from zerofit.app.prepare_folder import finished_before, make_ready
-    from zerofit.app.resolve import prepare
+    from zerofit.app.prepare_folder import finished_before, make_ready, prepare
     from zerofit.launch.run_lock import held
 
-    job, folder, machine = prepare(asked, Reporter(EventConsole()))
+    prepared = prepare(asked, Reporter(EventConsole()))
+    job, folder, machine = prepared.job, prepared.folder, prepared.machine
     finished = finished_before(job, folder)
     if finished:
         click.echo(f"note: all {job.steps} steps of this run are done; a larger --steps goes on with it", err=True)

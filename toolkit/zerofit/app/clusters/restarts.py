@@ -16,8 +16,7 @@ import click
 
 from zerofit.app.clusters.remote_ops import build_on
 from zerofit.app.clusters.site import LaunchOptions, cluster_site, filled, look, machine_of
-from zerofit.app.prepare_folder import find_folder, finished_before, make_ready
-from zerofit.app.resolve import prepare
+from zerofit.app.prepare_folder import find_folder, finished_before, make_ready, prepare
 from zerofit.app.supervision import run_once
 from zerofit.checkpoint.store import Store
 from zerofit.cli.console import EventConsole
@@ -81,7 +80,8 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
-            job, folder, _ = prepare(self.asked, Reporter(EventConsole()), machine)
+            prepared = prepare(self.asked, Reporter(EventConsole()), machine)
+            job, folder = prepared.job, prepared.folder
             if found:
                 _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
             finished = finished_before(job, folder)

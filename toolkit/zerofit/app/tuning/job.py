@@ -16,7 +16,7 @@ from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.app.planning.questions import forecast_of
 from zerofit.app.planning.result import choice_json
-from zerofit.app.resolve import decided
+from zerofit.app.resolve import resolve_job
 from zerofit.app.tuning.space import allows, read_space
 from zerofit.cli.console import EventConsole
 from zerofit.data import open_data
@@ -26,7 +26,7 @@ from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.profile import Profile
@@ -60,7 +60,8 @@ class TuneJob:
         """Check the run, trace its model, forecast every configuration. Raises UserError and ModelError."""
         allowed = read_space(space) if space else {}
         machine = machine_of(hosts, None) if hosts else this_machine()
-        job, source = decided(asked, Reporter(EventConsole()), machine, Problems())
+        resolved = resolve_job(asked, machine=machine, report=Reporter(EventConsole()))
+        job, source = resolved.job, resolved.ds_source
         used = filled(hosts, job.layout.world_size) if hosts else ()
         run, cluster = job.run, _cluster(job, used)
         precisions = allowed.get("precision") or [run.precision or "fp32"]
