@@ -136,10 +136,10 @@ def test_saved_bytes_of_an_mlp_by_hand():
     assert max(line.fixed for moment in down.backward for line in moment.live) >= 4 * 10_000
 
 
-def test_batch_norm_is_in_float32():
+def test_batch_norm_keeps_its_inputs_as_they_come():
     profile = traced("resnet18", IMAGES, TraceSetting("bf16"), TraceSetting("fp32"))
     low, full = (sum(c.saved_bytes.at(2) for c in profile.costs[setting(p, False, 1, 1)]) for p in ("bf16", "fp32"))
-    assert full / 2 < low < full  # its inputs are kept in float32
+    assert full / 2 < low < 0.6 * full  # beside them its statistics and weights in float32, and max pooling's indices
 
 
 def test_a_profile_is_plain_json(llama):

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, find
@@ -57,27 +57,29 @@ class _alive:
 
 
 def batch_norm_in_fp32(model: nn.Module) -> None:
-    """Compute every batch norm in float32 under bf16 and fp16, so that its running statistics stay float32.
+    """Give every batch norm float32 statistics and weights, beside inputs and outputs of bf16 or fp16.
 
-    In low precision the statistics would stop moving (a step of the running mean is below half an ulp), and the CPU
-    kernels refuse the mixture.
+    Running statistics in low precision would stop moving: a step of the mean is below half an ulp. The kernels of both
+    devices compute in float32 inside, so that what backward keeps is the input as it came. They refuse weights of
+    another type than the statistics: DeepSpeed's low-precision ones (one number a channel) are cast in each call.
     """
 
-    def forward(self: nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> torch.Tensor:
-        training = self.training or self.running_mean is None
+    def forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+        momentum = self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        out = nn.functional.batch_norm(
-            x.float(),
+            if momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        return nn.functional.batch_norm(
+            x,
             self.running_mean,
             self.running_var,
             None if self.weight is None else self.weight.float(),
             None if self.bias is None else self.bias.float(),
-            training,
-            self.momentum or 0.0,
+            self.training or self.running_mean is None,
+            momentum or 0.0,
             self.eps,
         )
-        return out.to(x.dtype)
 
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
@@ -98,7 +100,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
     return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one
 
 
-def example(inputs: Inputs, count: int) -> torch.Tensor:
+def example(inputs: Inputs, count: int) -> Tensor:
     """A batch of zeros in the shape of the data: float32 (count, channels, size, size) or int64 (count, seq_len)."""
     if isinstance(inputs, ImageInputs):
         return torch.zeros(count, inputs.channels, inputs.size, inputs.size)
