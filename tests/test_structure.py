@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "doctor": {"spec", "launch"},
     "checkpoint": {"spec", "models", "data"},
     "train": {"spec", "check", "config", "models", "data", "checkpoint"},
-    "simulate": {"spec", "check", "config", "models", "data", "train"},
+    "simulate": {"spec", "check", "config", "models", "data", "train", "report"},
     "infer": {"spec", "models", "data", "checkpoint"},
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec"},

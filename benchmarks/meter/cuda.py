@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     log = PhaseLog(meter)
     driver = start(asked.job, 0, asked.inputs, log)
     train_steps(driver, batches(asked.job, asked.inputs), asked.steps, log)
-    return {"phases": [phase.as_dict() for phase in log.done], "reserved_bytes": meter.reserved_bytes}
+    return {"phases": [asdict(phase) for phase in log.done], "reserved_bytes": meter.reserved_bytes}
 
 
 def compare(name: str, ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ def metered(target: SimulationTarget) -> dict[str, Any]:
     with _settling():
         driver = start(target.job, target.rank, target.inputs, log)
         train_steps(driver, batches(target.job, target.inputs), target.steps, log)
-    answer = {"phases": [phase.as_dict() for phase in log.done]}
+    answer = {"phases": [asdict(phase) for phase in log.done]}
     process_group.stop()
     return answer
 

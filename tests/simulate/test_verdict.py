@@ -11,7 +11,7 @@ from zerofit.spec.devices import DEVICES
 from zerofit.spec.hardware import cpu_device
 
 GIB = 2**30
-BESIDE = [Overhead(name="context", bytes=3 * GIB, low=2 * GIB, high=4 * GIB, source="made up")]
+BESIDE = [Overhead(name="context", bytes=3 * GIB, low_bytes=2 * GIB, high_bytes=4 * GIB, source="made up")]
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -21,7 +21,7 @@ def test_every_device_has_sourced_ranges(kind):
         Communicator(name="sequence parallel", ranks=8, direct_peers=7),
     ):
         for entry in overheads(DEVICES[kind], [group]):
-            assert 0 < entry.low <= entry.bytes <= entry.high
+            assert 0 < entry.low_bytes <= entry.bytes <= entry.high_bytes
             assert entry.source
 
 
@@ -29,7 +29,7 @@ def test_more_communicators_take_more():
     device = DEVICES["h100-80gb"]
 
     def high(*groups):
-        return sum(o.high for o in overheads(device, groups))
+        return sum(o.high_bytes for o in overheads(device, groups))
 
     alone = high(Communicator(name="data parallel", ranks=1))
     one = high(Communicator(name="data parallel", ranks=8))

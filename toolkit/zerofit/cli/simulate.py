@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,9 @@ from zerofit.cli.console import EventConsole
 from zerofit.cli.hardware_options import clusters, hardware_options
 from zerofit.cli.options import run_options
 from zerofit.spec.events import Reporter
+
+if TYPE_CHECKING:
+    from zerofit.simulate.result import KnobResult, Simulation
 
 FINDING = 1
 HARDWARE = ("gpus", "nodes", "host_memory", "device_memory")
@@ -42,17 +46,17 @@ def simulate(target: str, as_json: bool, **options: Any) -> None:
     """
     from zerofit.cli.simulate_show import show_knobs
 
-    found: dict[str, Any] = {}
+    found: list[Simulation] = []
 
     def work() -> dict[str, Any]:
-        found.update(_simulate(target, {**options, "as_json": as_json}))
-        return found
+        found.append(_simulate(target, {**options, "as_json": as_json}))
+        return found[0].to_dict()
 
-    answer(work, as_json, show_knobs)
-    sys.exit(0 if found["fits"] else FINDING)
+    answer(work, as_json, lambda _: show_knobs(found[0]))
+    sys.exit(0 if found[0].fits else FINDING)
 
 
-def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
+def _simulate(target: str, options: dict[str, Any]) -> Simulation:
     start = time.perf_counter()
     from zerofit.cli.train import is_run_file
     from zerofit.spec.errors import Problem, Problems, UserError
@@ -70,52 +74,54 @@ def _simulate(target: str, options: dict[str, Any]) -> dict[str, Any]:
         hint = "`zerofit plan` compares several"
         raise UserError(Problem(kind="usage", message="--gpu names several kinds", hint=hint, where="--gpu"))
     result = _on(asked, found[0], options)
-    result["seconds"] = round(time.perf_counter() - start, 1)
-    return result
+    return replace(result, seconds=round(time.perf_counter() - start, 1))
 
 
-def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _on(asked: Any, cluster: Any, options: dict[str, Any]) -> Simulation:
     click.echo("checking the run and the model ...", err=True)  # importing torch alone takes seconds
     from zerofit.app.simulation import prepare_target, ranks_of
     from zerofit.cli.progress import StatusLine
     from zerofit.cli.simulate_show import show
+    from zerofit.simulate.assess import assess, is_inconclusive
+    from zerofit.simulate.result import StagePeak
     from zerofit.simulate.run import simulate as run
-    from zerofit.simulate.summary import open_question, summary
     from zerofit.spec.errors import Problem, Problems
 
     prepared = prepare_target(asked, cluster, options["image"], Reporter(EventConsole()))
     targets = [prepared.target(rank, cluster) for rank in ranks_of(prepared, options["rank"])]
     with StatusLine() as line:
-        simulations = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)
-        for n, found in enumerate(simulations):
-            if not isinstance(found, Problem) and open_question(found, cluster):
-                simulations[n] = run([targets[n]], line.show, exact=True)[0]
+        simulated = run(targets, line.show, exact=options["exact"] or options["plot"] is not None)
+        for n, found in enumerate(simulated):
+            if not isinstance(found, Problem) and is_inconclusive(found, cluster):
+                simulated[n] = run([targets[n]], line.show, exact=True)[0]
         failed = Problems()
-        failed.extend(s for s in simulations if isinstance(s, Problem))
+        failed.extend(s for s in simulated if isinstance(s, Problem))
         failed.raise_if_any()
-        stages = [summary(simulation, cluster) for simulation in simulations]
-        worst = max(range(len(stages)), key=lambda n: stages[n]["reserved_bytes"])
-        result = dict(stages[worst])
+        stages = [assess(rank, cluster) for rank in simulated if not isinstance(rank, Problem)]
+        worst = max(range(len(stages)), key=lambda n: stages[n].reserved_bytes)
+        result = stages[worst]
         if len(stages) > 1:
-            keys = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
-            result["stages"] = [{key: stage[key] for key in keys} for stage in stages]
-            result["fits"] = all(stage["fits"] for stage in stages)
+            names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+            peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+            result = replace(result, stages=peaks, fits=all(stage.fits for stage in stages))
     if options["plot"]:
-        _draw(simulations[worst], result, options["plot"])
+        result.plot(options["plot"])
+        result = replace(result, picture=options["plot"])
     if not options["as_json"]:
         show(result)  # knobs take longer than the answer itself
-    result["knobs"] = _knobs(asked, prepared, cluster, targets[worst], options) if options["knobs"] else []
-    return result
+    knobs = _knobs(asked, prepared, cluster, targets[worst], options) if options["knobs"] else ()
+    return replace(result, knobs=tuple(knobs))
 
 
-def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
+def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[str, Any]) -> list[KnobResult]:
     """What each change would bring, the most helpful first; a rank of the same pipeline stage is simulated."""
     from zerofit.app.simulation import turned
     from zerofit.cli.progress import StatusLine
+    from zerofit.simulate.assess import assess
     from zerofit.simulate.knobs import knobs
-    from zerofit.simulate.run import Simulation
+    from zerofit.simulate.result import KnobResult
+    from zerofit.simulate.run import SimulatedRank
     from zerofit.simulate.run import simulate as run
-    from zerofit.simulate.summary import summary
 
     tried = []
     for knob in knobs(prepared.job, prepared.written):
@@ -124,28 +130,11 @@ def _knobs(asked: Any, prepared: Any, cluster: Any, target: Any, options: dict[s
             tried.append((knob.change, job.target(target.rank, cluster)))
     with StatusLine() as line:
         targets = [target for _, target in tried]
-        simulations = run(targets, lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
+        simulated = run(targets, lambda text: line.show(f"knobs: {text}"), exact=options["exact"])
     rows = []
-    for (change, _), simulation in zip(tried, simulations, strict=True):
-        if isinstance(simulation, Simulation):
-            found = summary(simulation, cluster)
+    for (change, _), rank in zip(tried, simulated, strict=True):
+        if isinstance(rank, SimulatedRank):
+            found = assess(rank, cluster)
             names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
-            rows.append({"change": change, **{name: found[name] for name in names}})
-    return sorted(rows, key=lambda row: row["peak_bytes"])
-
-
-def _draw(simulation: Any, result: dict[str, Any], path: Path) -> None:
-    from zerofit.report.memory_plot import draw
-
-    points = simulation.answer["timeline"]
-    phases: list[dict[str, Any]] = []
-    for point in points:
-        if phases and (phases[-1]["name"], phases[-1]["step"]) == (point["phase"], point["step"]):
-            phases[-1]["end"] = point["t"]
-        else:
-            phases.append({"name": point["phase"], "step": point["step"], "start": point["t"], "end": point["t"]})
-    where = " ".join(word for word in (result["peak_at"]["module"], result["peak_at"]["line"]) if word)
-    title = f"{result['run']['model']}, rank {result['rank']} of {result['world_size']}"
-    device = {"device": result["device"], "device_total_bytes": result["device_total_bytes"]}
-    draw({"points": points, "phases": phases, "title": title, "peak_at": where, **device}, path)
-    result["picture"] = str(path)
+            rows.append(KnobResult(change=change, **{name: getattr(found, name) for name in names}))
+    return sorted(rows, key=lambda row: row.peak_bytes)

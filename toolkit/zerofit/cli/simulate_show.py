@@ -3,52 +3,54 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
+from zerofit.models.inputs import TextInputs
+from zerofit.simulate.result import SimulatedRun, Simulation
 from zerofit.spec.units import shown_bytes
 
 WIDTH = 140  # where there is no terminal
 FEW = 8  # collectives to print
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Simulation) -> None:
     """Phases, the peak and what it is made of, the verdict; the knobs come when they are known."""
     console = _console()
-    layout = " x ".join(f"{k} {v}" for k, v in result["layout"].items() if k != "zero_stage" and v > 1) or "dp 1"
+    layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1) or "dp 1"
     console.print(
-        f"\n[bold]{result['run']['model']}[/bold], rank {result['rank']} of {result['world_size']} ({layout}, ZeRO "
-        f"{result['layout']['zero_stage']}) on {result['device']}"
+        f"\n[bold]{result.run.model}[/bold], rank {result.rank} of {result.world_size} ({layout}, ZeRO "
+        f"{result.layout.zero_stage}) on {result.device}"
     )
-    console.print(_run(result["run"]))
+    console.print(_run(result.run))
     console.print(_phases(result))
-    at = result["peak_at"]
-    where = f"{at['line']}" + (f" in {at['module']}" if at["module"] else "")
-    console.print(f"\n[bold]peak {shown_bytes(result['peak_bytes'])}[/bold] in {_phase_name(result)}: {where}")
+    at = result.peak_at
+    where = f"{at.line}" + (f" in {at.module}" if at.module else "")
+    console.print(f"\n[bold]peak {shown_bytes(result.peak_bytes)}[/bold] in {_phase_name(result)}: {where}")
     console.print(_breakdown(result))
     _beside(console, result)
-    if result.get("stages"):
-        for stage in result["stages"]:
-            console.print(f"  rank {stage['rank']}: peak {shown_bytes(stage['peak_bytes'])} in {stage['peak_phase']}")
-    colour = {"fits": "green", "does not fit": "red"}.get(result["verdict"], "yellow")
-    console.print(f"\n[bold {colour}]{result['verdict'].upper()}[/bold {colour}] {result['because']}")
-    if result["comm"]:
+    if result.stages:
+        for stage in result.stages:
+            console.print(f"  rank {stage.rank}: peak {shown_bytes(stage.peak_bytes)} in {stage.peak_phase}")
+    colour = {"fits": "green", "does not fit": "red"}.get(result.verdict, "yellow")
+    console.print(f"\n[bold {colour}]{result.verdict.upper()}[/bold {colour}] {result.because}")
+    if result.comm:
         console.print(_sent(result))
-    if result["layers_simulated"]:
-        check, *counts = result["layers_simulated"]
+    if result.layers_simulated:
+        check, *counts = result.layers_simulated
         console.print(
             f"extended from {' and '.join(map(str, counts))} layers; at {check} layers the highest moment is off the "
-            f"line by {abs(result['extension_error']):.3%} (--exact simulates all)"
+            f"line by {abs(result.extension_error):.3%} (--exact simulates all)"
         )
-    if "picture" in result:
-        console.print(f"picture: {result['picture']}")
+    if result.picture:
+        console.print(f"picture: {result.picture}")
 
 
-def show_knobs(result: dict[str, Any]) -> None:
+def show_knobs(result: Simulation) -> None:
     """What each change would bring."""
-    if result["knobs"]:
+    if result.knobs:
         _console().print(_knobs(result))
 
 
@@ -56,72 +58,72 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
-def _run(run: dict[str, Any]) -> str:
+def _run(run: SimulatedRun) -> str:
     """What was simulated, in the words of the flags."""
-    words = [run["precision"], f"micro batch {run['micro_batch']}"]
-    words.append(f"accumulation {run['gradient_accumulation_steps']}")
-    given = run["input"]
+    words = [str(run.precision), f"micro batch {run.micro_batch}"]
+    words.append(f"accumulation {run.gradient_accumulation_steps}")
+    given = run.input
     words.append(
-        f"{run['seq_len']} tokens" if run["seq_len"] else "x".join(str(given[k]) for k in ("channels", "size", "size"))
+        f"{run.seq_len} tokens" if isinstance(given, TextInputs) else f"{given.channels}x{given.size}x{given.size}"
     )
-    words.append(f"{run['optimizer']}" if run["optimizer"] else "the JSON's optimizer")
-    words += ["activation checkpointing"] if run["activation_checkpointing"] else []
-    words += [f"loss in chunks of {run['loss_chunk']}"] if run["loss_chunk"] else []
+    words.append(f"{run.optimizer}" if run.optimizer else "the JSON's optimizer")
+    words += ["activation checkpointing"] if run.activation_checkpointing else []
+    words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
     return ", ".join(words)
 
 
-def _phase_name(row: dict[str, Any]) -> str:
-    return row["peak_phase"] + (f" of step {row['peak_step'] + 1}" if row["peak_step"] >= 0 else "")
+def _phase_name(row: Simulation) -> str:
+    return row.peak_phase + (f" of step {row.peak_step + 1}" if row.peak_step >= 0 else "")
 
 
-def _phases(result: dict[str, Any]) -> Table:
+def _phases(result: Simulation) -> Table:
     table = Table("phase", *(f"{word}" for word in ("at start", "peak", "at end")), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in result["phases"]:
-        name = row["name"] + (f" (step {row['step'] + 1})" if row["step"] >= 0 else "")
-        table.add_row(name, *(shown_bytes(row[f"{key}_bytes"]) for key in ("start", "peak", "end")))
+    for row in result.phases:
+        name = row.name + (f" (step {row.step + 1})" if row.step >= 0 else "")
+        table.add_row(name, *(shown_bytes(getattr(row, f"{key}_bytes")) for key in ("start", "peak", "end")))
     return table
 
 
-def _breakdown(result: dict[str, Any]) -> Table:
+def _breakdown(result: Simulation) -> Table:
     table = Table("alive at the peak", "", "", box=None, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
-    for kind, size in result["breakdown"].items():
+    for kind, size in result.breakdown.items():
         if size:
-            table.add_row(f"  {kind}", shown_bytes(size), f"{size / result['peak_bytes']:.1%}")
+            table.add_row(f"  {kind}", shown_bytes(size), f"{size / result.peak_bytes:.1%}")
     return table
 
 
-def _beside(console: Console, result: dict[str, Any]) -> None:
-    if result["device"] != "cpu":
+def _beside(console: Console, result: Simulation) -> None:
+    if result.device != "cpu":
         console.print(
-            f"reserved by torch's allocator {shown_bytes(result['reserved_bytes'])}, shown by nvidia-smi about "
-            f"{shown_bytes(result['smi_bytes'])} of {shown_bytes(result['device_total_bytes'])}"
+            f"reserved by torch's allocator {shown_bytes(result.reserved_bytes)}, shown by nvidia-smi about "
+            f"{shown_bytes(result.smi_bytes)} of {shown_bytes(result.device_total_bytes)}"
         )
-    host = result["host_bytes"]
+    host = result.host_bytes
     if sum(host.values()):
         kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
         console.print(f"host memory of this rank: {kinds}")
-    if result["nvme_bytes"]:
-        console.print(f"NVMe of this rank: {shown_bytes(result['nvme_bytes'])}")
+    if result.nvme_bytes:
+        console.print(f"NVMe of this rank: {shown_bytes(result.nvme_bytes)}")
 
 
-def _knobs(result: dict[str, Any]) -> Table:
+def _knobs(result: Simulation) -> Table:
     table = Table("change", "peak", "saves", "", box=None, pad_edge=False, title="knobs, each simulated")
     table.columns[1].justify = table.columns[2].justify = "right"
     table.title_justify = "left"
-    for row in result["knobs"]:
-        saved = result["peak_bytes"] - row["peak_bytes"]
-        fits = "[green]fits[/green]" if row["fits"] else "does not fit"
-        table.add_row(row["change"], shown_bytes(row["peak_bytes"]), shown_bytes(saved), fits)
+    for row in result.knobs:
+        saved = result.peak_bytes - row.peak_bytes
+        fits = "[green]fits[/green]" if row.fits else "does not fit"
+        table.add_row(row.change, shown_bytes(row.peak_bytes), shown_bytes(saved), fits)
     return table
 
 
-def _sent(result: dict[str, Any]) -> Table:
+def _sent(result: Simulation) -> Table:
     table = Table("collective, a step", "ranks", "in", "calls", "bytes", box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
-    for row in sorted(result["comm"], key=lambda r: -r["bytes"])[:FEW]:
-        table.add_row(row["op"], str(row["group_size"]), row["phase"], str(row["count"]), shown_bytes(row["bytes"]))
+    for row in sorted(result.comm, key=lambda r: -r.bytes)[:FEW]:
+        table.add_row(row.op, str(row.group_size), row.phase, str(row.count), shown_bytes(row.bytes))
     return table

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerofit.spec.device import Device
 from zerofit.spec.overhead import (
@@ -21,6 +22,7 @@ from zerofit.spec.overhead import (
     blas_workspace_bytes,
     context_figure,
 )
+from zerofit.spec.plain_data import field_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +31,13 @@ class Overhead:
 
     name: str
     bytes: int  # the middle of the range
-    low: int  # bytes
-    high: int  # bytes; what a verdict reckons with
+    low_bytes: int
+    high_bytes: int  # what a verdict reckons with
     source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit simulate --json` prints of it."""
+        return field_data(self, "bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,4 +89,4 @@ def _communicator(device: Device, group: Communicator) -> Overhead:
 
 
 def _overhead(name: str, low: int, high: int, source: str) -> Overhead:
-    return Overhead(name=name, bytes=(low + high) // 2, low=low, high=high, source=source)
+    return Overhead(name=name, bytes=(low + high) // 2, low_bytes=low, high_bytes=high, source=source)

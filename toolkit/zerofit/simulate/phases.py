@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -12,6 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from zerofit.models.inputs import Inputs
+from zerofit.simulate.result import RankPhase
 from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.loop import EngineTrainer
@@ -43,21 +43,6 @@ class MemoryMeter(Protocol):
 
     def reset_peak(self) -> None:
         """Begin to look for a new peak."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPhase:
-    """A stretch of a rank's life. Each begins where the one before it ends."""
-
-    name: str  # "build", "init", "forward", "backward" or "step"
-    step: int  # optimizer step from 0; -1 before the first
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 class PhaseLog:

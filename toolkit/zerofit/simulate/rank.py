@@ -114,7 +114,7 @@ def _answer(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -
     settle_kinds(ledger)
     events = device_events(ledger, target.workspaces)
     return {
-        "phases": [phase.as_dict() for phase in log.done],
+        "phases": [asdict(phase) for phase in log.done],
         "moments": [asdict(moment) for moment in moments(ledger)],
         "host": host_peak(ledger),
         "nvme_bytes": sum(meter.files.values()),

@@ -13,8 +13,8 @@ from zerofit.spec.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation:
-    """What one rank needs."""
+class SimulatedRank:
+    """A rank and what was observed of it."""
 
     target: SimulationTarget
     answer: dict[str, Any]  # as `rank.simulate` gives it
@@ -24,8 +24,8 @@ class Simulation:
 
 def simulate(
     targets: Sequence[SimulationTarget], show: Callable[[str], None], *, exact: bool = False
-) -> list[Simulation | Problem]:
-    """One simulation a target, or the reason why there is none.
+) -> list[SimulatedRank | Problem]:
+    """Simulate each target; a Problem takes the place of one that cannot be.
 
     A large model is extended from few layers unless `exact`. Where its highest moment proves to be no straight line in
     the number of layers (by more than TOLERANCE), it is simulated whole after all.
@@ -36,19 +36,19 @@ def simulate(
     found = []
     for target, count, several in zip(targets, counts, wanted, strict=True):
         mine = [next(answers) for _ in several]
-        found.append(_simulation(target, count, mine, show))
+        found.append(_simulated(target, count, mine, show))
     return found
 
 
-def _simulation(
+def _simulated(
     target: SimulationTarget, counts: tuple[int, ...] | None, answers: list[Any], show: Callable[[str], None]
-) -> Simulation | Problem:
+) -> SimulatedRank | Problem:
     failed = next((answer for answer in answers if isinstance(answer, Problem)), None)
     if failed:
         return failed
     if counts is None:
-        return Simulation(target=target, answer=answers[0])
+        return SimulatedRank(target=target, answer=answers[0])
     answer, error = extended(answers, counts, layers_of(target))
     if abs(error) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
-    return Simulation(target=target, answer=answer, layers=counts, check_error=error)
+    return SimulatedRank(target=target, answer=answer, layers=counts, check_error=error)

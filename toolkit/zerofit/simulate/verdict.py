@@ -36,8 +36,8 @@ def judge(
     its upper end and that kept free. Does not fit: not even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
-    left = device_bytes - peak_reserved_bytes - sum(o.high for o in overheads)
-    at_best = device_bytes - peak_reserved_bytes - sum(o.low for o in overheads)
+    left = device_bytes - peak_reserved_bytes - sum(o.high_bytes for o in overheads)
+    at_best = device_bytes - peak_reserved_bytes - sum(o.low_bytes for o in overheads)
     word = FITS if left >= kept else NOT if at_best < 0 else WITHIN
     return FitVerdict(
         word=word, margin_bytes=left, sentence=_sentence(word, peak_reserved_bytes, overheads, device_bytes, kept)
@@ -57,7 +57,10 @@ def judge_events(
     if verdict.fits or device_bytes <= 0:
         return verdict, found
     kept = round(REPLAYED * found.peak_reserved_bytes)
-    for word, taken in ((FITS, kept + sum(o.high for o in overheads)), (WITHIN, sum(o.low for o in overheads))):
+    for word, taken in (
+        (FITS, kept + sum(o.high_bytes for o in overheads)),
+        (WITHIN, sum(o.low_bytes for o in overheads)),
+    ):
         tight = replay(events, device_bytes=device_bytes - taken, expandable=expandable)
         if tight.out_of_memory is None:
             return _squeezed(word, tight, overheads, device_bytes, kept), tight
@@ -67,7 +70,7 @@ def judge_events(
 
 
 def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> FitVerdict:
-    left = device_bytes - tight.peak_reserved_bytes - sum(o.high for o in overheads)
+    left = device_bytes - tight.peak_reserved_bytes - sum(o.high_bytes for o in overheads)
     sentence = _sentence(word, tight.peak_reserved_bytes, overheads, device_bytes, kept)
     if tight.flushes:
         sentence += (
@@ -78,7 +81,7 @@ def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_
 
 
 def _sentence(word: str, reserved: int, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> str:
-    low, high = sum(o.low for o in overheads), sum(o.high for o in overheads)
+    low, high = sum(o.low_bytes for o in overheads), sum(o.high_bytes for o in overheads)
     beside = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
     names = ", ".join(o.name for o in overheads)
     reckoned = f" ({names}; the verdict reckons with the upper end)" if overheads else ""

@@ -1,0 +1,147 @@
+"""From what a simulated rank allocates to the result: what it needs of the cluster, and whether that is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.simulate.context import Communicator, Overhead, overheads
+from zerofit.simulate.result import (
+    CollectiveTotal,
+    MemoryPoint,
+    PeakLocation,
+    RankPhase,
+    SimulatedRun,
+    Simulation,
+)
+from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.verdict import NOT, FitVerdict, judge, judge_events
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
+from zerofit.spec.units import shown_bytes
+
+UNSURE = 0.25  # of an extension's reserved bytes
+
+
+def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
+    """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
+    answer, target = simulated.answer, simulated.target
+    peak = answer["moments"][0]
+    beside = overheads(cluster.device, _groups(answer["groups"]))
+    verdict, reserved = _verdict(simulated, beside, cluster)
+    host = _host(answer["host"], cluster)
+    last = max(phase["step"] for phase in answer["phases"])
+    return Simulation(
+        world_size=target.job.layout.world_size,
+        rank=target.rank,
+        layout=target.job.layout,
+        run=_run(target),
+        phases=_merged(answer["phases"]),
+        peak_bytes=peak["bytes"],
+        peak_phase=peak["phase"],
+        peak_step=peak["step"],
+        peak_at=PeakLocation(module=peak["module"], line=peak["at"]),
+        breakdown=peak["breakdown"],
+        reserved_bytes=reserved,
+        overheads=tuple(beside),
+        smi_bytes=reserved + sum(o.bytes for o in beside),
+        device=cluster.device.kind,
+        device_total_bytes=cluster.device.memory_bytes,
+        host_bytes=answer["host"],
+        host_node_bytes=host.bytes,
+        host_total_bytes=cluster.host_bytes,
+        nvme_bytes=answer["nvme_bytes"],
+        comm=tuple(
+            CollectiveTotal(**{key: row[key] for key in ("op", "bytes", "group_size", "phase", "count")})
+            for row in answer["sent"]
+            if row["step"] == last
+        ),
+        flops=sum(row["flops"] for row in answer["flops"] if row["step"] == last),
+        fits=verdict.fits and host.fits,
+        verdict=verdict.word if host.fits else NOT,
+        margin_bytes=verdict.margin_bytes,
+        because=" ".join([verdict.sentence, host.sentence]).strip(),
+        layers_simulated=simulated.layers,
+        extension_error=simulated.check_error,
+        timeline=tuple(MemoryPoint(**point) for point in answer.get("timeline", ())),
+    )
+
+
+def _run(target: SimulationTarget) -> SimulatedRun:
+    run, batch = target.job.run, target.job.batch
+    return SimulatedRun(
+        model=run.model,
+        precision=run.precision,
+        seq_len=run.seq_len,
+        activation_checkpointing=bool(run.activation_checkpointing),
+        loss_chunk=run.loss_chunk,
+        optimizer=run.optimizer,
+        ds_config=run.ds_config,
+        input=target.inputs,
+        micro_batch=batch.micro,
+        gradient_accumulation_steps=batch.accumulation,
+    )
+
+
+def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
+    """Return whether an extrapolation leaves open if the rank fits: reserved bytes are not linear in the layers."""
+    if not simulated.layers or cluster.on_cpu:
+        return False
+    answer, there = simulated.answer, cluster.device.memory_bytes
+    beside = sum(o.high_bytes for o in overheads(cluster.device, _groups(answer["groups"])))
+    return answer["moments"][0]["bytes"] < there < (1 + UNSURE) * answer["reserved_bytes"] + beside
+
+
+def _verdict(simulated: SimulatedRank, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
+    """The verdict on the device, and the reserved peak that it rests on."""
+    there = cluster.device.memory_bytes
+    if cluster.on_cpu:  # no caching allocator: what is released is gone
+        taken = simulated.answer["moments"][0]["bytes"]
+        return judge(taken, beside, there), taken
+    if "events" in simulated.answer:
+        verdict, found = judge_events(simulated.answer["events"], beside, there)
+        return verdict, found.peak_reserved_bytes
+    reserved = simulated.answer["reserved_bytes"]
+    return judge(reserved, beside, there), reserved
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[Communicator]:
+    found = []
+    for row in rows:
+        peers = row["ranks"] - 1 if any(op.startswith("alltoall") for op in row["ops"]) else 0
+        peers = peers or (2 if {"send", "recv"} & set(row["ops"]) else 0)
+        found.append(Communicator(name="+".join(row["ops"]), ranks=row["ranks"], direct_peers=peers))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFit:
+    """Host memory that a node's ranks take besides the device's, and whether it is there."""
+
+    bytes: int = 0
+    fits: bool = True
+    sentence: str = ""
+
+
+def _host(host: dict[str, int], cluster: Cluster) -> HostFit:
+    if cluster.on_cpu:
+        return HostFit()
+    needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
+    available = round(cluster.host_bytes * (1 - HOST_RESERVE))
+    ranks = "1 rank takes" if cluster.gpus == 1 else f"the {cluster.gpus} ranks of a node take"
+    sentence = (
+        f"Host memory: {ranks} {shown_bytes(needed)} with their processes ({shown_bytes(HOST_PROCESS_BYTES)} each), "
+        f"of {shown_bytes(cluster.host_bytes)} less {HOST_RESERVE:.0%}."
+    )
+    return HostFit(bytes=needed, fits=needed <= available, sentence=sentence)
+
+
+def _merged(phases: list[dict[str, Any]]) -> tuple[RankPhase, ...]:
+    """Merge the phases of a step's micro batches: one row for each phase of each step."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for phase in phases:
+        row = rows.setdefault((phase["name"], phase["step"]), dict(phase))
+        row["peak_bytes"] = max(row["peak_bytes"], phase["peak_bytes"])
+        row["end_bytes"] = phase["end_bytes"]
+    return tuple(RankPhase(**row) for row in rows.values())

@@ -1,0 +1,168 @@
+"""The result of a simulation, as `zerofit simulate --json` prints it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from zerofit.models.inputs import Inputs
+from zerofit.report.html_table import html_table
+from zerofit.simulate.context import Overhead
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.layout import Layout
+from zerofit.spec.plain_data import field_data
+from zerofit.spec.units import shown_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPhase:
+    """A stretch of a rank's life. Each begins where the one before it ends."""
+
+    name: str  # "build", "init", "forward", "backward" or "step"
+    step: int  # optimizer step from 0; -1 before the first
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakLocation:
+    """The code that allocates when memory is highest."""
+
+    module: str  # of the model, "" outside of it
+    line: str  # file:line, the file from its package on
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """The settings that were simulated, as far as memory depends on them."""
+
+    model: str
+    precision: str | None
+    seq_len: int | None
+    activation_checkpointing: bool
+    loss_chunk: int | None
+    optimizer: str | None
+    ds_config: Any
+    input: Inputs
+    micro_batch: int
+    gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTotal:
+    """All calls of one collective in one phase of the last simulated step."""
+
+    op: str
+    bytes: int  # of all calls
+    group_size: int
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePeak:
+    """The rank that was simulated for one pipeline stage."""
+
+    rank: int
+    peak_bytes: int
+    peak_phase: str
+    reserved_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobResult:
+    """One change of the run, simulated."""
+
+    change: str  # in the words of the command line or of the DeepSpeed JSON
+    peak_bytes: int
+    reserved_bytes: int
+    host_node_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """Bytes alive on the device by kind; `t` counts allocations and releases."""
+
+    t: int
+    phase: str
+    step: int
+    bytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one rank needs, and whether it fits. Bytes are one rank's, `host_node_bytes` a node's."""
+
+    world_size: int
+    rank: int
+    layout: Layout
+    run: SimulatedRun
+    phases: tuple[RankPhase, ...]  # one for each phase of a step: a step's micro batches together
+    peak_bytes: int  # allocated
+    peak_phase: str
+    peak_step: int
+    peak_at: PeakLocation
+    breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
+    reserved_bytes: int  # by torch's caching allocator
+    overheads: tuple[Overhead, ...]  # on the device outside of the allocator
+    smi_bytes: int  # as nvidia-smi shows it
+    device: str  # kind
+    device_total_bytes: int
+    host_bytes: dict[str, int]  # "pageable" and "pinned"
+    host_node_bytes: int  # of all ranks of a node, with their processes
+    host_total_bytes: int
+    nvme_bytes: int
+    comm: tuple[CollectiveTotal, ...]
+    flops: int  # of the last simulated step
+    fits: bool
+    verdict: str  # "fits", "within the margin" or "does not fit"
+    margin_bytes: int  # negative: what is missing
+    because: str
+    layers_simulated: tuple[int, ...]  # () if all were; the first one checks the extrapolation
+    extension_error: float  # of the extrapolation at the layers that check it, relative
+    stages: tuple[StagePeak, ...] = ()  # of a pipeline
+    knobs: tuple[KnobResult, ...] = ()
+    seconds: float = 0.0
+    picture: Path | None = None  # that was drawn
+    timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit simulate --json` prints."""
+        left_out = ["timeline", *(name for name in ("stages", "picture") if not getattr(self, name))]
+        return field_data(self, *left_out)
+
+    def plot(self, path: Path) -> None:
+        """Draw device memory over the run, by kind.
+
+        Raises UserError where `path` is not a writable picture, or the layers were extrapolated instead of simulated.
+        """
+        from zerofit.report.memory_plot import MemoryTimeline, PlotPhase, draw
+
+        if not self.timeline:
+            message = "this simulation is extrapolated from few layers and has no timeline to draw"
+            raise UserError(Problem(kind="no-timeline", message=message, hint="simulate with exact=True"))
+        phases: list[PlotPhase] = []
+        for (name, _), points in groupby(self.timeline, key=lambda point: (point.phase, point.step)):
+            moments = [point.t for point in points]
+            phases.append({"name": name, "start": moments[0], "end": moments[-1]})
+        timeline: MemoryTimeline = {
+            "points": [{"t": point.t, "phase": point.phase, "bytes": point.bytes} for point in self.timeline],
+            "phases": phases,
+            "title": f"{self.run.model}, rank {self.rank} of {self.world_size}",
+            "peak_at": " ".join(filter(None, (self.peak_at.module, self.peak_at.line))),
+            "device": self.device,
+            "device_total_bytes": self.device_total_bytes,
+        }
+        draw(timeline, path)
+
+    def _repr_html_(self) -> str:
+        rows = [(kind, shown_bytes(size), f"{size / self.peak_bytes:.1%}") for kind, size in self.breakdown.items()]
+        rows += [("peak", shown_bytes(self.peak_bytes), self.peak_phase)]
+        rows += [("reserved", shown_bytes(self.reserved_bytes), f"of {shown_bytes(self.device_total_bytes)}")]
+        caption = f"{self.run.model}, rank {self.rank} of {self.world_size} on {self.device}: {self.verdict}"
+        return html_table(caption, ("memory", "bytes", ""), rows)
