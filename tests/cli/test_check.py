@@ -162,6 +162,14 @@ def test_explain_is_a_table_for_people_and_rows_for_scripts(broken):
     assert {k: rows[0][k] for k in ("path", "value")} == {"path": "train_batch_size", "value": 8}
 
 
+def test_brackets_are_text(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "[/x] [y]": "[bold]"}')
+    done = run(path, "--explain")
+    assert done.exit_code == 2, done.exception
+    assert "[/x] [y]" in done.stdout.split("what it does")[1] and '"[bold]"' in done.stdout
+
+
 def test_migrate_names_what_is_lost(tmp_path):
     path = tmp_path / "old.json"
     path.write_text(

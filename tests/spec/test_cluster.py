@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import pytest
@@ -13,10 +12,6 @@ from zerofit.spec.errors import UserError
 from zerofit.spec.hardware import cpu_device
 
 GIB = 2**30
-
-
-def test_the_examples_run():
-    assert doctest.testmod(cluster).failed == 0
 
 
 def test_sizes_as_text_and_what_is_assumed():

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerofit.app.checking import check as check
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
@@ -27,6 +28,7 @@ _PLACES = {
     "RunFailed": "zerofit.spec.errors",
     "Stopped": "zerofit.spec.errors",
     "UserError": "zerofit.spec.errors",
+    "check": "zerofit.app.checking",
 }
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]  # the literal list is _PLACES
 

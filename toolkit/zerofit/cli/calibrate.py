@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
-from zerofit.spec.cluster import Cluster
 
 VERSIONS = ("zerofit", "torch")
 
@@ -30,6 +29,7 @@ def calibrate(seconds: float, as_json: bool) -> None:
 
 def _calibrate(budget_s: float) -> dict[str, Any]:
     from zerofit.spec.calibration import Calibration, write_calibration
+    from zerofit.spec.cluster import Cluster
     from zerofit.spec.local_machine import usable_cores
 
     cluster = Cluster.here()

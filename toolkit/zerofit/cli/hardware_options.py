@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from zerofit.spec.cluster import Cluster
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpus": {"type": int, "help": "devices of one node"},
@@ -37,6 +39,8 @@ def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
 
     Raises UserError with everything that is wrong.
     """
+    from zerofit.spec.cluster import Cluster
+
     given = {name: size for name, size in sizes.items() if size is not None}
     names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
     if not names:
