@@ -39,85 +39,122 @@ class Run(BaseModel):
 
     # what
     model: str = Field(
-        "llama-tiny", description="model name, config.json, pretrained folder or package.module:callable"
+        default="llama-tiny", description="model name, config.json, pretrained folder or package.module:callable"
     )
-    model_args: dict[str, Any] = Field({}, description="JSON object: overrides of the model's config or arguments")
-    loss: Literal["cross-entropy", "mse"] | None = Field(None, description="loss for a model that has none of its own")
+    model_args: dict[str, Any] = Field(
+        default={}, description="JSON object: overrides of the model's config or arguments"
+    )
+    loss: Literal["cross-entropy", "mse"] | None = Field(
+        default=None, description="loss for a model that has none of its own"
+    )
     data: str | None = Field(
-        None,
+        default=None,
         description="digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, "
         "hf:NAME, synthetic",
     )
-    data_root: Path | None = Field(None, description="folder that holds (or gets) the torchvision data sets")
-    download: bool = Field(False, description="download a torchvision data set that data_root does not hold")
-    text_field: str = Field("text", description="the field that holds the text, for jsonl: and hf:")
+    data_root: Path | None = Field(default=None, description="folder that holds (or gets) the torchvision data sets")
+    download: bool = Field(default=False, description="download a torchvision data set that data_root does not hold")
+    text_field: str = Field(default="text", description="the field that holds the text, for jsonl: and hf:")
     tokenizer: str = Field(
-        "bytes", description="bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
+        default="bytes", description="bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
     )
-    image_size: PositiveInt | None = Field(None, description="pixels to which images are resized (height and width)")
-    skip_bad: bool = Field(False, description="count and skip unreadable images instead of refusing to start")
-    data_workers: NonNegativeInt | None = Field(None, description="loader processes a rank (default: by the data)")
+    image_size: PositiveInt | None = Field(
+        default=None, description="pixels to which images are resized (height and width)"
+    )
+    skip_bad: bool = Field(default=False, description="count and skip unreadable images instead of refusing to start")
+    data_workers: NonNegativeInt | None = Field(
+        default=None, description="loader processes a rank (default: by the data)"
+    )
 
     # how long and how much
-    steps: PositiveInt | None = Field(None, description="optimizer steps")
-    epochs: PositiveFloat | None = Field(None, description="passes over the training data (rounded up to a whole step)")
-    micro_batch: PositiveInt | None = Field(None, description="samples a rank takes through one forward and backward")
-    gradient_accumulation_steps: PositiveInt | None = Field(None, description="micro batches in one optimizer step")
-    global_batch: PositiveInt | None = Field(None, description="samples in one optimizer step, over all ranks")
-    seq_len: PositiveInt | None = Field(None, description="tokens in one sample of text")
+    steps: PositiveInt | None = Field(default=None, description="optimizer steps")
+    epochs: PositiveFloat | None = Field(
+        default=None, description="passes over the training data (rounded up to a whole step)"
+    )
+    micro_batch: PositiveInt | None = Field(
+        default=None, description="samples a rank takes through one forward and backward"
+    )
+    gradient_accumulation_steps: PositiveInt | None = Field(
+        default=None, description="micro batches in one optimizer step"
+    )
+    global_batch: PositiveInt | None = Field(default=None, description="samples in one optimizer step, over all ranks")
+    seq_len: PositiveInt | None = Field(default=None, description="tokens in one sample of text")
 
     # optimization
-    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(None, description="optimizer (default adamw)")
-    lr: PositiveFloat | None = Field(None, description="peak learning rate (default 1e-3 adamw, 0.1 sgd, 0.02 muon)")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="learning rate after the warm-up")
-    warmup_steps: NonNegativeInt | None = Field(None, description="steps of linear warm-up (default: 5 % of the steps)")
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate that cosine and linear come down to")
-    weight_decay: NonNegativeFloat | None = Field(None, description="decoupled weight decay of matrices (default 0.01)")
-    momentum: NonNegativeFloat | None = Field(None, description="momentum of sgd and muon (default 0.9, 0.95)")
-    gradient_clipping: NonNegativeFloat | None = Field(
-        None, description="largest gradient norm; 0 is off (default 1.0)"
+    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(default=None, description="optimizer (default adamw)")
+    lr: PositiveFloat | None = Field(
+        default=None, description="peak learning rate (default 1e-3 adamw, 0.1 sgd, 0.02 muon)"
     )
-    seed: NonNegativeInt = Field(0, le=2**32 - 1, description="seed of weights, sample order, dropout and augmentation")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="learning rate after the warm-up"
+    )
+    warmup_steps: NonNegativeInt | None = Field(
+        default=None, description="steps of linear warm-up (default: 5 % of the steps)"
+    )
+    min_lr: NonNegativeFloat = Field(default=0.0, description="learning rate that cosine and linear come down to")
+    weight_decay: NonNegativeFloat | None = Field(
+        default=None, description="decoupled weight decay of matrices (default 0.01)"
+    )
+    momentum: NonNegativeFloat | None = Field(default=None, description="momentum of sgd and muon (default 0.9, 0.95)")
+    gradient_clipping: NonNegativeFloat | None = Field(
+        default=None, description="largest gradient norm; 0 is off (default 1.0)"
+    )
+    seed: NonNegativeInt = Field(
+        default=0, le=2**32 - 1, description="seed of weights, sample order, dropout and augmentation"
+    )
 
     # numbers and memory
     precision: Precision | None = Field(
-        None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)"
+        default=None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)"
     )
-    activation_checkpointing: bool = Field(False, description="recompute activations in backward to save memory")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in backward to save memory"
+    )
     loss_chunk: PositiveInt | None = Field(
-        None, description="targets whose logits are in float32 at a time, to save memory (default: all)"
+        default=None, description="targets whose logits are in float32 at a time, to save memory (default: all)"
     )
-    compile: bool = Field(False, description="torch.compile the model through the engine")
+    compile: bool = Field(default=False, description="torch.compile the model through the engine")
 
     # layout
     ds_config: str | dict[str, Any] | None = Field(
-        None,
+        default=None,
         description="DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)",
     )
-    ranks: PositiveInt | None = Field(None, description="ranks to start (default: all local devices)")
-    tensor_parallel: PositiveInt = Field(1, description="tensor parallel degree")
-    pipeline: PositiveInt = Field(1, description="pipeline parallel degree")
-    pipeline_balance: Literal["parameters", "time"] = Field("parameters", description="what stages are balanced by")
-    sequence_parallel: PositiveInt = Field(1, description="sequence parallel degree (Ulysses)")
+    ranks: PositiveInt | None = Field(default=None, description="ranks to start (default: all local devices)")
+    tensor_parallel: PositiveInt = Field(default=1, description="tensor parallel degree")
+    pipeline: PositiveInt = Field(default=1, description="pipeline parallel degree")
+    pipeline_balance: Literal["parameters", "time"] = Field(
+        default="parameters", description="what stages are balanced by"
+    )
+    sequence_parallel: PositiveInt = Field(default=1, description="sequence parallel degree (Ulysses)")
 
     # saving
-    save_every: Every = Field("30min", description="steps (500) or time (30min) between checkpoints; 0: none are saved")
-    save_async: bool = Field(False, description="write checkpoints while training goes on, from a copy in host memory")
-    keep_last: PositiveInt = Field(3, description="newest checkpoints that are kept")
-    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that this divides are kept too; 0: none")
+    save_every: Every = Field(
+        default="30min", description="steps (500) or time (30min) between checkpoints; 0: none are saved"
+    )
+    save_async: bool = Field(
+        default=False, description="write checkpoints while training goes on, from a copy in host memory"
+    )
+    keep_last: PositiveInt = Field(default=3, description="newest checkpoints that are kept")
+    keep_every: NonNegativeInt = Field(
+        default=0, description="checkpoints of steps that this divides are kept too; 0: none"
+    )
     resume: str = Field(
-        "auto", description="auto (go on where the run folder's newest whole checkpoint is), never, or a checkpoint"
+        default="auto",
+        description="auto (go on where the run folder's newest whole checkpoint is), never, or a checkpoint",
     )
 
     # watching
-    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only at the end")
+    eval_every: NonNegativeInt = Field(default=0, description="steps between evaluations; 0: only at the end")
     eval_samples: PositiveInt | None = Field(
-        None, description="validation samples an evaluation looks at (default: all)"
+        default=None, description="validation samples an evaluation looks at (default: all)"
     )
     heartbeat_timeout: float = Field(
-        60.0, ge=5, description="seconds without a sign of life of a rank after which all ranks are stopped"
+        default=60.0, ge=5, description="seconds without a sign of life of a rank after which all ranks are stopped"
     )
-    log_every: PositiveInt = Field(10, description="steps between plain progress lines when there is no terminal")
-    tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
-    wandb: str | None = Field(None, description="Weights & Biases project to log to")
-    output: Path | None = Field(None, description="run folder (default runs/MODEL-DATA-TIME)")
+    log_every: PositiveInt = Field(
+        default=10, description="steps between plain progress lines when there is no terminal"
+    )
+    tensorboard: bool = Field(default=False, description="write TensorBoard events into the run folder")
+    wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
+    output: Path | None = Field(default=None, description="run folder (default runs/MODEL-DATA-TIME)")
