@@ -1,5 +1,17 @@
 """`python -m zerofit.cli` is the `zerofit` command."""
 
-from zerofit.cli.main import main
+from __future__ import annotations
 
-main(prog_name="zerofit")
+from functools import partial
+
+from zerofit.cli.main import main
+from zerofit.spec.quick_exit import run_and_exit
+
+
+def run() -> None:
+    """Run the `zerofit` command, and end the process."""
+    run_and_exit(partial(main, prog_name="zerofit"))
+
+
+if __name__ == "__main__":
+    run()

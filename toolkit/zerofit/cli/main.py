@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 
 import click
@@ -57,4 +55,3 @@ RUNS = (train, launch, tune, compare, ckpt, evaluate, generate, plot, models)
 JUDGES = (plan, simulate, check, schema, doctor, calibrate)
 for command in (*RUNS, *JUDGES):
     main.add_command(command)
-atexit.register(gc.freeze)  # else what torch and transformers have made is searched for garbage on the way out

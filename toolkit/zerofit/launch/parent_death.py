@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import gc
 import os
 import runpy
 import signal
 import sys
 import time
+from functools import partial
+
+from zerofit.spec.quick_exit import run_and_exit
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER, LOOK_S = "deepspeed.launcher.launch", 0.1
@@ -34,12 +35,11 @@ def main() -> None:
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    atexit.register(gc.freeze)  # else torch's modules are searched for garbage on the way out
     module = sys.argv[2]
     if module == LAUNCHER:
         _look_often()
     sys.argv = sys.argv[2:]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_and_exit(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
 
 
 def _look_often() -> None:

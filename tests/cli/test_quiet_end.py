@@ -1,0 +1,26 @@
+"""Commands leave nothing on standard error at their end: Triton's bindings report what an exit without collection leaves."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.versions
+JOB = ("simplecnn", "--data", "digits")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", *JOB, "--steps", "2", "--save-every", "0"),
+        ("simulate", *JOB, "--gpus", "2", "--gpu", "l4", "--no-knobs"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_leaks_are_reported(arguments, tmp_path):
+    command = [sys.executable, "-m", "zerofit.cli", *arguments, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])
+    assert "nanobind" not in done.stderr and "leaked" not in done.stderr
