@@ -29,11 +29,9 @@ MAY_IMPORT = {
     "tune": {"plan"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
-    "cli": {
-        *("spec", "config", "models", "data", "launch", "train", "report", "check", "simulate", "plan", "checkpoint"),
-        *("infer", "doctor", "tune", "watch", "compare"),
-    },
 }
+MAY_IMPORT["app"] = {*MAY_IMPORT} - {"worker"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"worker"}
 
 
 def place_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Commands leave nothing on standard error at their end: Triton's bindings report what an exit without collection leaves."""
+"""At their end commands write nothing of Triton's to standard error: its bindings report objects that are left."""
 
 import json
 import subprocess

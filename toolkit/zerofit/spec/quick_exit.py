@@ -11,9 +11,9 @@ from collections.abc import Callable
 def run_and_exit(work: Callable[[], object]) -> None:
     """Run `work` as the last thing this process does, with the exit status that Python would give.
 
-    Exit handlers run and threads are waited for as usual; then the process ends, where Python would search all that torch
-    and transformers have made for garbage: 2 to 8 s. (`gc.freeze` spares the search too, but then nanobind, which Triton
-    binds with, reports every object that was not collected as a leak.)
+    Exit handlers run and threads are waited for as usual; then the process ends, where Python would search all that
+    torch and transformers have made for garbage: 2 to 8 s. (`gc.freeze` spares the search too, but then nanobind, which
+    Triton binds with, reports every object that was not collected as a leak.)
     """
     status = 1
 
