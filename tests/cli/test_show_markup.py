@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zerofit.app.comparing.result import Comparison
+from zerofit.app.comparing.rows import StrategyRow
 from zerofit.cli import compare_show, tune_show
 
 REASONS = ["expected [batch, seq], got [/INST]", "[batch, seq]", "[bold red]x[/]"]
@@ -30,8 +32,10 @@ def test_a_trial_that_crashed(reason, capsys):
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_strategy_that_failed(reason, capsys):
-    row = {"strategy": "ddp", "status": "failed", "reason": reason}
-    compare_show.show_strategies({"kind": "strategies", "rows": [row], "written": ["out[/b]/results.json"]})
+    fixed = {"title": "", "ranks": 2, "processes": 2, "synchronous": True, "lines": 9, "seconds": 1.0}
+    row = StrategyRow(strategy="ddp", status="failed", reason=reason, **fixed)
+    written = ["out[/b]/results.json"]
+    compare_show.show_strategies(Comparison(kind="strategies", about={}, rows=[row], written=written))
     printed = capsys.readouterr().out
     assert f"ddp: {reason}" in printed
     assert "written: out[/b]/results.json" in printed

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.comparing.rows import strategy_row
+from zerofit.app.comparing.rows import StrategyRow, strategy_row
 from zerofit.compare.catalog import STRATEGIES
 from zerofit.compare.job import CompareJob
 from zerofit.launch.environment import environment
@@ -26,7 +26,7 @@ class Ranks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
 
-    def row(self, job: CompareJob) -> dict[str, Any]:
+    def row(self, job: CompareJob) -> StrategyRow:
         """What `zerofit compare` says of a strategy."""
         strategy = STRATEGIES[job.strategy]
         words = self.words(job, strategy.processes(job.ranks))

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerofit.app.comparing.comparisons import by_size, size_figures
-from zerofit.app.comparing.rows import RowStore, against_single, failure
+from zerofit.app.comparing.rows import (
+    RowStore,
+    SizeRow,
+    StrategyRow,
+    against_single,
+    curve_figures,
+    status_of,
+    summarize_sizes,
+)
 from zerofit.compare.batch_size import Noise
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
 from zerofit.compare.catalog import STRATEGIES, code_lines
@@ -78,36 +85,30 @@ def test_measuring_noise_leaves_running_statistics_alone():
 
 def test_when_the_target_is_reached():
     curve = [{"epoch": n, "seconds": 2.0 * n, "accuracy": a} for n, a in enumerate([0.5, 0.9, 0.96, 0.94], start=1)]
-    assert size_figures(curve, 0.95) == {
+    assert curve_figures(curve, 0.95) == {
         "seconds": 8.0,
         "epochs_to_target": 3,
         "seconds_to_target": 6.0,
         "final_accuracy": 0.94,
         "best_accuracy": 0.96,
     }
-    assert size_figures(curve, 0.99)["seconds_to_target"] is None
+    assert curve_figures(curve, 0.99)["seconds_to_target"] is None
 
 
 def test_sizes_over_their_seeds():
+    def row(size, **figures):
+        return SizeRow(batch_size=size, seed=0, lr=0.1, **{"status": "ok", **figures})
+
     rows = [
-        {
-            "batch_size": 16,
-            "status": "ok",
-            "seconds_to_target": s,
-            "final_accuracy": 0.9,
-            "seconds": 5.0,
-            "noise_scale": n,
-        }
+        row(16, seconds_to_target=s, final_accuracy=0.9, seconds=5.0, noise_scale=n)
         for s, n in ((1.0, 10.0), (3.0, None), (2.0, 30.0))
     ]
-    rows += [{"batch_size": 64, "status": "ok", "seconds_to_target": None, "final_accuracy": 0.5, "seconds": 4.0}]
-    rows[-1]["noise_scale"] = None
-    rows += [{"batch_size": 64, "status": "failed", "reason": "x"}]
-    first, second = by_size(rows)
-    assert (first["batch_size"], first["runs"], first["reached"]) == (16, 3, 3)
-    assert first["seconds_to_target"] == [2.0, 1.0, 3.0]
-    assert first["noise_scale"] == [20.0, 10.0, 30.0]
-    assert (second["runs"], second["reached"], second["seconds_to_target"]) == (1, 0, None)
+    rows += [row(64, final_accuracy=0.5, seconds=4.0), row(64, status="failed", reason="x")]
+    first, second = summarize_sizes(rows)
+    assert (first.batch_size, first.runs, first.reached) == (16, 3, 3)
+    assert first.seconds_to_target == [2.0, 1.0, 3.0]
+    assert first.noise_scale == [20.0, 10.0, 30.0]
+    assert (second.runs, second.reached, second.seconds_to_target) == (1, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -130,31 +131,35 @@ def test_no_stage_is_without_parameters():
 
 
 def test_the_reason_is_that_of_whoever_knew():
-    assert failure([{"ended": "gone"}, {"error": "ValueError: x"}]) == {"status": "failed", "reason": "ValueError: x"}
-    assert failure([{"error": "lost its peer"}, {"not_here": "no GPU"}])["status"] == "not-here"
-    assert failure([{"loss": 1.0}]) == {"status": "ok", "reason": None}
+    assert status_of([{"ended": "gone"}, {"error": "ValueError: x"}]) == ("failed", "ValueError: x")
+    assert status_of([{"error": "lost its peer"}, {"not_here": "no GPU"}])[0] == "not-here"
+    assert status_of([{"loss": 1.0}]) == ("ok", None)
+
+
+def strategy(name, **figures):
+    fixed = {"title": name, "processes": 2, "synchronous": True, "lines": 9, "seconds": 1.0, "ranks": 2}
+    return StrategyRow(strategy=name, **{"status": "ok", **fixed, **figures})
 
 
 def test_speed_up_and_efficiency():
-    rows = [
-        {"strategy": "single", "status": "ok", "samples_per_s": 100.0, "ranks": 2},
-        {"strategy": "ddp", "status": "ok", "samples_per_s": 150.0, "ranks": 2},
-        {"strategy": "horovod", "status": "not-here", "ranks": 2},
-    ]
-    against_single(rows)
-    assert (rows[1]["speedup"], rows[1]["efficiency"]) == (1.5, 0.75)
-    assert "speedup" not in rows[2]
+    rows = against_single(
+        [strategy("single", samples_per_s=100.0), strategy("ddp", samples_per_s=150.0), strategy("horovod")]
+    )
+    assert (rows[1].speedup, rows[1].efficiency) == (1.5, 0.75)
+    assert rows[2].speedup is None
 
 
 def test_a_comparison_goes_on_and_another_one_does_not_mix_with_it(tmp_path, monkeypatch):
     mlp, lenet = ({"job": {"model": name}} for name in ("mlp", "lenet"))
-    rows = RowStore(tmp_path / "out", "strategies", mlp)
-    rows.keep("ddp", {"status": "ok", "samples_per_s": 1.0})
-    rows.keep("zero3", {"status": "failed", "reason": "x"})
+    store = RowStore(tmp_path / "out", "strategies", mlp)
+    store.save("ddp", strategy("ddp", samples_per_s=1.0))
+    store.save("zero3", strategy("zero3", status="failed", reason="x"))
     again = RowStore(tmp_path / "out", "strategies", mlp)
-    assert again.known("ddp")["samples_per_s"] == 1.0
-    assert again.known("zero3") is None
-    assert again.known("amp") is None
+    assert again.load("ddp", StrategyRow) == strategy("ddp", samples_per_s=1.0)
+    assert again.load("zero3", StrategyRow) is None
+    assert again.load("amp", StrategyRow) is None
+    (tmp_path / "out" / "rows" / "ddp.json").write_text('{"strategy": "ddp", "sta')
+    assert again.load("ddp", StrategyRow) is None
     with pytest.raises(UserError, match="another comparison"):
         RowStore(tmp_path / "out", "strategies", lenet)
     monkeypatch.chdir(tmp_path)

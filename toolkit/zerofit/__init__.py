@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerofit.app.checking import check as check
+    from zerofit.app.comparing.comparisons import compare_scaling as compare_scaling
+    from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
+    from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
+    from zerofit.app.comparing.result import Comparison as Comparison
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "Cluster": "zerofit.spec.cluster",
+    "Comparison": "zerofit.app.comparing.result",
     "Event": "zerofit.spec.events",
     "Problem": "zerofit.spec.errors",
     "Run": "zerofit.spec.run",
@@ -29,6 +34,9 @@ _PLACES = {
     "Stopped": "zerofit.spec.errors",
     "UserError": "zerofit.spec.errors",
     "check": "zerofit.app.checking",
+    "compare_scaling": "zerofit.app.comparing.comparisons",
+    "compare_sizes": "zerofit.app.comparing.comparisons",
+    "compare_strategies": "zerofit.app.comparing.comparisons",
 }
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]  # the literal list is _PLACES
 

@@ -10,22 +10,19 @@ from typing import Any
 from zerofit.report.compare_page import page
 from zerofit.report.compare_plot import draw
 from zerofit.spec.files import write_json
-from zerofit.spec.versions import versions
 
 NESTED = (list, dict)
 
 
-def write_comparison(
-    folder: Path, kind: str, about: dict[str, Any], rows: Sequence[dict[str, Any]], **more: Any
-) -> dict[str, Any]:
-    """Write all of them; the answer for --json. `more`: what goes into results.json besides."""
+def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
+    """Write all of them from the answer of `zerofit compare --json`; return their paths."""
     paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
-    result = {"kind": kind, "about": about, "versions": versions(), "rows": list(rows), **more}
-    write_json(paths["results.json"], result)
+    kind, about, rows = result["kind"], result["about"], result["rows"]
+    write_json(paths["results.json"], {name: value for name, value in result.items() if name != "written"})
     _write_csv(paths["results.csv"], rows)
     draw(kind, about, rows, paths["comparison.png"])
     paths["comparison.html"].write_text(page(kind, about, rows, paths["comparison.png"]), encoding="utf-8")
-    return {**result, "written": [str(path) for path in paths.values()]}
+    return [str(path) for path in paths.values()]
 
 
 def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

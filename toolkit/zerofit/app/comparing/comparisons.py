@@ -1,229 +1,284 @@
-"""The three comparisons: what is to be measured, one row after the other, and the files that result."""
+"""The three comparisons: strategies, batch sizes and numbers of ranks, each row measured in processes of its own."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import click
+from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
-from zerofit.app.comparing.rows import RowStore, against_one_rank, against_single, failure, strategy_row
-from zerofit.app.resolve import seq_len_of
-from zerofit.cli.console import EventConsole
-from zerofit.cli.progress import StatusLine
+from zerofit.app.comparing.result import Comparison
+from zerofit.app.comparing.rows import (
+    Mode,
+    RowStore,
+    ScalingRow,
+    SizeRow,
+    StrategyRow,
+    against_one_rank,
+    against_single,
+    size_row,
+    strategy_row,
+    summarize_sizes,
+)
+from zerofit.app.resolve import find_model, open_model
 from zerofit.compare.catalog import STRATEGIES, Strategy
-from zerofit.compare.job import CompareJob
-from zerofit.data import default_data, open_data
+from zerofit.compare.job import WARM, CompareJob
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.machine import this_machine
-from zerofit.models.catalog import find
-from zerofit.report.compare_files import write_comparison
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
-from zerofit.spec.events import Reporter
-from zerofit.spec.task import Task
-from zerofit.train.probe import models_say, probe, task_of
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.load import RunRequest
+from zerofit.spec.run import Run
 
-ALL = 10**9  # validation samples
+ScaleLr = Literal["none", "linear", "sqrt"]
+
 COMPARE_SEQ_LEN = 256  # shorter than a training's: every strategy trains the model in one sitting
-SIZE_FIGURES = (
-    *("seconds", "epochs_to_target", "seconds_to_target", "final_accuracy", "best_accuracy", "curve", "noise_scale"),
-)
+SIZES = (16, 32, 64, 128, 256, 512)  # samples of a step
+SIZE_EPOCHS = 5
+ALL_SAMPLES = 10**9  # of the validation data
+# fields of a run that comparisons take
+COMMON = {
+    "model",
+    "model_args",
+    "data",
+    "data_root",
+    "image_size",
+    "seq_len",
+    "tokenizer",
+    "seed",
+    "lr",
+    "eval_samples",
+}
 STEPPED = ("ranks", "global_batch", "steps")
 
 
-def compare_strategies(model: str, names: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """All strategies on one job."""
-    problems = Problems()
-    chosen = _chosen(names, "--strategies", problems)
-    output, job = options.pop("output", None), _job(model, options, problems)
-    rows = RowStore(
-        output, "strategies", {"job": vars(job), "strategies": [one.name for one in chosen], **_code(model)}
-    )
-    found = []
-    with StatusLine() as line:
-        for strategy in chosen:
-            found.append(_measured(strategy, replace(job, strategy=strategy.name), rows, strategy.name, line))
-    against_single(found)
-    return write_comparison(rows.folder, "strategies", _about(job, *STEPPED), found)
+def compare_strategies(
+    run: Run | RunRequest, *, strategies: Sequence[str] | None = None, on_event: OnEvent | None = None
+) -> Comparison[StrategyRow]:
+    """Train a model in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
+
+    A strategy that fails, or that these devices cannot run, is a row with its reason. The same call goes on after a
+    kill, in `run.output` or a folder whose name follows from what is compared.
+
+    Args:
+        run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
+        strategies: names of `zerofit compare strategies --list`; all if None. The single device always runs.
+        on_event: hears the progress, and each row (kind "result") when it is measured.
+
+    Raises:
+        UserError: with everything that is wrong.
+
+    Example:
+        >>> import zerofit as zf
+        >>> run = zf.Run(model="mlp", data="digits", ranks=2, global_batch=16, steps=8)
+        >>> compared = zf.compare_strategies(run, strategies=["ddp"])
+        >>> [(row.strategy, row.status) for row in compared.rows]
+        [('single', 'ok'), ('ddp', 'ok')]
+    """
+    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
+    chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
+    job = _resolve(asked, set(STEPPED), problems, report)
+    identity = {"job": vars(job), "strategies": [one.name for one in chosen], **_code(job.model)}
+    store = RowStore(asked.run.output, "strategies", identity)
+    rows = [_measure(one, replace(job, strategy=one.name), store, one.name, report) for one in chosen]
+    about = _about(job, *STEPPED)
+    return Comparison(kind="strategies", about=about, rows=against_single(rows)).write(store.folder)
 
 
-def compare_sizes(model: str, own: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Batch sizes times seeds, each a run of its own."""
-    problems = Problems()
-    sizes, target, epochs = own["sizes"], own["target"], own["epochs"]
-    output = options.pop("output", None)
-    largest = {"ranks": 1, "global_batch": max(sizes), "eval_samples": options.pop("eval_samples", ALL)}
-    job = _job(model, {**options, **largest}, problems, batch_flag="--sizes")
-    if _task(job) == "gan":
-        hint = "take a classifier or a language model"
-        raise UserError(Problem(kind="model-task", message=f"{model} has no accuracy", hint=hint, where="MODEL"))
-    job = replace(job, epochs=epochs, target=target, strategy="single")
-    rows = RowStore(output, "batch-size", {"job": vars(job), **own, **_code(model)})
-    found = []
-    with StatusLine() as line:
-        for size in sizes:
-            for seed in range(job.seed, job.seed + own["seeds"]):
-                lr = job.lr * _scale(own["scale_lr"], size / min(sizes))
-                found.append(_trained(replace(job, global_batch=size, lr=lr, seed=seed), rows, line))
-    about = _about(job) | {"target": target, "scale_lr": own["scale_lr"], "epochs": epochs}
-    return write_comparison(rows.folder, "batch-size", about, found, summary=by_size(found))
+def compare_sizes(
+    run: Run | RunRequest,
+    *,
+    sizes: Sequence[int] = SIZES,
+    target: float = 0.95,
+    scale_lr: ScaleLr = "none",
+    seeds: int = 3,
+    on_event: OnEvent | None = None,
+) -> Comparison[SizeRow]:
+    """Train a model with each batch size on one device until `run.epochs` are over: which reaches the target first.
+
+    Args:
+        run: the model, data and epochs; `run.lr` is the learning rate of the smallest size.
+        sizes: samples of a step.
+        target: validation accuracy.
+        scale_lr: how the learning rate grows with the batch size.
+        seeds: runs of each size, with seeds from `run.seed` on.
+        on_event: hears the progress, and each row (kind "result") when it is measured.
+
+    Raises:
+        UserError: with everything that is wrong.
+
+    Example:
+        >>> import zerofit as zf
+        >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64, 256], seeds=1)
+        >>> [row.batch_size for row in compared.rows]
+        [64, 256]
+    """
+    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
+    epochs = asked.run.epochs or SIZE_EPOCHS
+    if epochs != int(epochs):
+        problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
+    own = {"ranks": 1, "global_batch": max(sizes), "eval_samples": asked.run.eval_samples or ALL_SAMPLES}
+    job = _resolve(asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own)
+    job = replace(job, epochs=int(epochs), target=target, strategy="single")
+    question = {"sizes": list(sizes), "target": target, "scale_lr": scale_lr, "seeds": seeds}
+    store = RowStore(asked.run.output, "batch-size", {"job": vars(job), **question, **_code(job.model)})
+    rows = []
+    for size in sizes:
+        times = size / min(sizes)
+        lr = job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
+        for seed in range(job.seed, job.seed + seeds):
+            rows.append(_train(replace(job, global_batch=size, lr=lr, seed=seed), store, report))
+    about = {**_about(job), "target": target, "scale_lr": scale_lr, "epochs": job.epochs}
+    return Comparison(kind="batch-size", about=about, rows=rows, summary=summarize_sizes(rows)).write(store.folder)
 
 
-def compare_scaling(model: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """One strategy on 1, 2, 4, ... ranks; efficiency is that beside one rank of the same strategy."""
-    problems = Problems()
-    chosen = [one for one in _chosen(name, "--strategy", problems) if one.name == name]
-    output = options.pop("output", None)
-    if any(one.alone or one.one or one.least_ranks > 1 for one in chosen):
-        message, hint = f"{name} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
+def compare_scaling(
+    run: Run | RunRequest, *, strategy: str = "ddp", on_event: OnEvent | None = None
+) -> Comparison[ScalingRow]:
+    """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks, weak (the batch grows with them) and strong (not).
+
+    Speed-up and efficiency are against one rank of the same strategy.
+
+    Args:
+        run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
+        strategy: one that shares the batch out over any number of ranks.
+        on_event: hears the progress, and each row (kind "result") when it is measured.
+
+    Raises:
+        UserError: with everything that is wrong.
+
+    Example:
+        >>> import zerofit as zf
+        >>> run = zf.Run(model="mlp", data="digits", ranks=1, global_batch=16, steps=8)
+        >>> [(row.mode, row.ranks) for row in zf.compare_scaling(run).rows]
+        [('weak', 1), ('strong', 1)]
+    """
+    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
+    chosen = next((one for one in _chosen([strategy], "--strategy", problems) if one.name == strategy), None)
+    if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
+        message, hint = f"{strategy} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
         problems.add("strategy", message, hint, "--strategy")
-    job = _job(model, options, problems)
+    job = _resolve(asked, set(STEPPED), problems, report)
     for mode, count in _ladder(job.ranks):
         if mode == "strong" and job.global_batch % count:
-            message = f"--global-batch {job.global_batch} cannot be shared out over {count} of the ranks"
+            message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
             problems.add("batch-size", message, f"take a multiple of {count} and of {job.ranks}", "--global-batch")
     problems.raise_if_any()
-    rows = RowStore(output, "scaling", {"job": vars(job), "strategy": name, **_code(model)})
-    found = []
-    with StatusLine() as line:
-        for mode, ranks in _ladder(job.ranks):
-            batch = job.global_batch // job.ranks * ranks if mode == "weak" else job.global_batch
-            one = replace(job, strategy=name, ranks=ranks, global_batch=batch)
-            found.append(
-                {**_measured(chosen[0], one, rows, f"{mode}-{ranks}", line), "mode": mode, "global_batch": batch}
-            )
-    against_one_rank(found)
-    return write_comparison(rows.folder, "scaling", {**_about(job, *STEPPED), "strategy": name}, found)
+    assert chosen
+    store = RowStore(asked.run.output, "scaling", {"job": vars(job), "strategy": strategy, **_code(job.model)})
+    rows = []
+    for mode, ranks in _ladder(job.ranks):
+        batch = job.global_batch // job.ranks * ranks if mode == "weak" else job.global_batch
+        one = replace(job, strategy=strategy, ranks=ranks, global_batch=batch)
+        measured = _measure(chosen, one, store, f"{mode}-{ranks}", report)
+        rows.append(ScalingRow(**vars(measured), mode=mode, global_batch=batch))
+    about = {**_about(job, *STEPPED), "strategy": strategy}
+    return Comparison(kind="scaling", about=about, rows=against_one_rank(rows)).write(store.folder)
 
 
-def _ladder(most: int) -> Iterator[tuple[str, int]]:
-    """Powers of two up to the most, and the most itself; each weak and strong."""
+def _ladder(most: int) -> Iterator[tuple[Mode, int]]:
+    """Yield powers of two up to the most, and the most itself; each weak and strong."""
     counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
-    yield from ((mode, count) for mode in ("weak", "strong") for count in counts)
+    for mode in ("weak", "strong"):
+        for count in counts:
+            yield mode, count
 
 
-def _measured(strategy: Strategy, job: CompareJob, rows: RowStore, name: str, line: StatusLine) -> dict[str, Any]:
-    """One row: of before, or measured now."""
-    known = rows.known(name)
-    if known:
-        line.say(f"{name}: known")
-        return known
+def _measure(strategy: Strategy, job: CompareJob, store: RowStore, name: str, report: Reporter) -> StrategyRow:
+    """Return a row that was measured before, or measure it now."""
+    row = store.load(name, StrategyRow)
+    if row:
+        report.result(f"{name}: known", row.to_dict())
+        return row
     if job.ranks < strategy.least_ranks:
         reason = f"needs {strategy.least_ranks} ranks, and has {job.ranks}: --ranks {strategy.least_ranks}"
-        words, seconds = [{"not_here": reason}], 0.0
+        row = strategy_row(strategy, job, [{"not_here": reason}], 0.0)
     else:
-        began = time.monotonic()
-        words = run_job(job, rows.place(name), strategy.processes(job.ranks), lambda t: line.show(f"{name}: {t}"))
-        seconds = time.monotonic() - began
-    row = strategy_row(strategy, job, words, seconds)
-    rows.keep(name, row)
-    shown = f"{row['samples_per_s']:,.0f} samples/s" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
-    line.say(f"{name}: {shown}")
+        began, processes = time.monotonic(), strategy.processes(job.ranks)
+        reports = run_job(job, store.folder_of(name), processes, lambda text: report.status(f"{name}: {text}"))
+        row = strategy_row(strategy, job, reports, time.monotonic() - began)
+    store.save(name, row)
+    shown = f"{row.samples_per_s:,.0f} samples/s" if row.samples_per_s else f"{row.status}: {row.reason}"
+    report.result(f"{name}: {shown}", row.to_dict())
     return row
 
 
-def _trained(job: CompareJob, rows: RowStore, line: StatusLine) -> dict[str, Any]:
-    """One batch size with one seed."""
+def _train(job: CompareJob, store: RowStore, report: Reporter) -> SizeRow:
+    """Return the row of one batch size with one seed: measured before, or now."""
     name = f"size-{job.global_batch}-seed-{job.seed}"
-    known = rows.known(name)
-    if known:
-        line.say(f"{name}: known")
-        return known
-    words = run_job(job, rows.place(name), 1, lambda text: line.show(f"{name}: {text}"))
-    row: dict[str, Any] = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, **failure(words)}
-    row |= dict.fromkeys(SIZE_FIGURES)
-    if row["status"] == "ok":
-        row |= size_figures(words[0]["curve"], job.target or 1.0) | words[0]
-    rows.keep(name, row)
-    line.say(f"{name}: {row['final_accuracy']:.1%}" if row["status"] == "ok" else f"{name}: {row['reason']}")
+    row = store.load(name, SizeRow)
+    if row:
+        report.result(f"{name}: known", row.to_dict())
+        return row
+    row = size_row(job, run_job(job, store.folder_of(name), 1, lambda text: report.status(f"{name}: {text}")))
+    store.save(name, row)
+    shown = row.reason if row.final_accuracy is None else f"{row.final_accuracy:.1%}"
+    report.result(f"{name}: {shown}", row.to_dict())
     return row
 
 
-def size_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
-    """What a run has come to; None where the target was not reached."""
-    reached = next((point for point in curve if point["accuracy"] >= target), None)
-    return {
-        "seconds": curve[-1]["seconds"],
-        "epochs_to_target": reached["epoch"] if reached else None,
-        "seconds_to_target": reached["seconds"] if reached else None,
-        "final_accuracy": curve[-1]["accuracy"],
-        "best_accuracy": max(point["accuracy"] for point in curve),
-    }
-
-
-def by_size(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a batch size over its seeds: how many reached the target, [median, least, most] of the figures."""
-    found = []
-    for size in dict.fromkeys(row["batch_size"] for row in rows):
-        mine = [row for row in rows if row["batch_size"] == size and row["status"] == "ok"]
-        reached = [row for row in mine if row["seconds_to_target"] is not None]
-        known = {"seconds_to_target": reached, "final_accuracy": mine, "seconds": mine, "noise_scale": mine}
-        figures = {name: _spread([row[name] for row in those if row[name]]) for name, those in known.items()}
-        found.append({"batch_size": size, "runs": len(mine), "reached": len(reached), **figures})
-    return found
-
-
-def _spread(values: Sequence[float]) -> list[float] | None:
-    return [statistics.median(values), min(values), max(values)] if values else None
-
-
-def _scale(how: str, times: float) -> float:
-    return {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[how]
-
-
-def _chosen(names: str | None, flag: str, problems: Problems) -> list[Strategy]:
-    """Those that were asked for, the single device first: its weights are what others are compared with."""
-    if names is None:
-        return list(STRATEGIES.values())
-    asked = [name.strip() for name in names.split(",")]
-    for name in asked:
+def _chosen(names: Sequence[str], place: str, problems: Problems) -> list[Strategy]:
+    """Return the named strategies and, first, the single device: others are compared with its weights."""
+    for name in names:
         if name not in STRATEGIES:
-            problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), flag)
-    return [one for one in STRATEGIES.values() if one.name in asked or one.name == "single"]
+            problems.add("strategy", f"unknown strategy {name!r}", nearest(name, STRATEGIES), place)
+    return [one for one in STRATEGIES.values() if one.name in names or one.name == "single"]
 
 
-def _job(model: str, options: dict[str, Any], problems: Problems, batch_flag: str = "--global-batch") -> CompareJob:
-    """The job as asked. Raises UserError with all that is wrong, what `problems` has by now included."""
-    machine = this_machine()
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    here = {"ranks": machine.devices, "accelerator": machine.accelerator}
-    job = CompareJob(**{"strategy": "", "model": model, **here, **values})
+def _resolve(
+    asked: RunRequest,
+    taken: set[str],
+    problems: Problems,
+    report: Reporter,
+    size_place: str = "--global-batch",
+    has_accuracy: bool = False,
+    **own: int,
+) -> CompareJob:
+    """Return the job of a run, with its data opened once and its model built without memory.
+
+    `taken` are the fields of the run that this comparison takes beside the common ones, `own` values of the job.
+
+    Raises:
+        UserError: with all that is wrong, `problems` so far included.
+    """
+    run, machine = asked.run, this_machine()
+    for name in sorted(set(asked.places) - COMMON - taken - {"output"}):
+        problems.add("conflict", f"{name}: a comparison does not take it", "leave it out", asked.place(name))
+    given = {name: getattr(run, name) for name in COMMON | taken if getattr(run, name) is not None}
+    given |= {"data_root": str(run.data_root)} if run.data_root else {}
+    job = CompareJob(**{"strategy": "", "accelerator": machine.accelerator, "ranks": machine.devices, **given, **own})
+    if job.steps <= WARM:
+        message, where = f"{job.steps} steps: the first {WARM} are not timed", asked.place("steps")
+        problems.add("bad-value", message, f"take {WARM + 1} or more", where)
     if job.global_batch % job.ranks:
         below = job.global_batch // job.ranks * job.ranks
-        hint = f"take {batch_flag} {below or job.ranks} or {below + job.ranks}"
-        message = f"{batch_flag} {job.global_batch} cannot be shared out over {job.ranks} ranks"
-        problems.add("batch-size", message, hint, batch_flag)
+        hint = f"take {size_place} {below or job.ranks} or {below + job.ranks}"
+        message = f"{size_place} {job.global_batch} cannot be split evenly over {job.ranks} ranks"
+        problems.add("batch-size", message, hint, size_place)
     if machine.accelerator == "cuda" and job.ranks > machine.devices:
         problems.add("ranks", f"{job.ranks} ranks for {machine.devices} GPUs", f"take {machine.devices}", "--ranks")
-    task = problems.attempt(lambda: _task(job))
+    found = problems.attempt(lambda: find_model(asked))
     problems.raise_if_any()
-    assert task
-    source = find(job.model)
-    job = replace(job, seq_len=seq_len_of(job.run, source, task, COMPARE_SEQ_LEN))
-    data = open_data(job.run, task, job.seq_len, Reporter(EventConsole()))
-    for note in data.notes:
-        click.echo(f"note: {note}", err=True)
-    problems.attempt(lambda: probe(source, task, data.inputs, job.run))
-    if len(data.train) < job.global_batch:
-        message = f"{len(data.train)} training samples of {data.name} are less than one batch of {job.global_batch}"
-        problems.add("batch-size", message, "take a smaller batch", batch_flag)
+    assert found
+    source, task = found
+    if has_accuracy and task == "gan":
+        hint = "take a classifier or a language model"
+        raise UserError(Problem(kind="model-task", message=f"{run.model} has no accuracy", hint=hint, where="MODEL"))
+    opened = open_model(asked, source, task, usual_seq_len=COMPARE_SEQ_LEN, report=report)
+    assert opened.data
+    if len(opened.data.train) < job.global_batch:
+        samples = f"{len(opened.data.train)} training samples of {opened.data.name}"
+        message = f"{samples} are less than one batch of {job.global_batch}"
+        problems.add("batch-size", message, "take a smaller batch", size_place)
     problems.raise_if_any()
-    return replace(job, data=job.data or default_data(task))
-
-
-def _task(job: CompareJob) -> Task:
-    with models_say("MODEL"):
-        return task_of(find(job.model), job.run)
+    settled = opened.run
+    return replace(job, data=settled.data, seq_len=settled.seq_len, tokenizer=settled.tokenizer)
 
 
 def _code(model: str) -> dict[str, Any]:
-    """What a model of the user's own consists of: rows of before and after a change must not mix."""
+    """Return the hash of a user's own model code: rows from before and after a change must not mix."""
     place = model_code(model)
     return {"code": code_hash(place) if place else None}
 

@@ -1,4 +1,4 @@
-"""Processes that measure one strategy, started and ended together; what they have left becomes one row."""
+"""Processes that measure one row, started and ended together; each leaves a report."""
 
 from __future__ import annotations
 
@@ -20,34 +20,27 @@ from zerofit.spec.local_machine import usable_cores
 POLL_S = 0.1
 GRACE_S = 10.0  # for the others, once one process has failed
 SILENT_S = 300.0  # without a step
-LAST = 3  # lines of a log, where a process has left no word
-Show = Callable[[str], None]
+LAST = 3  # lines of a log that are shown, where a process left no report
 
 
-def run_job(job: CompareJob, folder: Path, processes: int, show: Show) -> list[dict[str, Any]]:
-    """What each process has measured, or why not; `folder` holds their logs."""
+def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Run the processes of a job; return what each measured, or why not. `folder` takes their logs."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob("rank-*.json"), folder / "done"):
         left.unlink(missing_ok=True)
     job.write(folder / "job.json")
     with _started(job, folder, processes) as running:
         late = _wait(running, folder, show)
-    return [_word(folder, rank, process.returncode, late) for rank, process in enumerate(running)]
+    return [_report(folder, rank, process.returncode, late) for rank, process in enumerate(running)]
 
 
 @contextmanager
 def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes; none is left afterwards."""
+    """Start the processes; none is left afterwards."""
     env = environment(job.accelerator, usable_cores(), job.ranks)
     env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = [
-        sys.executable,
-        "-m",
-        "zerofit.launch.parent_death",
-        str(os.getpid()),
-        "zerofit.compare.worker",
-        str(folder),
-    ]
+    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid())]
+    argv += ["zerofit.compare.worker", str(folder)]
     running: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(processes):
@@ -61,8 +54,8 @@ def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[sub
             process.wait()
 
 
-def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Show) -> bool:
-    """Until all have ended, or the others had their time after a failure; True where nothing moved any more."""
+def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Callable[[str], None]) -> bool:
+    """Wait until all have ended, or the others had their time after a failure; True where progress stopped."""
     began = moved = time.monotonic()
     done, deadline = "", float("inf")
     while any(process.poll() is None for process in running):
@@ -80,7 +73,8 @@ def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Show) -> b
     return False
 
 
-def _word(folder: Path, rank: int, code: int, late: bool) -> dict[str, Any]:
+def _report(folder: Path, rank: int, code: int, late: bool) -> dict[str, Any]:
+    """Return the report that a process left, or how it ended."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))

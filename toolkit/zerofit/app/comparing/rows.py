@@ -1,13 +1,15 @@
-"""Rows of a comparison: kept one by one, so that a comparison that was killed goes on where it was."""
+"""Rows of a comparison: what each measured, and their files, from which a comparison that was killed goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from zerofit.compare.catalog import Strategy
 from zerofit.compare.job import CompareJob
@@ -16,121 +18,256 @@ from zerofit.spec.files import write_json
 from zerofit.spec.versions import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
-SETTLED = ("ok", "not-here")
-# what a row has to say; null in one that did not run
-FIGURES = (
-    *("samples_per_s", "tokens_per_s", "speedup", "efficiency", "peak_bytes_per_rank", "host_bytes_per_rank"),
-    *("comm_bytes_per_step", "loss", "accuracy", "max_weight_difference", "batch_norm", "agrees", "staleness"),
-)
+Status = Literal["ok", "not-here", "failed"]  # "not-here": these devices or this installation cannot run it
+Mode = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What all rows have: whether they ran, and if not, why."""
+
+    status: Status
+    reason: str | None = None  # of a row that is not "ok"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as `--json` prints it: figures first, then whether there are any."""
+        data = asdict(self)
+        for name in ("status", "reason"):
+            data[name] = data.pop(name)
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow(Row):
+    """One strategy's measurements; figures are None in a row that did not run."""
+
+    strategy: str
+    title: str
+    ranks: int
+    processes: int
+    synchronous: bool
+    lines: int  # of code in the strategy's own file
+    seconds: float  # in all, start of the processes included
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    speedup: float | None = None  # against one device
+    efficiency: float | None = None  # speedup / ranks
+    peak_bytes_per_rank: int | None = None
+    host_bytes_per_rank: int | None = None
+    comm_bytes_per_step: float | None = None  # sent by all processes together
+    loss: float | None = None
+    accuracy: float | None = None
+    max_weight_difference: float | None = None  # to the weights of the single device
+    batch_norm: bool | None = None
+    agrees: bool | None = None
+    staleness: list[int] | None = None  # updates between pull and push, of asynchronous strategies
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRow(StrategyRow):
+    """A strategy on some number of ranks."""
+
+    mode: Mode
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRow(Row):
+    """One batch size with one seed; figures are None in a row that did not run, times where the target was missed."""
+
+    batch_size: int
+    seed: int
+    lr: float
+    seconds: float | None = None
+    epochs_to_target: int | None = None
+    seconds_to_target: float | None = None
+    final_accuracy: float | None = None
+    best_accuracy: float | None = None
+    curve: list[dict[str, Any]] | None = None  # epoch, seconds, loss, accuracy
+    noise_scale: float | None = None  # samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeSummary:
+    """One batch size over its seeds; figures are [median, least, most]."""
+
+    batch_size: int
+    runs: int  # that ended
+    reached: int  # of them, the target
+    seconds_to_target: list[float] | None
+    final_accuracy: list[float] | None
+    seconds: list[float] | None
+    noise_scale: list[float] | None
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+AnyStrategyRow = TypeVar("AnyStrategyRow", bound=StrategyRow)
 
 
 class RowStore:
     """A folder with one file a row."""
 
-    def __init__(self, output: Path | None, kind: str, asked: dict[str, Any]):
-        """`asked`: with the job; the folder's name follows from it where none is given.
+    def __init__(self, output: Path | None, kind: str, identity: Mapping[str, Any]):
+        """Take a new folder, or one that holds rows of the same comparison.
 
-        Raises UserError where the folder holds another comparison, or other things.
+        `identity` is what the rows follow from, the job included; without `output` the folder's name follows from it.
+
+        Raises:
+            UserError: if the folder holds another comparison, or other things.
         """
-        asked = json.loads(json.dumps({"kind": kind, **asked, "versions": versions()}))
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
-        model = re.sub(r"[^\w.]+", "-", asked["job"]["model"]).strip("-")[-40:]
+        identity = json.loads(json.dumps({"kind": kind, **identity, "versions": versions()}))
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        model = re.sub(r"[^\w.]+", "-", identity["job"]["model"]).strip("-")[-40:]
         self.folder = (output or Path("runs") / f"compare-{kind}-{model}-{digest}").absolute()
         file = self.folder / "asked.json"
         if self.folder.exists() and (not self.folder.is_dir() or (any(self.folder.iterdir()) and not file.exists())):
-            raise _other(f"{self.folder} holds other things")
-        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != asked:
-            raise _other(f"{self.folder} holds another comparison, or one of other versions")
+            raise _occupied(f"{self.folder} holds other things")
+        if file.exists() and json.loads(file.read_text(encoding="utf-8")) != identity:
+            raise _occupied(f"{self.folder} holds another comparison, or one of other versions")
         (self.folder / "rows").mkdir(parents=True, exist_ok=True)
-        write_json(file, asked)
+        write_json(file, identity)
 
-    def place(self, name: str) -> Path:
-        """Where the processes of a row leave things."""
+    def folder_of(self, name: str) -> Path:
+        """Return the folder in which the processes of a row leave their files."""
         return self.folder / "rows" / name
 
-    def known(self, name: str) -> dict[str, Any] | None:
-        """A row of before; one that failed is tried again."""
+    def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
+        """Return a row that was measured before; None where there is none, or it failed and is to be tried again."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
-        row = json.loads(file.read_text(encoding="utf-8"))
-        return row if row["status"] in SETTLED else None
+        try:
+            row = kind(**json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):  # cut by a kill, or of another version
+            return None
+        return row if row.status != "failed" else None
 
-    def keep(self, name: str, row: dict[str, Any]) -> None:
-        """Note a row."""
-        write_json(self.folder / "rows" / f"{name}.json", row)
+    def save(self, name: str, row: Row) -> None:
+        """Write a row."""
+        write_json(self.folder / "rows" / f"{name}.json", row.to_dict())
 
 
-def strategy_row(
-    strategy: Strategy, job: CompareJob, words: Sequence[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    """One strategy's line, from what its processes have measured; `speedup` comes later."""
-    row: dict[str, Any] = {
-        "strategy": strategy.name,
-        "title": strategy.title,
-        "ranks": 1 if strategy.one else job.ranks,
-        "processes": len(words),
-        "synchronous": strategy.synchronous,
-        "lines": strategy.lines,
-        "seconds": round(seconds, 1),
-        **dict.fromkeys(FIGURES),
-        **failure(words),
-    }
-    if row["status"] != "ok":
+def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str, Any]], seconds: float) -> StrategyRow:
+    """Return a strategy's row from the reports of its processes; `speedup` and `efficiency` come later."""
+    status, reason = status_of(reports)
+    row = StrategyRow(
+        strategy=strategy.name,
+        title=strategy.title,
+        ranks=1 if strategy.one else job.ranks,
+        processes=len(reports),
+        synchronous=strategy.synchronous,
+        lines=strategy.lines,
+        seconds=round(seconds, 1),
+        status=status,
+        reason=reason,
+    )
+    if status != "ok":
         return row
-    timed = [word for word in words if word["seconds"]]
-    samples = job.global_batch * max(word["timed_steps"] for word in timed)
-    samples_per_s = samples / max(word["seconds"] for word in timed)
+    timed = [one for one in reports if one["seconds"]]
+    samples = job.global_batch * max(one["timed_steps"] for one in timed)
+    samples_per_s = samples / max(one["seconds"] for one in timed)
     tokens = timed[0]["tokens_a_sample"]
     sent = None
-    if all(word["sent_bytes"] is not None for word in timed):
+    if all(one["sent_bytes"] is not None for one in timed):
         # what a server sends is what its workers receive; it has no steps of its own
-        sent = sum(word["sent_bytes"] + bool(strategy.servers) * word["received_bytes"] for word in timed)
-    judged = next(word for word in words if "loss" in word)
+        sent = sum(one["sent_bytes"] + bool(strategy.servers) * one["received_bytes"] for one in timed)
+    judged = next(one for one in reports if "loss" in one)
     difference = judged.get("max_weight_difference")
-    return row | {
-        "samples_per_s": samples_per_s,
-        "tokens_per_s": samples_per_s * tokens if tokens else None,
-        "peak_bytes_per_rank": max(word["peak_bytes"] for word in words),
-        "host_bytes_per_rank": max(word["host_bytes"] for word in words),
-        "comm_bytes_per_step": None if sent is None else sent / timed[0]["timed_steps"],
-        "loss": judged["loss"],
-        "accuracy": judged["accuracy"],
-        "max_weight_difference": difference,
-        "batch_norm": judged["batch_norm"],
-        "agrees": difference <= AGREES if strategy.synchronous and difference is not None else None,
-        "staleness": next((word["staleness"] for word in words if "staleness" in word), None),
+    return replace(
+        row,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * tokens if tokens else None,
+        peak_bytes_per_rank=max(one["peak_bytes"] for one in reports),
+        host_bytes_per_rank=max(one["host_bytes"] for one in reports),
+        comm_bytes_per_step=None if sent is None else sent / timed[0]["timed_steps"],
+        loss=judged["loss"],
+        accuracy=judged["accuracy"],
+        max_weight_difference=difference,
+        batch_norm=judged["batch_norm"],
+        agrees=difference <= AGREES if strategy.synchronous and difference is not None else None,
+        staleness=next((one["staleness"] for one in reports if "staleness" in one), None),
+    )
+
+
+def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
+    """Return the row of one batch size with one seed from its process's report."""
+    status, reason = status_of(reports)
+    row = SizeRow(batch_size=job.global_batch, seed=job.seed, lr=job.lr, status=status, reason=reason)
+    return (
+        replace(row, **curve_figures(reports[0]["curve"], job.target or 1.0), **reports[0]) if status == "ok" else row
+    )
+
+
+def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Return the figures of a curve of accuracy over epochs; None where the target was not reached."""
+    reached = next((point for point in curve if point["accuracy"] >= target), None)
+    return {
+        "seconds": curve[-1]["seconds"],
+        "epochs_to_target": reached["epoch"] if reached else None,
+        "seconds_to_target": reached["seconds"] if reached else None,
+        "final_accuracy": curve[-1]["accuracy"],
+        "best_accuracy": max(point["accuracy"] for point in curve),
     }
 
 
-def failure(words: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Status and reason: not to be had here, failed (by the process that said why first), or well."""
-    for key, status in (("not_here", "not-here"), ("error", "failed"), ("ended", "failed")):
-        told = [word[key] for word in words if key in word]
-        if told:
-            return {"status": status, "reason": told[0]}
-    return {"status": "ok", "reason": None}
+def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
+    """Return one summary a batch size."""
+    found = []
+    for size in dict.fromkeys(row.batch_size for row in rows):
+        mine = [row for row in rows if row.batch_size == size and row.status == "ok"]
+        times = [row.seconds_to_target for row in mine if row.seconds_to_target is not None]
+        found.append(
+            SizeSummary(
+                batch_size=size,
+                runs=len(mine),
+                reached=len(times),
+                seconds_to_target=_spread(times),
+                final_accuracy=_spread([row.final_accuracy for row in mine]),
+                seconds=_spread([row.seconds for row in mine]),
+                noise_scale=_spread([row.noise_scale for row in mine]),
+            )
+        )
+    return found
 
 
-def against_single(rows: Sequence[dict[str, Any]]) -> None:
-    """Speed-up and efficiency of each row beside the single device's."""
-    _against(rows, lambda row, base: base["strategy"] == "single")
+def _spread(values: Sequence[float | None]) -> list[float] | None:
+    known = [value for value in values if value]
+    return [statistics.median(known), min(known), max(known)] if known else None
 
 
-def against_one_rank(rows: Sequence[dict[str, Any]]) -> None:
-    """Speed-up and efficiency of each row beside one rank, weak and strong each by themselves."""
-    _against(rows, lambda row, base: base["mode"] == row["mode"] and base["ranks"] == 1)
+def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
+    """Return status and reason: those of the process that knew why, before those of the ones it took along."""
+    order: tuple[tuple[str, Status], ...] = (("not_here", "not-here"), ("error", "failed"), ("ended", "failed"))
+    for key, status in order:
+        reasons = [report[key] for report in reports if key in report]
+        if reasons:
+            return status, reasons[0]
+    return "ok", None
 
 
-def _against(rows: Sequence[dict[str, Any]], is_base: Callable[[dict[str, Any], dict[str, Any]], bool]) -> None:
-    good = [row for row in rows if row["status"] == "ok"]
-    for row in good:
-        alone = next((base for base in good if is_base(row, base)), None)
-        if alone:
-            row["speedup"] = row["samples_per_s"] / alone["samples_per_s"]
-            row["efficiency"] = row["speedup"] / row["ranks"]
+def against_single(rows: Sequence[AnyStrategyRow]) -> list[AnyStrategyRow]:
+    """Return the rows with speed-up and efficiency beside the single device's."""
+    return _against(rows, lambda row, base: base.strategy == "single")
 
 
-def _other(message: str) -> UserError:
+def against_one_rank(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
+    """Return the rows with speed-up and efficiency beside one rank, weak and strong each by themselves."""
+    return _against(rows, lambda row, base: base.mode == row.mode and base.ranks == 1)
+
+
+def _against(
+    rows: Sequence[AnyStrategyRow], is_base: Callable[[AnyStrategyRow, AnyStrategyRow], bool]
+) -> list[AnyStrategyRow]:
+    found = []
+    for row in rows:
+        base = next((one for one in rows if one.samples_per_s and is_base(row, one)), None)
+        if base and base.samples_per_s and row.samples_per_s:
+            speedup = row.samples_per_s / base.samples_per_s
+            row = replace(row, speedup=speedup, efficiency=speedup / row.ranks)
+        found.append(row)
+    return found
+
+
+def _occupied(message: str) -> UserError:
     hint = "name another folder; to go on with a comparison repeat its command"
     return UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
