@@ -111,9 +111,9 @@ def compare_sizes(
 
     Example:
         >>> import zerofit as zf
-        >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64, 256], seeds=1)
+        >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64], seeds=1)
         >>> [row.batch_size for row in compared.rows]
-        [64, 256]
+        [64]
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     epochs = asked.run.epochs or SIZE_EPOCHS
