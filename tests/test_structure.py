@@ -1,10 +1,13 @@
-"""The house's rules: imports run one way, packages are all installed, the code is clean."""
+"""The house's rules: imports run one way and in no circles, names are unique, the code is clean."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,39 +37,72 @@ MAY_IMPORT["app"] = {*MAY_IMPORT} - {"worker"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"worker"}
 
 
-def place_of(path: Path) -> str:
-    if path.is_relative_to(ROOT / "models"):
-        return "models"
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imports_of(path: Path) -> set[str]:
-    """Places of ours that a file imports, inside functions too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[1] for name in names if name.startswith("zerofit.")}
+@cache
+def modules() -> dict[str, Path]:
+    """All modules of the package by dotted name; models/ and ds_configs/ by the files that are linked."""
+    tops = {"zerofit": PACKAGE, "zerofit.models": ROOT / "models", "zerofit.ds_configs": ROOT / "ds_configs"}
+    found = {}
+    for top, folder in tops.items():
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((top, *(part for part in parts if part != "__init__")))] = path
     return found
 
 
-@pytest.mark.parametrize("place", MAY_IMPORT)
-def test_imports_run_one_way(place):
-    files = [p for top in (PACKAGE, ROOT / "models") for p in top.rglob("*.py") if p != PACKAGE / "__init__.py"]
-    mine = [p for p in files if place_of(p) == place]
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from running(child)
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Modules of ours that a module imports, inside functions too; `from zerofit.x import y` may be module x.y."""
+    found = set()
+    for node in running(tree(modules()[module])):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in modules() else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(name for name in found if name in modules())
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room != "app"])
+def test_imports_run_one_way(room):
+    mine = [name for name in modules() if room_of(name) == room]
     assert mine
-    wrong = {str(p): sorted(imports_of(p) - MAY_IMPORT[place] - {place}) for p in mine}
-    assert not {p: names for p, names in wrong.items() if names}
+    wrong = {name: [i for i in imports_of(name) if room_of(i) not in MAY_IMPORT[room] | {room, ""}] for name in mine}
+    assert not {name: imported for name, imported in wrong.items() if imported}
 
 
-def test_every_place_is_guarded():
-    places = {p.name for p in PACKAGE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
-    assert (places | {"worker"}) - {"ds_configs"} == set(MAY_IMPORT)
+def test_every_room_is_guarded():
+    assert {room_of(name) for name in modules()} - {"", "ds_configs"} == set(MAY_IMPORT)
+
+
+def test_no_two_classes_have_one_name():
+    classes = Counter(
+        n.name for path in modules().values() for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)
+    )
+    assert not [name for name, times in classes.items() if times > 1]
 
 
 def test_every_package_is_installed():
     """setuptools finds folders that have an __init__.py, and follows the links to models/ and ds_configs/."""
-    folders = {p.parent for top in (PACKAGE, ROOT / "models", ROOT / "ds_configs") for p in top.rglob("*.py")}
+    folders = {path.parent for path in modules().values()}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
     assert (PACKAGE / "models").samefile(ROOT / "models") and (PACKAGE / "ds_configs").samefile(ROOT / "ds_configs")
 
