@@ -21,8 +21,8 @@ from scipy import stats
 from benchmarks.regret.autotuner import autotune
 from benchmarks.regret.failing import STATUS, failing
 from benchmarks.regret.sweep import Sweep
+from zerofit.app.requests import read_request
 from zerofit.app.tuning.job import TuneJob
-from zerofit.cli.train import asked_run
 from zerofit.cli.tune import tuned
 from zerofit.launch.machine import this_machine
 from zerofit.tune.search import Search
@@ -54,7 +54,7 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
         os.environ["ZEROFIT_CACHE"] = folder
         file = Path(folder, "space.yaml")
         file.write_text(yaml.safe_dump(space))
-        job = TuneJob.of(asked_run(None, {**options, "ranks": RANKS}), file)
+        job = TuneJob.of(read_request(None, {**options, "ranks": RANKS}), file)
         print(f"{name}: {len(job.candidates)} configurations", flush=True)
         search = tuned(job, trials, minutes=60.0)
         assert search.best

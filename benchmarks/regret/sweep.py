@@ -16,11 +16,11 @@ import yaml
 
 from zerofit.app.prepare_folder import prepare
 from zerofit.app.tuning.job import TuneJob
-from zerofit.cli.view import JsonlTail
 from zerofit.launch.environment import environment
 from zerofit.launch.local import free_port
 from zerofit.launch.machine import this_machine
 from zerofit.spec.events import Reporter
+from zerofit.spec.jsonl import JsonlTail
 from zerofit.spec.load import load_run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.timing import Timing, timing

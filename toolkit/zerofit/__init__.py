@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
     from zerofit.app.comparing.result import Comparison as Comparison
+    from zerofit.app.training import TrainingRun as TrainingRun
+    from zerofit.app.training import train as train
+    from zerofit.app.training_result import TrainingResult as TrainingResult
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
@@ -32,11 +35,14 @@ _PLACES = {
     "Run": "zerofit.spec.run",
     "RunFailed": "zerofit.spec.errors",
     "Stopped": "zerofit.spec.errors",
+    "TrainingResult": "zerofit.app.training_result",
+    "TrainingRun": "zerofit.app.training",
     "UserError": "zerofit.spec.errors",
     "check": "zerofit.app.checking",
     "compare_scaling": "zerofit.app.comparing.comparisons",
     "compare_sizes": "zerofit.app.comparing.comparisons",
     "compare_strategies": "zerofit.app.comparing.comparisons",
+    "train": "zerofit.app.training",
 }
 __all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]  # the literal list is _PLACES
 

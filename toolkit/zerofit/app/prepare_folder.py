@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from zerofit.app.resolve import resolve_job
 from zerofit.app.resume import find_start
+from zerofit.app.training_result import TrainingResult
 from zerofit.checkpoint.store import Store
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import write_json, write_text
+from zerofit.spec.files import atomic_write, write_json
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
@@ -34,13 +35,16 @@ class PreparedRun:
     machine: Machine
 
 
-def prepare(asked: RunRequest, report: Reporter, machine: Machine | None = None) -> PreparedRun:
+def prepare(
+    asked: RunRequest, report: Reporter, machine: Machine | None = None, folder: RunFolder | None = None
+) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
 
-    `machine`: the devices of all hosts together; None: those of this one. Raises UserError with all that is wrong.
+    `machine`: the devices of all hosts together; None: those of this one. `folder`: the run folder where this command
+    holds it already. Raises UserError with all that is wrong.
     """
     problems = Problems()
-    folder = problems.attempt(lambda: find_folder(asked.run))
+    folder = folder or problems.attempt(lambda: find_folder(asked.run))
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems)
     assert folder
     job = replace(resolved.job, start=find_start(resolved.job, folder, report))
@@ -87,11 +91,11 @@ def _new_path(run: Run) -> Path:
     return path
 
 
-def finished_before(job: Job, folder: RunFolder) -> dict[str, Any] | None:
-    """The result of a run that has nothing left to do: its checkpoint is of the last step, and the model is saved."""
+def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
+    """Return the result of a run that has nothing left to do: its last step is saved, and the model is."""
     if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
         return None
-    return json.loads(folder.result.read_text())
+    return TrainingResult.read(folder)
 
 
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
@@ -113,16 +117,25 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
 
 
 def _cut_metrics(folder: RunFolder, step: int) -> list[str]:
-    """Leave the records of steps up to this one in metrics.jsonl; the others are kept in logs/."""
+    """Leave the records of steps up to this one in metrics.jsonl, and keep all other lines in logs/."""
     if not folder.metrics.exists():
         return []
-    lines = folder.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
     if len(kept) == len(lines):
         return []
     number = 1
     while (undone := folder.logs / f"metrics-undone-{number}.jsonl").exists():
         number += 1
-    write_text(undone, "".join(lines[len(kept) :]))
-    write_text(folder.metrics, "".join(kept))
+    undone.write_bytes(b"".join(line for line in lines if not line.endswith(b"\n") or _step_of(line) > step))
+    with atomic_write(folder.metrics) as file:
+        file.write(b"".join(kept))
     return [f"the records of {len(lines) - len(kept)} steps after step {step} are in {undone.relative_to(folder.path)}"]
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a record; infinity for a line that is not a record."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf

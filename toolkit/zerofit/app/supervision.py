@@ -1,43 +1,64 @@
-"""The ranks of a job that is ready: started at a site, watched to their end."""
+"""The ranks of a job that is ready: started at a site, supervised to their end."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from typing import Any
 
-import click
-
-from zerofit.cli.view import RunView
+from zerofit.app.run_events import RunEvents
+from zerofit.app.training_result import TrainingResult
 from zerofit.launch.launch_site import LaunchSite
 from zerofit.launch.local import started
 from zerofit.launch.orphans import MARK_NAME, end_all
 from zerofit.launch.outcome import outcome
+from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
 from zerofit.watch.supervise import supervise
 from zerofit.watch.watch import Watch
 
 
-def run_once(folder: RunFolder, site: LaunchSite, watch: Watch, view: RunView, attempt: int = 1) -> dict[str, Any]:
-    """The result of the ranks. Raises RunFailed with the one cause of a failure, and Stopped."""
+def run_once(
+    folder: RunFolder,
+    site: LaunchSite,
+    watch: Watch,
+    report: Reporter,
+    *,
+    attempt: int = 1,
+    handle_signals: bool = False,
+) -> TrainingResult:
+    """Start the ranks, tell what they do, and return their result.
+
+    `handle_signals`: a first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (the main thread only).
+    Raises RunFailed with the one cause of a failure, and Stopped.
+    """
     orders = _orders(folder, site, watch.port, attempt)
     orders.write(folder.orders)
     watch.expect(orders)
-    view.phase("starting the ranks")
+    events = RunEvents(folder, report)
+    events.phase("starting the ranks")
+    stopping = False
+
+    def tick() -> None:
+        nonlocal stopping
+        events.look(watch.summary())
+        if not stopping and folder.stop_request.exists():
+            stopping = True
+            events.phase("asked the ranks to save and stop; asking again stops at once")
+
     env = {**site.env(orders.mark), MARK_NAME: orders.mark}
-    ranks = started(folder, site.argv(as_argument(folder.orders)), env, site.cwd)
+    ranks = started(folder, site.argv(as_argument(folder.orders)), env, site.cwd, handle_signals=handle_signals)
     try:
-        ended = supervise(ranks, watch, folder, _Ticks(view, watch, folder))
+        ended = supervise(ranks, watch, folder, tick)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
         folder.orders.unlink(missing_ok=True)
         end_all(orders.mark)  # pdsh gives each ssh a session of its own
         for note in site.sweep(orders.mark) if site.sweep else ():
-            click.echo(f"note: {note}", err=True)
+            report.note(note)
     seen = ended.verdict.problem if ended.verdict else None
-    return outcome(folder, ended.code, site.again, seen, ended.words)
+    return TrainingResult.of(folder, outcome(folder, ended.code, site.again, seen, ended.words))
 
 
 def _orders(folder: RunFolder, site: LaunchSite, port: int, attempt: int) -> LaunchSpec:
@@ -56,17 +77,3 @@ def _orders(folder: RunFolder, site: LaunchSite, port: int, attempt: int) -> Lau
         interfaces=dict(site.interfaces),
         cwd=os.getcwd(),
     )
-
-
-class _Ticks:
-    """Shows what is new, ten times a second."""
-
-    def __init__(self, view: RunView, watch: Watch, folder: RunFolder):
-        self._view, self._watch, self._folder = view, watch, folder
-        self._asked = False
-
-    def __call__(self) -> None:
-        self._view.update(self._watch.summary())
-        if not self._asked and self._folder.stop_request.exists():
-            self._asked = True
-            self._view.phase("asked the ranks to save and stop; asking again stops at once")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from math import inf
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -22,9 +24,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from zerofit.cli.preflight_show import show_checks
 from zerofit.spec.events import Event
 
 STATUS_EVERY_S = 10.0  # between lines of a status where there is no terminal
+PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
 
 
@@ -42,22 +46,26 @@ def err() -> Console:
 
 
 class EventConsole:
-    """Shows events on standard error: bars and a spinner at a terminal, plain lines elsewhere."""
+    """Shows events on standard error: a live line, bars and lasting lines at a terminal, plain lines elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_every: int = 10) -> None:
         self.console = err()
         self.live = self.console.is_terminal
-        self._said = 0.0
+        self._log_every = log_every  # steps between lines of metrics where there is no terminal
+        self._status_said = self._phase_said = -inf
+        self._phase = self._ranks = ""
         self._tasks: dict[str, _PlainTask] = {}
         self._bars: dict[str, TaskID] = {}
-        self._status: TaskID | None = None
+        self._main: TaskID | None = None  # the line of statuses, and of the run
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             _WhereTotal(BarColumn(bar_width=20)),
             _Amount(),
+            TextColumn("{task.fields[figures]}", markup=False),
             _WhereTotal(TimeElapsedColumn()),
             _WhereTotal(TimeRemainingColumn()),
+            TextColumn("{task.fields[ranks]}", style="yellow", markup=False),
             console=self.console,
             transient=True,
             disable=not self.live,
@@ -77,25 +85,58 @@ class EventConsole:
         if event.kind in ("note", "warning"):
             where = event.data.get("where")
             self.say(f"{event.kind}: {event.text}" + (f"\n     at: {where}" if where else ""))
-        elif event.kind == "result":
+        elif event.kind in ("result", "saved"):
             self.say(event.text)
+        elif event.kind == "evaluated":
+            self.say(event.text)
+            self._update(description="training")
         elif event.kind == "task":
             self._show_task(event)
-        elif event.kind in ("status", "phase"):
+        elif event.kind == "status":
             self._show_status(event.text)
+        elif event.kind == "phase":
+            self._show_phase(event.text)
+        elif event.kind == "ranks":
+            self._show_ranks(event.text)
+        elif event.kind == "training":
+            done = {"completed": event.data["done"]} if "done" in event.data else {}
+            self._update(description="training", total=event.data["steps"], unit="steps", **done)
+        elif event.kind == "metrics":
+            self._update(completed=event.done, figures=event.text.partition(": ")[2])
+            if not self.live and (event.done == 1 or event.done % self._log_every == 0):
+                self.say(event.text)
+        elif event.kind == "checks":
+            show_checks(event.data["checks"], event.data["hosts"], self.console)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self._progress.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
+
+    def _update(self, **fields: Any) -> None:
+        """Change the live line."""
+        if self.live:
+            if self._main is None:
+                self._main = self._progress.add_task("", total=None, unit="", figures="", ranks="")
+            self._progress.update(self._main, **fields)
 
     def _show_status(self, text: str) -> None:
-        if self.live:
-            if self._status is None:
-                self._status = self._progress.add_task(text, total=None, unit="")
-            self._progress.update(self._status, description=text)
-        elif time.monotonic() - self._said > STATUS_EVERY_S:
-            self._said = time.monotonic()
+        self._update(description=text)
+        if not self.live and time.monotonic() - self._status_said > STATUS_EVERY_S:
+            self._status_said = time.monotonic()
             self.say(text)
+
+    def _show_phase(self, text: str) -> None:
+        """Show a phase; where there is no terminal, one that differs only in its seconds is said now and then."""
+        self._update(description=text)
+        if not self.live and (_topic(text) != self._phase or time.monotonic() - self._phase_said > PHASE_EVERY_S):
+            self._phase, self._phase_said = _topic(text), time.monotonic()
+            self.say(f"{text} ...")
+
+    def _show_ranks(self, text: str) -> None:
+        self._update(ranks=text)
+        if not self.live and text and _topic(text) != self._ranks:
+            self.say(text)
+        self._ranks = _topic(text)
 
     def _show_task(self, event: Event) -> None:
         if not self.live:
@@ -106,10 +147,17 @@ class EventConsole:
                 del self._tasks[event.text]
             return
         if event.text not in self._bars:
-            self._bars[event.text] = self._progress.add_task(event.text, total=event.total, unit=event.unit)
+            self._bars[event.text] = self._progress.add_task(
+                event.text, total=event.total, unit=event.unit, figures="", ranks=""
+            )
         self._progress.update(self._bars[event.text], completed=event.done, total=event.total)
         if event.ended:
             self._progress.remove_task(self._bars.pop(event.text))
+
+
+def _topic(text: str) -> str:
+    """Return a phase without the figures in brackets behind it."""
+    return text.partition(" (")[0]
 
 
 class _PlainTask:

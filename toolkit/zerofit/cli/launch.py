@@ -9,11 +9,15 @@ from typing import Any
 
 import click
 
+from zerofit.app.requests import is_run_file, read_request
+from zerofit.app.training_result import TrainingResult
 from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole
 from zerofit.cli.host_options import host_options
 from zerofit.cli.launch_files import file_options, write_file
 from zerofit.cli.options import run_options
-from zerofit.cli.train import asked_run, is_run_file, show
+from zerofit.cli.train import show
+from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
 
 
@@ -43,7 +47,7 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
     answer(lambda: _launch(target, flags, own), as_json, _show_launched)
 
 
-def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> TrainingResult | dict[str, Any]:
     from zerofit.app.clusters.hosts import command, find_hosts, wish_of
     from zerofit.app.clusters.restarts import RestartingRun
 
@@ -51,7 +55,7 @@ def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> d
         activate = Path(sys.prefix, "bin", "activate")
         return write_file(target, flags, own, f". {shlex.quote(str(activate))}" if activate.exists() else "")
     hosts, wish = find_hosts(own), wish_of(own)
-    asked = asked_run(target, flags)
+    asked = read_request(target, flags)
     if own["dry_run"]:
         return command(asked.run, hosts, wish)
     if wish.node_rank:
@@ -59,13 +63,17 @@ def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> d
 
         return follow(asked.run, hosts, wish)
     run_file = Path(target) if target and is_run_file(target) else None
-    return RestartingRun(asked, hosts, wish, run_file, own["max_restarts"], own["min_nodes"]).run()
+    with EventConsole(asked.run.log_every) as console:
+        run = RestartingRun(
+            asked, hosts, wish, Reporter(shielded(console)), run_file, own["max_restarts"], own["min_nodes"], True
+        )
+        return run.run()
 
 
-def _show_launched(result: dict[str, Any]) -> None:
-    if "command" in result:
+def _show_launched(result: TrainingResult | dict[str, Any]) -> None:
+    if isinstance(result, TrainingResult):
+        show(result)
+    elif "command" in result:
         click.echo(shlex.join(result["command"]))
     elif "written" in result:
         click.echo(f"{result['written']}{'' if result['new'] else ' (as it was)'}; hand it in: {result['hand_in']}")
-    elif "steps" in result:
-        show(result)

@@ -58,7 +58,7 @@ def simulate(target: str, as_json: bool, **options: Any) -> None:
 
 def _simulate(target: str, options: dict[str, Any]) -> Simulation:
     start = time.perf_counter()
-    from zerofit.cli.train import is_run_file
+    from zerofit.app.requests import is_run_file
     from zerofit.spec.errors import Problem, Problems, UserError
     from zerofit.spec.load import load_run
 

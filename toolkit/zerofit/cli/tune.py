@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.host_options import NAMES, host_arguments, host_options
 from zerofit.cli.options import run_options
-from zerofit.cli.train import asked_run
 
 if TYPE_CHECKING:
     from zerofit.app.tuning.job import TuneJob
@@ -62,7 +62,7 @@ def _tune(
     output = find_output(flags.pop("output", None))
     words = host_arguments(on_hosts)
     hosts = find_hosts({**ALONE, **on_hosts}) if words != host_arguments(UNASKED) else ()
-    job = TuneJob.of(asked_run(target, flags), space, hosts, words)
+    job = TuneJob.of(read_request(target, flags), space, hosts, words)
     search = tuned(job, most, minutes)
     return answer_of(job, search, write_results(job, search, output))
 

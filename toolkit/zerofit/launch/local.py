@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -63,19 +63,26 @@ def free_port() -> int:
 
 @contextmanager
 def started(
-    folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None
+    folder: RunFolder, argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, handle_signals: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher's process while the block runs; afterwards nothing of it is left here, however the block ends.
+    """Run the launcher's process while the block lasts; nothing of it is left on this host, however the block ends."""
+    with _requests_handed_on(folder) if handle_signals else nullcontext():
+        with (folder.logs / "launcher.log").open("ab") as log:
+            process = subprocess.Popen(
+                argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            _stop(process)
 
-    The first request to stop (SIGTERM, SIGUSR1, a closed terminal) is handed on to the ranks, which save and end; one
-    that comes later ends the block as Ctrl-C does, with KeyboardInterrupt.
+
+@contextmanager
+def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
+    """Hand the first request to stop (SIGTERM, SIGUSR1, a closed terminal) on to the ranks, which save and end.
+
+    One that comes later ends the block as Ctrl-C does, with KeyboardInterrupt.
     """
-    log = (folder.logs / "launcher.log").open("ab")
-    process = subprocess.Popen(
-        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-    )
-    log.close()
-
     asked: list[float] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -86,9 +93,8 @@ def started(
 
     former = {number: signal.signal(number, hand_on) for number in REQUESTS}
     try:
-        yield process
+        yield
     finally:
-        _stop(process)
         for number, handler in former.items():
             signal.signal(number, handler)
 

@@ -14,12 +14,11 @@ from zerofit.spec.run_folder import RunFolder
 PATIENCE_S = 60.0  # ranks whose command was killed are killed by the kernel; a device may hold one up for a while
 PROBE_S = 3.0  # others look for an instant whether a folder is held
 POLL_S = 0.1
-_mine: set[Path] = set()  # run folders that this process holds
 
 
 def refuse_if_held(folder: RunFolder) -> None:
     """Raise UserError if another command is at work in this run folder."""
-    if folder.lock.exists() and folder.path not in _mine:
+    if folder.lock.exists():
         with _locked(folder.lock, fcntl.LOCK_SH, 0.0, folder, lambda _: None):
             pass
 
@@ -35,14 +34,10 @@ def is_held(folder: RunFolder) -> bool:
 
 @contextmanager
 def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
-    """The run folder is this process's own within the block. Raises UserError if it is another's."""
+    """Hold the run folder while the block lasts. Raises UserError if another command holds it."""
     with _locked(folder.lock, fcntl.LOCK_EX, PROBE_S, folder, progress):
-        _mine.add(folder.path)
-        try:
-            wait_for_ranks(folder, progress)
-            yield
-        finally:
-            _mine.discard(folder.path)
+        wait_for_ranks(folder, progress)
+        yield
 
 
 def wait_for_ranks(folder: RunFolder, progress: Callable[[str], None]) -> None:

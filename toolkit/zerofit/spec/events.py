@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ Kind = Literal[
     "note",  # something a user should know
     "warning",  # something a user should look at; `data["where"]` says where
     "result",  # of one part of the work, a trial or a row: `data` has its figures
+    "ranks",  # how the ranks of a run are, where that is worth a word; empty: as they should be
     "training",  # ranks begin to train: `data` has steps, and done where a run goes on
     "metrics",  # one record of metrics.jsonl
     "saved",  # a checkpoint is visible: step, save_s
     "evaluated",  # figures of an evaluation: step, loss, accuracy or perplexity
+    "checks",  # findings about hosts before a start: `data` has checks (doctor's rows) and the number of hosts
 ]
 TELL_EVERY_S = 0.1
 
@@ -68,6 +71,22 @@ class Task:
         )
 
 
+def shielded(on_event: OnEvent) -> OnEvent:
+    """Return a callback that logs the first exception of `on_event` instead of raising: showing must not end a run."""
+    failed = False
+
+    def tell(event: Event) -> None:
+        nonlocal failed
+        try:
+            on_event(event)
+        except Exception:
+            if not failed:
+                logging.getLogger(__name__).exception("showing an event failed (told once); the run goes on")
+            failed = True
+
+    return tell
+
+
 class Reporter:
     """Sends events to whoever listens; silent where nobody does.
 
@@ -82,6 +101,10 @@ class Reporter:
     def status(self, text: str) -> None:
         """Tell what is being done now."""
         self.on_event(Event(kind="status", text=text))
+
+    def phase(self, text: str) -> None:
+        """Tell what a run is doing now."""
+        self.on_event(Event(kind="phase", text=text))
 
     def note(self, text: str) -> None:
         """Tell something that a user should know."""

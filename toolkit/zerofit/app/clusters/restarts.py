@@ -12,16 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from zerofit.app.clusters.remote_ops import build_on
 from zerofit.app.clusters.site import LaunchOptions, cluster_site, filled, look, machine_of
 from zerofit.app.prepare_folder import find_folder, finished_before, make_ready, prepare
 from zerofit.app.supervision import run_once
+from zerofit.app.training_result import TrainingResult
 from zerofit.checkpoint.store import Store
-from zerofit.cli.console import EventConsole
-from zerofit.cli.preflight_show import show_checks
-from zerofit.cli.view import RunView
 from zerofit.config.rebatch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
@@ -30,7 +26,7 @@ from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
-from zerofit.spec.events import Reporter
+from zerofit.spec.events import Event, Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.watch import Watch
@@ -42,19 +38,24 @@ BACK_S = 5.0  # between two looks for a host that does not answer
 
 @dataclass
 class RestartingRun:
-    """All starts of one run."""
+    """A run on many hosts over all of its starts."""
 
     asked: RunRequest
     hosts: Sequence[Host]
     wish: LaunchOptions
+    report: Reporter
     run_file: Path | None
     max_restarts: int
     min_nodes: int | None
+    handle_signals: bool = False
     job: Job | None = None  # of the last start
     folder: RunFolder | None = None
 
-    def run(self) -> dict[str, Any]:
-        """The result of the start that comes to the end. Raises UserError, RunFailed and Stopped."""
+    def run(self) -> TrainingResult:
+        """Start the ranks until a start comes to its end, and return its result.
+
+        Raises UserError, RunFailed and Stopped.
+        """
         with ExitStack() as stack:  # the run folder is held over all starts
             for attempt in range(1, self.max_restarts + 2):
                 try:
@@ -67,11 +68,12 @@ class RestartingRun:
                         _stop_after(failure.problem, self.folder)
                     if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
                         raise
-                    _say_failed(failure.problem, attempt, self.max_restarts)
+                    message = f"{failure.problem.message}; starting again from the newest checkpoint"
+                    self.report.warning(f"{message} (restart {attempt} of {self.max_restarts})")
                     self._once_more(failure, failed)
         raise AssertionError("the last start returns or raises")
 
-    def _start(self, attempt: int, stack: ExitStack) -> dict[str, Any]:
+    def _start(self, attempt: int, stack: ExitStack) -> TrainingResult:
         with closing(Watch("")) as watch:
             try:
                 found = self._ready(watch.port)
@@ -80,39 +82,39 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
-            prepared = prepare(self.asked, Reporter(EventConsole()), machine)
+            prepared = prepare(self.asked, self.report, machine, self.folder)
             job, folder = prepared.job, prepared.folder
             if found:
-                _check_room(found, job.facts.checkpoint_bytes(job.run.precision or "fp32"), len(self.hosts))
+                room = disk(found.facts, job.facts.checkpoint_bytes(job.run.precision or "fp32"))
+                self._refuse([one for one in room if one.status != OK])
             finished = finished_before(job, folder)
             if finished:
-                click.echo(f"note: all {job.steps} steps of this run are done", err=True)
+                self.report.note(f"all {job.steps} steps of this run are done")
                 os.utime(folder.result)  # nodes that start by themselves look at its age
-                return {"run_dir": str(folder.path), **finished}
+                return finished
             if self.folder is None:
-                stack.enter_context(held(folder, _say))
+                stack.enter_context(held(folder, self.report.status))
             else:
-                wait_for_ranks(folder, _say)
+                wait_for_ranks(folder, self.report.status)
             self.job, self.folder = job, folder
             for note in make_ready(folder, job.start):
-                click.echo(f"note: {note}", err=True)
+                self.report.note(note)
             site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
-            with RunView(folder, job.run.log_every) as view:
-                if self.wish.over_ssh:
-                    used = list(dict.fromkeys(site.hosts))
-                    build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, view.phase)
-                return {"run_dir": str(folder.path), **run_once(folder, site, watch, view, attempt)}
+            if self.wish.over_ssh:
+                used = list(dict.fromkeys(site.hosts))
+                build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, self.report.phase)
+            return run_once(folder, site, watch, self.report, attempt=attempt, handle_signals=self.handle_signals)
 
     def _ready(self, port: int) -> Preflight | None:
         """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
         if not self.wish.over_ssh:
             return None
-        folder = find_folder(self.asked.run)
+        folder = self.folder or find_folder(self.asked.run)
         made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
         found = look(self.hosts, self.wish, folder.path, self.asked.run.model, self.run_file, port)
         try:
-            _refuse(found.findings, len(self.hosts))
+            self._refuse(found.findings)
         except UserError:
             for path in made:
                 with suppress(OSError):  # somebody else has put something there
@@ -121,6 +123,20 @@ class RestartingRun:
         # from here on the run has this folder
         self.asked = _with(self.asked, output=folder.path)
         return found
+
+    def _refuse(self, findings: Sequence[Check]) -> None:
+        """Tell what was found, as one table. Raises UserError with what would make the run fail."""
+        if findings:
+            data = {"checks": findings, "hosts": len(self.hosts)}
+            self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
+        failed = [one for one in findings if one.status == FAIL]
+        if failed:
+            raise UserError(
+                *(
+                    Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
+                    for one in failed
+                )
+            )
 
     def _once_more(self, failure: RunFailed, failed: float) -> None:
         """Make the next start possible: in the same folder, with the hosts that are there."""
@@ -150,7 +166,7 @@ class RestartingRun:
             if len(there) == len(self.hosts) or time.monotonic() > deadline:
                 break
             missing = ", ".join(h.name for h in self.hosts if h not in there)
-            click.echo(f"waiting for {missing} to come back ...", err=True)
+            self.report.phase(f"waiting for {missing} to come back")
             time.sleep(BACK_S)
         if len(there) < (self.min_nodes or len(self.hosts)):
             missing = ", ".join(h.name for h in self.hosts if h not in there)
@@ -172,7 +188,7 @@ class RestartingRun:
             message += str(layout.world_size // layout.dp)
             raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
         ranks, smaller = fewer
-        click.echo(f"note: going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}", err=True)
+        self.report.note(f"going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
         self.hosts = filled(there, ranks)
         self.asked = _with(
             self.asked,
@@ -192,33 +208,5 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
         raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path))) from None
 
 
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
 def _with(asked: RunRequest, **fields: Any) -> RunRequest:
     return replace(asked, run=asked.run.model_copy(update=fields))
-
-
-def _check_room(found: Preflight, checkpoint_bytes: int, hosts: int) -> None:
-    """Whether the run folder has room for checkpoints. Raises UserError."""
-    _refuse([one for one in disk(found.facts, checkpoint_bytes) if one.status != OK], hosts)
-
-
-def _refuse(findings: Sequence[Check], hosts: int) -> None:
-    """Show what was found, as one table. Raises UserError with what would make the run fail."""
-    if findings:
-        show_checks(findings, hosts)
-    failed = [one for one in findings if one.status == FAIL]
-    if failed:
-        raise UserError(
-            *(
-                Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
-                for one in failed
-            )
-        )
-
-
-def _say_failed(problem: Problem, attempt: int, allowed: int) -> None:
-    click.echo(f"{click.style('failed', fg='yellow', bold=True)}: {problem.message}", err=True)
-    click.echo(f"beginning again from the newest checkpoint (restart {attempt} of {allowed})", err=True)

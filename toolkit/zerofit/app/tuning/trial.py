@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from zerofit.app.tuning.job import TuneJob
-from zerofit.cli.view import JsonlTail
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.jsonl import JsonlTail
 from zerofit.spec.run_folder import RunFolder
 from zerofit.tune.timing import Timing, timing
 from zerofit.tune.trial import Candidate, Status, Trial

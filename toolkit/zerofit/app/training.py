@@ -1,0 +1,147 @@
+"""Training on the devices of this machine: in the foreground, or behind a handle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from zerofit.app.prepare_folder import PreparedRun, finished_before, make_ready, prepare
+from zerofit.app.requests import as_request
+from zerofit.app.supervision import run_once
+from zerofit.app.training_result import TrainingResult
+from zerofit.launch.local import local_site
+from zerofit.launch.ops import build_ops, needed_ops
+from zerofit.launch.run_lock import held
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent, Reporter, shielded
+from zerofit.spec.jsonl import JsonlTail
+from zerofit.spec.load import RunRequest
+from zerofit.spec.run import Run
+from zerofit.spec.run_folder import RunFolder
+from zerofit.watch.watch import Watch
+
+
+@overload
+def train(
+    run: Run | RunRequest | str | Path,
+    *,
+    wait: Literal[True] = True,
+    on_event: OnEvent | None = None,
+    handle_signals: bool = False,
+) -> TrainingResult: ...
+@overload
+def train(
+    run: Run | RunRequest | str | Path, *, wait: Literal[False], on_event: OnEvent | None = None
+) -> TrainingRun: ...
+def train(
+    run: Run | RunRequest | str | Path,
+    *,
+    wait: bool = True,
+    on_event: OnEvent | None = None,
+    handle_signals: bool = False,
+) -> TrainingResult | TrainingRun:
+    """Train on the devices of this machine; ranks are processes of their own, started through DeepSpeed's launcher.
+
+    Works in any thread, a script, a notebook or a server. `run` is a `Run`, or the path of a run file or of a run
+    folder, which goes on from its newest checkpoint.
+
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp")
+    >>> result = zf.train(run)
+    >>> result.steps, result.run_dir.endswith("runs/mlp")
+    (20, True)
+
+    In the background:
+
+    >>> job = zf.train(run.model_copy(update={"steps": 40}), wait=False)
+    >>> job.result().resumed_from.endswith("step-00000020")
+    True
+    >>> len(job.metrics())
+    40
+
+    Args:
+        run: what to train.
+        wait: return when the training has ended, with its result; False: return when the run is checked and its
+            ranks are being started, with a handle.
+        on_event: hears what happens (`zerofit.Event`), from the thread that supervises the ranks.
+        handle_signals: a first SIGTERM, SIGHUP or SIGUSR1 to this process asks the ranks to save and stop. Only in the
+            main thread and with `wait`.
+
+    Raises:
+        UserError: with everything that is wrong with the run (also with `wait=False`).
+        RunFailed: the ranks failed (out of memory, NaN, a rank died).
+        Stopped: the ranks were asked to stop, and have saved a checkpoint.
+    """
+    if handle_signals and not (wait and threading.current_thread() is threading.main_thread()):
+        message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
+        raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
+    report = Reporter(shielded(on_event) if on_event else None)
+    prepared = prepare(as_request(run), report)
+    finished = finished_before(prepared.job, prepared.folder)
+    if finished:
+        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
+        return finished if wait else TrainingRun(prepared.folder, lambda: finished)
+    with ExitStack() as stack:
+        stack.enter_context(held(prepared.folder, report.status))
+        for note in make_ready(prepared.folder, prepared.job.start):
+            report.note(note)
+        lock = stack.pop_all()
+
+    def work() -> TrainingResult:
+        with lock:
+            return _train(prepared, report, handle_signals)
+
+    return work() if wait else TrainingRun(prepared.folder, work)
+
+
+def _train(prepared: PreparedRun, report: Reporter, handle_signals: bool) -> TrainingResult:
+    """Start the ranks of a job that is ready, and supervise them to their end."""
+    job, folder, machine = prepared.job, prepared.folder, prepared.machine
+    with closing(Watch("127.0.0.1")) as watch:
+        site = local_site(job, machine)
+        build_ops(needed_ops(job.ds_config, machine), site.env(""), report.phase)
+        return run_once(folder, site, watch, report, handle_signals=handle_signals)
+
+
+class TrainingRun:
+    """A training that goes on in the background (`zerofit.train(run, wait=False)`)."""
+
+    def __init__(self, folder: RunFolder, work: Callable[[], TrainingResult]):
+        self._folder, self._ended = folder, Future[TrainingResult]()
+
+        def supervise() -> None:
+            try:
+                self._ended.set_result(work())
+            except BaseException as error:
+                self._ended.set_exception(error)
+
+        threading.Thread(target=supervise, name=f"zerofit {folder.path.name}").start()
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._folder.path
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the records of all steps so far, as in metrics.jsonl."""
+        return list(JsonlTail(self._folder.metrics, from_start=True).read())
+
+    def stop(self) -> None:
+        """Ask the ranks to save a checkpoint and stop; `result()` then raises Stopped."""
+        if not self.done():
+            self._folder.stop_request.touch()
+
+    def done(self) -> bool:
+        """Return whether the run has ended, however it did."""
+        return self._ended.done()
+
+    def result(self, timeout: float | None = None) -> TrainingResult:
+        """Wait for the end, at most `timeout` seconds, and return the result.
+
+        Raises TimeoutError, RunFailed, and Stopped where the ranks were asked to stop and have saved.
+        """
+        return self._ended.result(timeout)
