@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.train.test_resume import same, state
+from tests.train.test_restore import same, state
 from zerofit.checkpoint.verify import verify
 
 MLP = {"model": "mlp", "data": "digits"}
