@@ -63,3 +63,41 @@ def test_library_errors_are_translated(tmp_path):
     assert translate(peer, tmp_path).kind == "peer-lost"
     other = translate(ValueError("first\nsecond"), tmp_path)
     assert (other.kind, other.message) == ("rank-failed", "ValueError: first; second")
+
+
+def raised(work) -> BaseException:
+    try:
+        work()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_only_torch_distributed_loses_ranks(tmp_path):
+    """A refused connection of W&B's, of a hub's or of a loader's says nothing of another rank."""
+    import socket
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch._utils import ExceptionWrapper
+
+    from zerofit.launch.local import free_port
+
+    port = free_port()
+    refused = raised(lambda: socket.create_connection(("127.0.0.1", port)))
+    assert "Connection refused" in str(refused)
+    assert translate(refused, tmp_path).kind == "rank-failed"
+
+    def outage() -> None:
+        raise RuntimeError(f"wandb: https://api.wandb.ai: {refused}")
+
+    assert translate(raised(outage), tmp_path).kind == "rank-failed"
+    loader = ExceptionWrapper((ConnectionRefusedError, refused, None), "in DataLoader worker process 0")
+    assert translate(raised(loader.reraise), tmp_path).kind == "rank-failed"
+
+    def meet() -> None:
+        dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))
+
+    lost = raised(meet)
+    assert type(lost).__module__ == "torch.distributed"
+    assert translate(lost, tmp_path).kind == "peer-lost"

@@ -24,10 +24,10 @@ from zerofit.train.stop_signals import SignalNotes
 from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME
 from zerofit.watch.stacks import listen_for_dumps
 
-# what gloo, NCCL and torch's store say when another rank is gone
-LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
-LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
-LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+# what gloo, NCCL and torch's store say in a RuntimeError when another rank is gone
+PEER_LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
+PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
+BACKENDS = ("gloo", "NCCL")
 LINES = 3  # of a library's message: validators name the key in the second
 
 
@@ -109,7 +109,7 @@ def translate(error: BaseException, log: Path) -> Problem:
         return Problem(
             kind="disk-full", message=f"no room on the disk: {first}", hint=hint, where=str(log.parent.parent)
         )
-    if any(sign in text for sign in LOST) or type(error).__name__ in LOST_TYPES:
+    if _is_peer_lost(error):
         return Problem(
             kind="peer-lost",
             message=f"another rank is gone or busy elsewhere: {first}",
@@ -119,6 +119,16 @@ def translate(error: BaseException, log: Path) -> Problem:
     return Problem(
         kind="rank-failed", message=f"{type(error).__name__}: {first}", hint="its log has the traceback", where=str(log)
     )
+
+
+def _is_peer_lost(error: BaseException) -> bool:
+    """Whether torch.distributed has lost a rank; W&B's or a hub's refused connections are raised elsewhere."""
+    if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
+        return True
+    text, frames = str(error), traceback.walk_tb(error.__traceback__)
+    ours = any(f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename for frame, _ in frames)
+    ours = ours or any(name in text for name in BACKENDS)
+    return isinstance(error, RuntimeError) and ours and any(sign in text for sign in PEER_LOST)
 
 
 if __name__ == "__main__":
