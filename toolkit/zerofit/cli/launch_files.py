@@ -12,7 +12,7 @@ import click
 
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
 from zerofit.launch.runner import forwarded
-from zerofit.launch.sbatch import SlurmJob, sbatch_text
+from zerofit.launch.sbatch import SlurmJob, env_file_text, sbatch_text
 from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import Problems
 from zerofit.spec.run import Run
@@ -61,6 +61,8 @@ def write_file(target: str | None, flags: dict[str, Any], own: dict[str, Any], s
             problems.add("missing", f"--{kind} needs --{name}", "see `zerofit launch --help`", f"--{name}")
     problems.raise_if_any()
     env = forwarded(own["env"], only_asked=True)
+    # a value that was not typed here but stands in the environment may be a secret: it is not written into the job
+    secret = {name: env.pop(name) for name in own["env"] if "=" not in name and name in env}
     common = {
         "name": own["job_name"] or "zerofit",
         "run": target,
@@ -71,11 +73,20 @@ def write_file(target: str | None, flags: dict[str, Any], own: dict[str, Any], s
         "env": env,
     }
     if kind == "slurm":
-        path, text = own["slurm"], sbatch_text(_slurm_job(common, flags, own, setup))
+        path: Path = own["slurm"]
+        env_file = path.absolute().with_name(f"{path.name}.env") if secret else None
+        named = {"env_file": str(env_file) if env_file else None, "env_file_names": tuple(secret)}
+        new = write_once(path, sbatch_text(_slurm_job(common | named, flags, own, setup)))
+        if env_file:
+            write_once(env_file, env_file_text(secret), mode=0o600)
+        hand_in = f"sbatch {shlex.quote(str(path))}"
     else:
-        path, text = own["kubernetes"], manifest_text(_kubernetes_job(common, flags, own), own["kind"])
-    new = write_once(path, text)
-    hand_in = f"sbatch {shlex.quote(str(path))}" if kind == "slurm" else f"kubectl apply -f {shlex.quote(str(path))}"
+        path = own["kubernetes"]
+        job = _kubernetes_job(common | {"secret_env": tuple(secret)}, flags, own)
+        new = write_once(path, manifest_text(job, own["kind"]))
+        values = "".join(f' --from-literal={name}="${name}"' for name in secret)
+        hand_in = f"kubectl create secret generic {job.secret}{values} && " if secret else ""
+        hand_in += f"kubectl apply -f {shlex.quote(str(path))}"
     return {"written": str(path), "new": new, "hand_in": hand_in}
 
 

@@ -49,7 +49,13 @@ class KubernetesJob:
     max_restarts: int = 10  # of all pods, from the newest checkpoint
     grace_s: int = 300  # seconds that a pod has to save a checkpoint when it is evicted
     flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # written into the manifest
+    secret_env: tuple[str, ...] = ()  # variables whose values come from the Secret `secret`, under the same keys
+
+    @property
+    def secret(self) -> str:
+        """Name of the Secret that holds what the manifest must not."""
+        return f"{self.name}-env"
 
 
 def manifest_text(job: KubernetesJob, kind: Kind) -> str:
@@ -122,8 +128,16 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
     rank, address, port = (f"$({name})" for name in VARIABLES[kind])
     asked = ["launch", "--no-ssh", f"--nodes={job.nodes}", f"--slots={job.slots}"]
     place = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={port}"]
-    mine = [f"--output={job.output}", *(f"--env={name}" for name in job.env), *job.flags, "--", job.run]
-    env = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
+    mine = [
+        f"--output={job.output}",
+        *(f"--env={name}" for name in (*job.env, *job.secret_env)),
+        *job.flags,
+        "--",
+        job.run,
+    ]
+    env: list[Data] = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
+    for name in job.secret_env:
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
     args = [*asked, *place, *(_literal(word) for word in mine)]
     return {"command": ["zerofit"], "args": args} | ({"env": env} if env else {})
 
@@ -154,7 +168,7 @@ def _check(job: KubernetesJob) -> None:
     check_line("--image", job.image, problems)
     words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
     check_texts([*words, *(("--env", value) for value in job.env.values()), ("--mount", job.mount)], problems)
-    check_environment(job.env, problems)
+    check_environment([*job.env, *job.secret_env], problems)
     mount, output = PurePosixPath(job.mount), PurePosixPath(job.mount, job.output)
     if not mount.is_absolute() or ":" in job.mount or ".." in mount.parts:
         problems.add("bad-value", f"{job.mount!r}: an absolute path without : and .. is needed", "", "--mount")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from zerofit.spec.errors import Problems
 
@@ -28,9 +28,9 @@ def check_line(knob: str, text: str, problems: Problems, longest: int = 1000) ->
         problems.add("bad-value", f"{len(text)} characters; at most {longest} are allowed", "shorten it", knob)
 
 
-def check_environment(env: Mapping[str, str], problems: Problems) -> None:
+def check_environment(names: Iterable[str], problems: Problems) -> None:
     """Note names that no shell takes as a variable's."""
-    for name in env:
+    for name in names:
         if not NAME.fullmatch(name):
             message = f"{name!r} is no name of an environment variable (letters, digits and _, no digit first)"
             problems.add("bad-value", message, "", "--env")

@@ -76,7 +76,9 @@ class SlurmJob:
     requeue: bool = True  # go on by itself after pre-emption, a lost node, or the time limit
     log: str = "slurm-%j.log"  # where the job's output goes: a pattern of Slurm's, %j is the job's number
     flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)  # for all ranks
+    env: Mapping[str, str] = field(default_factory=dict)  # for all ranks, written into the file
+    env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`), which the job reads
+    env_file_names: tuple[str, ...] = ()  # variables that it sets, for all ranks
     setup: str = ""  # a shell command that makes `zerofit` available, such as "source /opt/venv/bin/activate"
 
 
@@ -100,12 +102,23 @@ def sbatch_text(job: SlurmJob) -> str:
     lines += ["#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue", "", HEAD]
     if job.setup:
         lines += ["# shellcheck disable=all", "{", f"  {job.setup}", "} || exit", ""]
-    lines += ["# Text in single quotes stands for itself.", "# shellcheck disable=SC2016,SC1003", "{"]
+    lines += ["# Text in single quotes stands for itself.", "# shellcheck disable=SC2016,SC1003,SC1090,SC1091", "{"]
+    if job.env_file:
+        lines += [f"  . {shlex.quote(job.env_file)} || exit"]
     lines += [f"  export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     argv = ["zerofit", "launch", "--launcher", "slurm", f"--output={job.output}"]
-    argv += [*(f"--env={name}" for name in job.env), *job.flags, "--", job.run]
+    argv += [*(f"--env={name}" for name in (*job.env, *job.env_file_names)), *job.flags, "--", job.run]
     lines += ["  command=(", *(f"    {shlex.quote(word)}" for word in argv), "  )", "}", ""]
     return "\n".join(lines) + "\n" + BODY + (REQUEUE if job.requeue else "") + 'exit "$code"\n'
+
+
+def env_file_text(env: Mapping[str, str]) -> str:
+    """Return the shell lines that set these variables. Raises UserError for what such a file cannot hold."""
+    problems = Problems()
+    check_texts([("--env", value) for value in env.values()], problems)
+    check_environment(env, problems)
+    problems.raise_if_any()
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
 
 
 def _sbatch_quote(value: str) -> str:
@@ -130,7 +143,7 @@ def _check(job: SlurmJob) -> None:
     check_line("--setup", job.setup, problems)
     words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
     check_texts([*words, *(("--env", value) for value in job.env.values())], problems)
-    check_environment(job.env, problems)
+    check_environment([*job.env, *job.env_file_names], problems)
     _check_time(job, problems)
     problems.raise_if_any()
 

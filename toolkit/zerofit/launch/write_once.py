@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from zerofit.spec.errors import Problem, UserError
 
 
-def write_once(path: Path, text: str) -> bool:
-    """Write a text file (UTF-8); whether it is new. Raises UserError rather than changing a file that differs."""
+def write_once(path: Path, text: str, mode: int = 0o666) -> bool:
+    """Write a text file (UTF-8) and return whether it is new; `mode` is cut by the umask.
+
+    Raises UserError rather than changing a file that differs.
+    """
     data = text.encode()
     try:
-        with path.open("xb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
         return True
     except FileExistsError:
