@@ -25,8 +25,9 @@ from zerofit.app.requests import read_request
 from zerofit.app.tuning.job import TuneJob
 from zerofit.cli.tune import tuned
 from zerofit.launch.machine import this_machine
+from zerofit.spec.plain_data import plain_data
 from zerofit.tune.search import Search
-from zerofit.tune.trial import Candidate
+from zerofit.tune.trial import Candidate, describe
 
 RANKS = 2
 AGAIN, ROUNDS = 4, 3  # configurations that are measured again, the tuner's among them, and how often
@@ -77,10 +78,10 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
         "winner": shown(job, winner),
         "best": shown(job, min(again, key=again.__getitem__)),
         "trials": [
-            {"configuration": shown(job, t.key), **{k: v for k, v in t.as_dict().items() if k != "key"}}
+            {"configuration": shown(job, t.key), **{k: v for k, v in t.to_dict().items() if k != "key"}}
             for t in search.trials
         ],
-        "regret": search.regret()._asdict() if search.regret() else None,  # type: ignore[union-attr]
+        "regret": plain_data(search.regret()),
         "again": [{"configuration": shown(job, key), "step_s": step_s} for key, step_s in again.items()],
         "sweep": [entry(job, c, swept[c.key]) for c in job.candidates],
         "autotuner": peer,
@@ -93,7 +94,7 @@ def theirs(job: TuneJob, config: dict[str, Any], measured: dict[str, float]) -> 
     alike = [
         measured[c.key]
         for c in job.candidates
-        if c.key in measured and (c.choice.zero_stage, c.choice.micro_batch, c.choice.tp) == (stage, micro, 1)
+        if c.key in measured and (c.layout.zero_stage, c.layout.micro_batch, c.layout.tp) == (stage, micro, 1)
     ]
     return round(min(measured.values()) / min(alike), 4) if alike else None
 
@@ -101,7 +102,7 @@ def theirs(job: TuneJob, config: dict[str, Any], measured: dict[str, float]) -> 
 def told(sweep: Sweep, job: TuneJob, candidate: Candidate) -> dict[str, Any]:
     """One line of the sweep."""
     found = sweep.measure(job, candidate)
-    print(f"  {job.shown(candidate)}: {found}", flush=True)
+    print(f"  {describe(candidate, job.candidates)}: {found}", flush=True)
     return {"error": found} if isinstance(found, str) else {"step_s": found.step_s, "spread": found.spread}
 
 
@@ -130,11 +131,11 @@ def correlations(job: TuneJob, search: Search, measured: dict[str, float]) -> di
 def entry(job: TuneJob, candidate: Candidate, found: dict[str, Any]) -> dict[str, Any]:
     """One configuration of the sweep, with everything that a replay of the search needs."""
     forecast = {"forecast_step_s": candidate.forecast_step_s, "peak_bytes": candidate.peak_bytes}
-    return {"choice": vars(candidate.choice), **forecast, **found}
+    return {"choice": vars(candidate.layout), **forecast, **found}
 
 
 def shown(job: TuneJob, key: str) -> str:
-    return next(job.shown(c) for c in job.candidates if c.key == key)
+    return next(describe(c, job.candidates) for c in job.candidates if c.key == key)
 
 
 def row(found: dict[str, Any]) -> str:

@@ -27,9 +27,9 @@ MAY_IMPORT = {
     "simulate": {"spec", "check", "config", "models", "data", "train", "report"},
     "infer": {"spec", "models", "data", "checkpoint"},
     "compare": {"spec", "models", "data", "train"},
-    "plan": {"spec"},
+    "plan": {"spec", "report"},
     "report": {"spec"},
-    "tune": {"plan"},
+    "tune": {"plan", "spec", "report"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
 }

@@ -20,10 +20,10 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     setting = TraceSetting(job.run.precision, job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
     source, args = find(job.run.model), dict(job.run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
-    return asdict(forecast(profile, choice_of(job), device))
+    return asdict(forecast(profile, layout_of(job), device))
 
 
-def choice_of(job: Job) -> PlannedLayout:
+def layout_of(job: Job) -> PlannedLayout:
     """The layout that the job has, as plan would list it."""
     zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
     sizes = {

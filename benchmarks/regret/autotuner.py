@@ -28,7 +28,7 @@ NOISE = re.compile(r"^\[[^]]*\] *\[(INFO|WARNING)\]|^\s*$")
 
 def autotune(job: TuneJob, ranks: int, limit_s: float) -> dict[str, Any]:
     """Run `deepspeed --autotuning tune` on this job for at most `limit_s` seconds."""
-    began, batch = time.monotonic(), job.candidates[0].choice.global_batch
+    began, batch = time.monotonic(), job.candidates[0].layout.global_batch
     with tempfile.TemporaryDirectory(prefix="zerofit-autotuner-") as place:
         config = {
             "train_batch_size": batch,

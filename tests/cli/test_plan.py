@@ -220,14 +220,14 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("choice", WRITTEN, ids=lambda c: f"z{c.zero_stage}-{c.offload_optimizer}-{c.offload_param}")
-def test_written_files_are_what_train_and_check_take(choice, traced, tmp_path):
+@pytest.mark.parametrize("layout", WRITTEN, ids=lambda c: f"z{c.zero_stage}-{c.offload_optimizer}-{c.offload_param}")
+def test_written_files_are_what_train_and_check_take(layout, traced, tmp_path):
     profile = Profile.from_dict(json.loads(Path(traced["profile"]).read_text()))
     args = json.loads(ARGS)
-    write_plan(tmp_path, choice, profile, args, None, str(tmp_path))
+    write_plan(tmp_path, layout, profile, args, None, str(tmp_path))
     asked_for = load_run(tmp_path / "run.yaml", {})
     document = read_document(tmp_path / "ds_config.json")
-    found = check(document, TargetHardware(ranks=choice.world_size, pipeline=choice.pp, accelerator="cuda"))
+    found = check(document, TargetHardware(ranks=layout.world_size, pipeline=layout.pp, accelerator="cuda"))
     assert {f.code for f in found} <= {"nvme-disk"}  # a warning about this machine
     machine = Machine(accelerator="cuda", devices=8, cores=64, device_name="NVIDIA H100", fp16=True, bf16=True)
     problems = Problems()
@@ -237,13 +237,13 @@ def test_written_files_are_what_train_and_check_take(choice, traced, tmp_path):
     plain = resolve(document.config, decision, facts, machine, 10, problems)
     problems.raise_if_any()
     got = decision.layout
-    assert (got.dp, got.tp, got.pp, got.sp) == (choice.dp, choice.tp, choice.pp, choice.sp)
-    assert got.zero_stage == choice.zero_stage and decision.run.precision == choice.precision
-    assert (decision.batch.micro, decision.batch.accumulation) == (choice.micro_batch, choice.accumulation)
-    assert decision.run.activation_checkpointing is choice.checkpointing
+    assert (got.dp, got.tp, got.pp, got.sp) == (layout.dp, layout.tp, layout.pp, layout.sp)
+    assert got.zero_stage == layout.zero_stage and decision.run.precision == layout.precision
+    assert (decision.batch.micro, decision.batch.accumulation) == (layout.micro_batch, layout.accumulation)
+    assert decision.run.activation_checkpointing is layout.checkpointing
     zero = plain["zero_optimization"]
-    for key, device in (("offload_optimizer", choice.offload_optimizer), ("offload_param", choice.offload_param)):
+    for key, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
         assert zero.get(key, {}).get("device", "none") == device
-    if choice.zero_stage:
-        assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (choice.bucket, choice.overlap)
+    if layout.zero_stage:
+        assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (layout.bucket, layout.overlap)
     assert yaml.safe_load((tmp_path / "run.yaml").read_text())["model_args"] == args

@@ -5,8 +5,6 @@ from __future__ import annotations
 import click
 import pytest
 
-from zerofit.app.planning.result import choice_json
-from zerofit.app.tuning.job import candidate_json
 from zerofit.app.tuning.space import KNOBS, allows, read_space
 from zerofit.cli.host_options import NAMES, host_arguments, host_options
 from zerofit.cli.launch import launch
@@ -21,9 +19,9 @@ def read(tmp_path, text):
 
 
 def test_every_knob_is_a_figure_of_a_configuration():
-    candidate = Candidate(choice=PlannedLayout(zero_stage=1, micro_batch=2), forecast_step_s=1.0, peak_bytes=1)
-    assert set(KNOBS) <= set(candidate_json(candidate))
-    assert set(candidate_json(candidate)) == {*choice_json(candidate.choice), "compile"}
+    candidate = Candidate(layout=PlannedLayout(zero_stage=1, micro_batch=2), forecast_step_s=1.0, peak_bytes=1)
+    assert set(KNOBS) <= set(candidate.to_dict())
+    assert set(candidate.to_dict()) == {*candidate.layout.to_dict(), "compile"}
 
 
 def test_values_one_or_several(tmp_path):

@@ -68,25 +68,25 @@ class Formula:
     def __init__(self, profile: Profile):
         self.profile, self.calls = profile, 0
 
-    def __call__(self, choice: PlannedLayout) -> LayoutMemory:
+    def __call__(self, layout: PlannedLayout) -> LayoutMemory:
         self.calls += 1
-        (one,) = self.profile.costs[setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)]
-        b, p = ELEMENT_BYTES[choice.precision], self.profile.parameters / choice.tp / choice.pp
-        blocks, shards = self.profile.layers[0].count / choice.pp, choice.dp * choice.sp
-        parameters = b * p / (shards if choice.zero_stage == 3 else 1)
-        gradients = b * p / (shards if choice.zero_stage >= 2 else 1)
-        states = 12 * p / (shards if choice.zero_stage else 1)
-        host = states if choice.offload_optimizer == "cpu" else 0
-        nvme = states if choice.offload_optimizer == "nvme" else 0
-        if choice.offload_param != "none":
+        (one,) = self.profile.costs[setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)]
+        b, p = ELEMENT_BYTES[layout.precision], self.profile.parameters / layout.tp / layout.pp
+        blocks, shards = self.profile.layers[0].count / layout.pp, layout.dp * layout.sp
+        parameters = b * p / (shards if layout.zero_stage == 3 else 1)
+        gradients = b * p / (shards if layout.zero_stage >= 2 else 1)
+        states = 12 * p / (shards if layout.zero_stage else 1)
+        host = states if layout.offload_optimizer == "cpu" else 0
+        nvme = states if layout.offload_optimizer == "nvme" else 0
+        if layout.offload_param != "none":
             host, parameters = host + parameters, 0
-        saved = blocks * one.saved_bytes.at(choice.micro_batch)
+        saved = blocks * one.saved_bytes.at(layout.micro_batch)
         parts = {
             "parameters": parameters,
             "gradients": gradients,
-            "optimizer state": states - host - nvme if choice.offload_optimizer == "none" else 0,
-            "activations": saved + one.backward_peak_bytes.at(choice.micro_batch),
-            "buckets": b * choice.bucket * (2 if choice.overlap else 1),
+            "optimizer state": states - host - nvme if layout.offload_optimizer == "none" else 0,
+            "activations": saved + one.backward_peak_bytes.at(layout.micro_batch),
+            "buckets": b * layout.bucket * (2 if layout.overlap else 1),
         }
         parts = {kind: int(size) for kind, size in parts.items()}
         return LayoutMemory(

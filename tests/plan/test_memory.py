@@ -53,7 +53,7 @@ PROFILE = Profile(
 )
 
 
-def choice(stage: int, **more) -> PlannedLayout:
+def layout(stage: int, **more) -> PlannedLayout:
     return PlannedLayout(**{"zero_stage": stage, "micro_batch": 1, "bucket": 1_000_000, "precision": "bf16", **more})
 
 
@@ -62,12 +62,12 @@ def choice(stage: int, **more) -> PlannedLayout:
 def test_static_bytes_of_a_mixed_precision_adam(stage, device):
     """Stage 0: 2 + 4 + 8 bytes an element; 1, 2: 2 + 12/4; 3: (2 + 12 + 2)/4 and its bucket."""
     expected = {0: 14_000_000, 1: 5_000_000, 2: 5_000_000, 3: 4_000_000 + 2_000_000}
-    assert forecast(PROFILE, choice(stage, dp=4), device).static_bytes == expected[stage]
+    assert forecast(PROFILE, layout(stage, dp=4), device).static_bytes == expected[stage]
 
 
 def test_stage_0_fp32_reduces_in_a_flat_copy():
     """12 bytes standing, 4 of gradients, 4 of the all-reduce's flat buffer, on every rank."""
-    memory = forecast(PROFILE, choice(0, precision="fp32", dp=2))
+    memory = forecast(PROFILE, layout(0, precision="fp32", dp=2))
     assert (memory.peak_bytes, memory.peak_phase) == (20_000_000, "backward")
     assert memory.breakdown == {
         "parameters": 4_000_000,
@@ -79,8 +79,8 @@ def test_stage_0_fp32_reduces_in_a_flat_copy():
 
 def test_stage_0_bf16_steps_on_flat_float32_gradients():
     """FusedAdam: 14 + 2 standing and gradients, 4 lifted, 4 flat; torch's AdamW: 4 lifted, two of the largest."""
-    assert forecast(PROFILE, choice(0)).peak_bytes == 24_000_000
-    on_cpu = forecast(PROFILE, choice(0), "cpu")
+    assert forecast(PROFILE, layout(0)).peak_bytes == 24_000_000
+    on_cpu = forecast(PROFILE, layout(0), "cpu")
     assert (on_cpu.peak_bytes, on_cpu.peak_phase) == (14_000_000 + 2_000_000 + 4_000_000 + 8 * 600_000, "step")
 
 
@@ -89,40 +89,40 @@ def test_stages_1_and_2_keep_gradients_of_all_that_reaches_into_the_partition(st
     """Rank 1 of 2 has elements of all three matrices; the largest's norm is taken in float64."""
     line = timeline(PROFILE, setting("bf16", False, 1, 1))
     assert overlap_in_partition(line, 2) == 1_000_000
-    memory = forecast(PROFILE, choice(stage, dp=2))
+    memory = forecast(PROFILE, layout(stage, dp=2))
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 2_000_000 + 8 * 600_000, "step")
 
 
 def test_stage_1_waits_with_whole_gradients_beside_its_bucket():
     """Static 8, gradients 2, bucket 2; then the bucket's flat copy; without tied or saved activations that is all."""
-    memory = forecast(PROFILE, choice(1, dp=2, bucket=8_000_000))
+    memory = forecast(PROFILE, layout(1, dp=2, bucket=8_000_000))
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 16_000_000 + 2_000_000, "backward")
 
 
 def test_stage_2_peaks_before_its_bucket_where_activations_rule():
     """Last block's backward: saved 1 + 3 (a million each for K samples), and its own 6; no bucket before a gradient."""
-    memory = forecast(PROFILE, choice(2, dp=2, micro_batch=K))
+    memory = forecast(PROFILE, layout(2, dp=2, micro_batch=K))
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 10_000_000, "backward")
     assert memory.breakdown["activations"] == 10_000_000
 
 
 def test_stage_3_gathers_and_gives_back():
     """All parameters stay from forward to backward (2 x what follows is below 1e9), and are whole at its start."""
-    memory = forecast(PROFILE, choice(3, dp=2, micro_batch=K, bucket=100_000))
+    memory = forecast(PROFILE, layout(3, dp=2, micro_batch=K, bucket=100_000))
     static = 500_000 * (2 + 12 + 2) + 200_000
     assert memory.static_bytes == static
     assert memory.peak_bytes == static + 2_000_000 + 10_000_000
     assert memory.breakdown["gathered parameters"] == 2_000_000
-    assert "gathered parameters" not in forecast(PROFILE, choice(3, dp=1, micro_batch=K)).breakdown
+    assert "gathered parameters" not in forecast(PROFILE, layout(3, dp=1, micro_batch=K)).breakdown
 
 
 def test_stage_3_steps_sub_group_after_sub_group():
-    memory = forecast(PROFILE, choice(3, dp=2, bucket=100_000))
+    memory = forecast(PROFILE, layout(3, dp=2, bucket=100_000))
     assert (memory.peak_bytes, memory.peak_phase) == (8_200_000 + (4 + 2) * 500_000, "step")
 
 
 def test_accumulation_carries_gradients_into_the_next_forward_and_backward():
-    once, often = (forecast(PROFILE, choice(0, micro_batch=K, accumulation=n)).peak_bytes for n in (1, 4))
+    once, often = (forecast(PROFILE, layout(0, micro_batch=K, accumulation=n)).peak_bytes for n in (1, 4))
     assert (once, often) == (24_000_000, 14_000_000 + 2_000_000 + 10_000_000)
 
 
@@ -131,15 +131,15 @@ def test_offloaded_states_are_on_the_host():
 
     Page-locked memory comes in powers of two: all of it but the moments.
     """
-    memory = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"))
+    memory = forecast(PROFILE, layout(2, dp=2, offload_optimizer="cpu"))
     assert memory.static_bytes == 2_000_000 + 1_200_000
     assert memory.host_bytes == 500_000 * 8 + 2 * 2**21 + 2**20 + 2**21
-    both = forecast(PROFILE, choice(2, dp=2, offload_optimizer="cpu"), "cpu")
+    both = forecast(PROFILE, layout(2, dp=2, offload_optimizer="cpu"), "cpu")
     assert both.static_bytes == memory.static_bytes + 500_000 * 16 + 2 * 500_000 + 1_200_000
 
 
 def test_nvme_takes_states_and_masters():
-    memory = forecast(PROFILE, choice(3, dp=2, offload_optimizer="nvme"))
+    memory = forecast(PROFILE, layout(3, dp=2, offload_optimizer="nvme"))
     assert memory.nvme_bytes == 16 * 500_000
     # gradients in bf16, four swap buffers, and moments as they are made
     assert memory.host_bytes == 2**20 + 4 * 2**21 + 8 * 500_000
@@ -147,7 +147,7 @@ def test_nvme_takes_states_and_masters():
 
 def test_parameters_on_nvme_leave_files_and_buffers():
     """Of the first one's bf16 part of 600 kB nothing is on disk, being below a MiB; of three times as much it is."""
-    both = choice(3, dp=2, offload_optimizer="nvme", offload_param="nvme")
+    both = layout(3, dp=2, offload_optimizer="nvme", offload_param="nvme")
     cpu, nvme = (forecast(PROFILE, replace(both, offload_param=where)) for where in ("cpu", "nvme"))
     assert nvme.nvme_bytes == cpu.nvme_bytes
     assert nvme.host_bytes - cpu.host_bytes == 2**23  # 5 buffers of 1.2 MB
@@ -160,20 +160,20 @@ def test_parameters_beyond_a_milliard_are_read_in_turn():
     """On one rank: 2 bytes of 1e9 in memory; buffers for 5 of the largest, and for the largest sub-group in full."""
     deep = replace(PROFILE, layers=(replace(PROFILE.layers[1], count=4, matrices=(500_000_000,)),))
     line = timeline(replace(deep, costs={setting("bf16", False, 1, 1): COSTS[1:]}), setting("bf16", False, 1, 1))
-    one = choice(3, offload_param="nvme")
+    one = layout(3, offload_param="nvme")
     assert [group.part for group in sub_groups(line, lambda p: p.numel)] == [1_000_000_000] * 2
     found = parameters_offloaded(line, one, lambda p: p.numel, 2, "cuda")
     assert found.host == {"parameters": 2**31, "swap buffers": 2**33 + 2**31}
 
 
 def test_offloaded_parameters_leave_the_device():
-    here, away = (forecast(PROFILE, choice(3, dp=2, offload_param=where)) for where in ("none", "cpu"))
+    here, away = (forecast(PROFILE, layout(3, dp=2, offload_param=where)) for where in ("none", "cpu"))
     assert here.static_bytes - away.static_bytes == 1_000_000
     assert away.host_bytes == 2**20
 
 
 def test_overlap_takes_a_second_bucket():
-    one, two = (forecast(PROFILE, choice(2, dp=2, overlap=on, bucket=8_000_000)).peak_bytes for on in (False, True))
+    one, two = (forecast(PROFILE, layout(2, dp=2, overlap=on, bucket=8_000_000)).peak_bytes for on in (False, True))
     assert two - one == 16_000_000
 
 
@@ -183,13 +183,13 @@ def test_a_pipeline_is_balanced_and_keeps_micro_batches_in_flight():
     first = 7_200_000 + 2_400_000 + 1_000_000 + 2_000_000 + 1_000_000
     # stage 1: 12 x 0.4, gradients 1.6, saved 3 and 6, the buffer that receives, twice logits, inputs, their gradients
     last = 4_800_000 + 1_600_000 + 9_000_000 + 1_000_000 + 2_000_000 + 4_000_000
-    memory = forecast(PROFILE, choice(0, precision="fp32", pp=2, accumulation=4, micro_batch=K))
+    memory = forecast(PROFILE, layout(0, precision="fp32", pp=2, accumulation=4, micro_batch=K))
     assert memory.peak_bytes == max(first, last) == last
 
 
 def test_stages_hold_less_without_more_micro_batches():
     few, many = (
-        forecast(PROFILE, choice(0, precision="fp32", pp=3, accumulation=n, micro_batch=10 * K)) for n in (1, 8)
+        forecast(PROFILE, layout(0, precision="fp32", pp=3, accumulation=n, micro_batch=10 * K)) for n in (1, 8)
     )
     assert few.peak_bytes < many.peak_bytes
 
@@ -198,7 +198,7 @@ def test_traced_moments_tell_when_gradients_come():
     """The peak of 6 is before the gradient: at stage 0 that gradient is not there yet, and later ones see 2 less."""
     moments = (BackwardMoment(live=(per_sample(6000),), parameter=0), BackwardMoment(live=(per_sample(1000),)))
     traced = replace(PROFILE, costs={"bf16/checkpointing=0/tp=1/sp=1": (COSTS[0], replace(COSTS[1], backward=moments))})
-    plain, known = (forecast(p, choice(2, dp=2, micro_batch=K)) for p in (PROFILE, traced))
+    plain, known = (forecast(p, layout(2, dp=2, micro_batch=K)) for p in (PROFILE, traced))
     assert plain.peak_bytes == known.peak_bytes
 
 
@@ -210,7 +210,7 @@ def test_the_breakdown_is_the_peak_and_more_ranks_need_no_more(stage, device):
         static = []
         for dp in (1, 2, 4, 8, 64):
             for micro_batch in (1, 7, K):
-                one = choice(stage, dp=dp, micro_batch=micro_batch, offload_optimizer=offload, accumulation=2)
+                one = layout(stage, dp=dp, micro_batch=micro_batch, offload_optimizer=offload, accumulation=2)
                 memory = tell.memory(one)
                 assert sum(memory.breakdown.values()) == memory.peak_bytes >= memory.static_bytes
             static.append(memory.static_bytes + memory.host_bytes)
@@ -221,7 +221,7 @@ def test_the_breakdown_is_the_peak_and_more_ranks_need_no_more(stage, device):
 
 def test_a_setting_without_a_trace_is_an_error():
     with pytest.raises(KeyError, match="tp=2"):
-        forecast(PROFILE, choice(1, tp=2))
+        forecast(PROFILE, layout(1, tp=2))
 
 
 def test_torch_is_not_imported():
@@ -235,5 +235,5 @@ def test_thousands_of_choices_take_no_time():
     for dp in (1, 2, 4, 8, 16, 32, 64, 128):
         for stage in (0, 1, 2, 3):
             for micro_batch in range(1, 65):
-                tell.memory(choice(stage, dp=dp, micro_batch=micro_batch))
+                tell.memory(layout(stage, dp=dp, micro_batch=micro_batch))
     assert time.process_time() - started < 0.5

@@ -18,52 +18,52 @@ from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
 
-WISH = PlanRequest(precision="bf16", global_batch=64)
+REQUEST = PlanRequest(precision="bf16", global_batch=64)
 
 
-def found(profile=None, cluster=None, wish=WISH, **options):
+def found(profile=None, cluster=None, request=REQUEST, **options):
     profile = profile or make_profile()
-    return search(profile, cluster or make_cluster(), wish, Formula(profile), **options)
+    return search(profile, cluster or make_cluster(), request, Formula(profile), **options)
 
 
-def choices(profile, cluster, wish=WISH):
-    return [choice for family in space_of(profile, cluster, wish).families for choice in family]
+def layouts(profile, cluster, request=REQUEST):
+    return [layout for family in space_of(profile, cluster, request).families for layout in family]
 
 
 def test_the_best_come_first_and_fit():
     answer = found(top=20)
-    speeds = [one.samples_per_s for one in answer.best]
+    speeds = [one.samples_per_s for one in answer.layouts]
     assert len(speeds) == 20 and speeds == sorted(speeds, reverse=True)
-    for one in answer.best:
+    for one in answer.layouts:
         assert one.fit.short is None and one.fit.device_bytes == one.memory.peak_bytes + one.fit.margin_bytes
         assert 0 < one.mfu < 1 and sum(one.memory.breakdown.values()) == one.memory.peak_bytes
         assert one.samples_per_s == pytest.approx(64 / one.time.step_s, rel=0.005)
-    assert answer.considered == answer.fitting + sum(r.count for r in answer.rejected if r.choice)
+    assert answer.considered == answer.fitting + sum(r.count for r in answer.rejections if r.layout)
 
 
 def test_only_what_deepspeed_and_zerofit_take():
-    for choice in choices(make_profile(), make_cluster(nodes=4)):
-        assert sum(d > 1 for d in (choice.tp, choice.pp, choice.sp)) <= 1
-        assert choice.world_size == 32
-        assert choice.micro_batch * choice.accumulation * choice.dp == 64
-        assert choice.zero_stage <= 1 or choice.pp == 1
-        assert choice.accumulation >= choice.pp
-        assert choice.offload_param == "none" or (choice.zero_stage == 3 and choice.offload_optimizer != "none")
-        assert choice.offload_optimizer == "none" or choice.zero_stage >= 2
-        assert 8 % choice.tp == 0 and 8 % choice.sp == 0  # heads, key-value heads and ranks of a node
+    for layout in layouts(make_profile(), make_cluster(nodes=4)):
+        assert sum(d > 1 for d in (layout.tp, layout.pp, layout.sp)) <= 1
+        assert layout.world_size == 32
+        assert layout.micro_batch * layout.accumulation * layout.dp == 64
+        assert layout.zero_stage <= 1 or layout.pp == 1
+        assert layout.accumulation >= layout.pp
+        assert layout.offload_param == "none" or (layout.zero_stage == 3 and layout.offload_optimizer != "none")
+        assert layout.offload_optimizer == "none" or layout.zero_stage >= 2
+        assert 8 % layout.tp == 0 and 8 % layout.sp == 0  # heads, key-value heads and ranks of a node
 
 
 def test_disks_only_where_there_are_some():
     cluster = make_cluster()
-    assert not any(c.offload_optimizer == "nvme" for c in choices(make_profile(), cluster))
+    assert not any(c.offload_optimizer == "nvme" for c in layouts(make_profile(), cluster))
     disks = replace(cluster, nvme=10**12)
-    nvme = [c for c in choices(make_profile(), disks) if "nvme" in (c.offload_optimizer, c.offload_param)]
+    nvme = [c for c in layouts(make_profile(), disks) if "nvme" in (c.offload_optimizer, c.offload_param)]
     assert nvme and all(c.zero_stage == 3 for c in nvme)
 
 
 def test_why_others_are_rejected():
     answer = found(cluster=make_cluster(memory_bytes=3 * GIB))
-    (rejected,) = [r for r in answer.rejected if r.choice]
+    (rejected,) = [r for r in answer.rejections if r.layout]
     assert rejected.reason == "device-memory-backward" and rejected.count > 100
     assert "GiB" in rejected.message and "margin" in rejected.message
     assert rejected.fit.short == "device" and rejected.fit.over > 1
@@ -73,7 +73,7 @@ def test_why_others_are_rejected():
 
 def _overs(cluster):
     formula = Formula(make_profile())
-    fits = [fit(formula(c), c, cluster) for c in choices(make_profile(), cluster)]
+    fits = [fit(formula(c), c, cluster) for c in layouts(make_profile(), cluster)]
     return [one.over for one in fits if one.short]
 
 
@@ -81,8 +81,8 @@ def test_host_memory_is_counted_by_the_node():
     profile = make_profile(blocks=400)
     small = replace(make_cluster("rtx3090", gpus=2), host_memory=20 * GIB)
     answer = search(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
-    assert "host-memory" in {r.reason for r in answer.rejected}
-    assert not answer.best and answer.nearest is not None
+    assert "host-memory" in {r.reason for r in answer.rejections}
+    assert not answer.layouts and answer.nearest is not None
     needed = host_needed(profile, small, PlanRequest(precision="bf16", global_batch=8), Formula(profile))
     for share, fits in ((1.001, True), (0.999, False)):
         cluster = replace(small, host_memory=int(needed * share))
@@ -93,7 +93,7 @@ def test_host_memory_is_counted_by_the_node():
 
 def test_the_verdict_keeps_a_margin():
     profile, cluster = make_profile(), make_cluster()
-    one, three = (next(c for c in choices(profile, cluster) if c.zero_stage == stage) for stage in (1, 3))
+    one, three = (next(c for c in layouts(profile, cluster) if c.zero_stage == stage) for stage in (1, 3))
     assert margin_bytes(10 * GIB, three, cluster) > margin_bytes(10 * GIB, one, cluster) > 1 * GIB
 
 
@@ -102,7 +102,7 @@ def test_skipping_forecasts_changes_nothing():
     profile = make_profile(blocks=60)
     cluster = make_cluster(memory_bytes=16 * GIB)
     answer, formula = found(profile, cluster), Formula(profile)
-    everything = choices(profile, cluster)
+    everything = layouts(profile, cluster)
     assert answer.considered == len(everything)
     assert answer.fitting == sum(fit(formula(c), c, cluster).short is None for c in everything)
 
@@ -110,7 +110,7 @@ def test_skipping_forecasts_changes_nothing():
 def test_degrees_that_do_not_divide_say_which_do():
     profile = make_profile(heads=12, kv_heads=12)
     with pytest.raises(UserError) as error:
-        found(profile, wish=PlanRequest(precision="bf16", tp=8))
+        found(profile, request=PlanRequest(precision="bf16", tp=8))
     (problem,) = error.value.problems
     assert "does not divide the 12 attention heads" in problem.message
     assert problem.hint == "degrees that do: 1, 2, 3, 4, 6, 12"
@@ -122,16 +122,16 @@ def test_degrees_that_do_not_divide_say_which_do():
 
 def test_a_batch_that_does_not_divide():
     with pytest.raises(UserError) as error:
-        found(wish=PlanRequest(precision="bf16", global_batch=60, tp=1))
+        found(request=PlanRequest(precision="bf16", global_batch=60, tp=1))
     assert error.value.problems[0].hint == "take 56 or 64"
     with pytest.raises(UserError):
-        found(wish=PlanRequest(precision="bf16", global_batch=64, micro_batch=3))
+        found(request=PlanRequest(precision="bf16", global_batch=64, micro_batch=3))
 
 
 def test_what_is_asked_is_kept():
-    wish = PlanRequest(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
-    for choice in choices(make_profile(), make_cluster(), wish):
-        assert (choice.micro_batch, choice.checkpointing, choice.tp, choice.dp) == (2, True, 4, 2)
+    request = PlanRequest(precision="bf16", global_batch=64, micro_batch=2, checkpointing=True, tp=4)
+    for layout in layouts(make_profile(), make_cluster(), request):
+        assert (layout.micro_batch, layout.checkpointing, layout.tp, layout.dp) == (2, True, 4, 2)
 
 
 def test_degrees_worth_tracing():
@@ -170,7 +170,7 @@ def test_the_largest_micro_batch_and_depth_are_the_last_that_fit():
 
     def by_depth(blocks: int) -> float:
         deeper = with_layers(profile, blocks)
-        return pressure(deeper, cluster, WISH, Formula(deeper))
+        return pressure(deeper, cluster, REQUEST, Formula(deeper))
 
     for wants in (by_batch, by_depth):
         value, _ = largest(wants, 1, 1, 4096)

@@ -107,8 +107,8 @@ def test_tensor_and_sequence_parallelism_send_in_both_directions(timer):
 def test_slower_hardware_is_never_faster(timer):
     for name in ("flops", "memory", "link", "pcie", "host"):
         slow = Timer(make_profile(), make_cluster(), replace(timer.rates, **{name: getattr(timer.rates, name) / 4}))
-        for choice in (choose(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"), choose(zero_stage=2)):
-            assert slow.step(choice).step_s >= timer.step(choice).step_s
+        for layout in (choose(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"), choose(zero_stage=2)):
+            assert slow.step(layout).step_s >= timer.step(layout).step_s
 
 
 def test_model_flops_leave_recomputation_out():

@@ -22,7 +22,7 @@ def candidates(sweep):
     """Each configuration, and its measured step time."""
     names = ("forecast_step_s", "peak_bytes")
     rows = [
-        (Candidate(choice=PlannedLayout(**row["choice"]), **{n: row[n] for n in names}), row["step_s"]) for row in sweep
+        (Candidate(layout=PlannedLayout(**row["choice"]), **{n: row[n] for n in names}), row["step_s"]) for row in sweep
     ]
     return [candidate for candidate, _ in rows], {candidate.key: step_s for candidate, step_s in rows}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.tune.search import Search, _gain
+from zerofit.tune.search import Regret, Search, _gain
 from zerofit.tune.step_time_model import FEATURES, StepTimeModel, features, forecast_errors
 from zerofit.tune.trial import Candidate, Trial
 
@@ -22,7 +22,7 @@ def candidates(seed):
         for micro in (1, 2, 4, 8, 16, 32):
             for checkpointing in (False, True):
                 for overlap in (False, True):
-                    choice = PlannedLayout(
+                    layout = PlannedLayout(
                         zero_stage=stage,
                         micro_batch=micro,
                         accumulation=32 // micro,
@@ -33,7 +33,7 @@ def candidates(seed):
                     step_s = (0.2 + 0.05 * 32 / micro) * (1.33 if checkpointing else 1) * (1 + 0.02 * stage)
                     peak = 1_000_000 * micro * (1 if checkpointing else 3)
                     forecast = step_s * math.exp(chance.gauss(0, 0.02))
-                    found.append(Candidate(choice=choice, forecast_step_s=forecast, peak_bytes=peak))
+                    found.append(Candidate(layout=layout, forecast_step_s=forecast, peak_bytes=peak))
     return list({c.key: c for c in found}.values())
 
 
@@ -97,9 +97,9 @@ def test_what_needs_as_much_as_what_ran_out_of_memory_is_left_out():
 def test_what_keeps_failing_is_left_alone(status):
     found = candidates(2)
     search = replay(
-        Search(found), truth(found, 2), most=20, fail=lambda c: status if c.choice.zero_stage == 3 else None
+        Search(found), truth(found, 2), most=20, fail=lambda c: status if c.layout.zero_stage == 3 else None
     )
-    stages = [next(c.choice.zero_stage for c in found if c.key == t.key) for t in search.trials]
+    stages = [next(c.layout.zero_stage for c in found if c.key == t.key) for t in search.trials]
     assert stages.count(3) <= 2
     assert search.best is not None
 
@@ -108,7 +108,8 @@ def test_regret_is_none_when_all_was_tried():
     found = candidates(4)[:5]
     search = Search(found, [ok(c, truth(found, 4)) for c in found])
     assert search.next() is None
-    assert search.regret()[1:] == (0, None, None, 0.0, 0.0)
+    nothing = {"untried": 0, "untried_step_s": None, "untried_best": None, "gap": 0.0, "at_most": 0.0}
+    assert search.regret() == Regret(best_step_s=search.best.step_s, **nothing)
     assert Search(found).regret() is None
 
 
@@ -157,7 +158,7 @@ def test_keys_tell_configurations_apart():
 
 def test_other_batches_are_compared_by_their_time_for_a_sample():
     slow, fast = (
-        Candidate(choice=PlannedLayout(zero_stage=1, micro_batch=micro, dp=2), forecast_step_s=1.0, peak_bytes=1)
+        Candidate(layout=PlannedLayout(zero_stage=1, micro_batch=micro, dp=2), forecast_step_s=1.0, peak_bytes=1)
         for micro in (4, 16)
     )
     search = Search([slow, fast])
@@ -173,7 +174,7 @@ def test_other_batches_are_compared_by_their_time_for_a_sample():
 
 def test_how_far_forecasts_are_off():
     found = candidates(6)[::5]
-    rows = [(c, c.forecast_step_s * (4.0 if c.choice.zero_stage == 3 else 2.0)) for c in found]
+    rows = [(c, c.forecast_step_s * (4.0 if c.layout.zero_stage == 3 else 2.0)) for c in found]
     errors = forecast_errors(rows)
     assert errors.planned == (pytest.approx(0.5), pytest.approx(0.75))
     assert errors.learned[0] < 0.02

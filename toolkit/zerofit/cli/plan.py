@@ -94,19 +94,18 @@ def _answered(model: str | None, options: dict[str, Any], found: list[Any]) -> d
     result, (question, answered) = results[0]
     if len(results) > 1:
         result["boxes"] = [_box(one) for one, _ in results]
-    if options["write"] and answered.best:
+    if options["write"] and answered.layouts:
         from zerofit.app.planning.files import write_plan
 
         extra = (options["model_args"] or {}, options["image"], options["nvme_path"])
         number = result["plainest"] or 0  # a forecast of time cannot tell it from the first
-        result["written"] = write_plan(options["write"], answered.best[number].choice, question.profile, *extra)
+        result["written"] = write_plan(options["write"], answered.layouts[number].layout, question.profile, *extra)
         result["written_layout"] = number
     return result
 
 
 def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tuple[dict[str, Any], tuple[Any, Any]]:
     from zerofit.app.planning import questions as questions
-    from zerofit.app.planning.result import answer_json
 
     question, place = _question(model, options, cluster)
     asked: dict[str, Any] = {}
@@ -118,13 +117,13 @@ def _for_cluster(model: str | None, options: dict[str, Any], cluster: Any) -> tu
         ranks = {"value": smallest.ranks, "gpus": smallest.gpus, "nodes": smallest.nodes} if smallest else {}
         asked = {"min": "gpus", "value": None, "looked_up_to": questions.MOST_GPUS, **ranks}
     answered = questions.best(question, cluster)
-    result = answer_json(answered, question.profile, question.wish.precision)
+    result = answered.to_dict()
     result["top"] = options["top"]
     result["tuned"] = options["tuned"].as_dict() if options["tuned"] else None
     result["profile"] = str(place) if place and options["maximum"] != "seq-len" else None
     if asked:
         result["asked"] = asked
-    if not answered.best:
+    if not answered.layouts:
         result["remedies"] = questions.remedies(question, cluster)
     return result, (question, answered)
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zerofit.plan.search import PLAIN
+from zerofit.plan.result import SAME_SPEED
 from zerofit.spec.units import shown_bytes
 
 LINES = 8  # of reasons
@@ -35,7 +35,9 @@ def show(result: dict[str, Any]) -> None:
         _knobs(console, result["layouts"][0])
         if result["plainest"]:
             number = result["plainest"] + 1
-            console.print(f"  {number}: simpler, and less than {PLAIN:.0%} slower by this forecast", highlight=False)
+            console.print(
+                f"  {number}: simpler, and less than {SAME_SPEED:.0%} slower by this forecast", highlight=False
+            )
     else:
         console.print("nothing fits", style="bold red")
         _nearest(console, result)

@@ -57,14 +57,14 @@ def _tune(
     click.echo("checking the run, the model and the data ...", err=True)
     from zerofit.app.clusters.hosts import find_hosts
     from zerofit.app.tuning.job import TuneJob
-    from zerofit.app.tuning.result import answer_of, find_output, write_results
+    from zerofit.app.tuning.result import find_output, write_results
 
     output = find_output(flags.pop("output", None))
     words = host_arguments(on_hosts)
     hosts = find_hosts({**ALONE, **on_hosts}) if words != host_arguments(UNASKED) else ()
     job = TuneJob.of(read_request(target, flags), space, hosts, words)
     search = tuned(job, most, minutes)
-    return answer_of(job, search, write_results(job, search, output))
+    return write_results(job, search, output).to_dict()
 
 
 def tuned(job: TuneJob, most: int, minutes: float) -> Search:
@@ -73,6 +73,7 @@ def tuned(job: TuneJob, most: int, minutes: float) -> Search:
     from zerofit.app.tuning.trial_store import TrialStore
     from zerofit.cli.progress import StatusLine
     from zerofit.tune.search import Search
+    from zerofit.tune.trial import describe
 
     deadline, kept = time.monotonic() + 60 * minutes, TrialStore(job)
     search = Search(job.candidates, kept.trials())
@@ -84,8 +85,8 @@ def tuned(job: TuneJob, most: int, minutes: float) -> Search:
             candidate = search.next()
             if candidate is None:
                 break
-            name = f"trial {len(search.trials) + 1} of {most}: {job.shown(candidate)}"
-            best_s = search.best.sample_s * candidate.choice.global_batch if search.best else None
+            name = f"trial {len(search.trials) + 1} of {most}: {describe(candidate, job.candidates)}"
+            best_s = search.best.sample_s * candidate.layout.global_batch if search.best else None
             trial = run_trial(job, candidate, best_s, deadline, lambda what, name=name: line.show(f"{name}: {what}"))
             search.add(trial)
             kept.keep(trial)

@@ -35,26 +35,26 @@ class LiveMemory(NamedTuple):
         return self.activations[0] + self.gradients + self.buckets + self.gathered + self.temporaries
 
 
-def backward_moments(line: StageTimeline, choice: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
+def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
     """What is alive above the standing bytes at the moments of a backward that can be the peak, for any micro batch.
 
     With accumulation it is the last backward of a step, else the only one.
     """
     # the same for all of these
-    alike = {"micro_batch": 1, "max_live": 0, "accumulation": min(choice.accumulation, 2)}
+    alike = {"micro_batch": 1, "max_live": 0, "accumulation": min(layout.accumulation, 2)}
     if device == "cpu":  # the host's memory is the device's
         alike["offload_param"] = "none"
-    return _moments(line, replace(choice, **alike), device)
+    return _moments(line, replace(layout, **alike), device)
 
 
 @lru_cache(maxsize=4096)
-def _moments(line: StageTimeline, choice: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
-    if choice.zero_stage == 2 or (choice.zero_stage == 1 and choice.overlap and choice.pp == 1):
-        found = list(_Bucketed(line, choice).run())
-    elif choice.zero_stage == 3:
-        found = list(_Scattered(line, choice, device).run())
+def _moments(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
+    if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
+        found = list(_Bucketed(line, layout).run())
+    elif layout.zero_stage == 3:
+        found = list(_Scattered(line, layout, device).run())
     else:
-        found = list(_accumulated(line, choice))
+        found = list(_accumulated(line, layout))
     return (*upper(held for held in found if not held.after), *upper(held for held in found if held.after))
 
 
@@ -71,22 +71,22 @@ def upper(moments: Iterable[LiveMemory]) -> list[LiveMemory]:
     return best
 
 
-def _accumulated(line: StageTimeline, choice: PlannedLayout) -> Iterator[LiveMemory]:
+def _accumulated(line: StageTimeline, layout: PlannedLayout) -> Iterator[LiveMemory]:
     """Stages 0 and 1: whole gradients wait for the last micro batch; stage 1 has its bucket from the first hook on."""
-    element = ELEMENT_BYTES[choice.precision]
+    element = ELEMENT_BYTES[layout.precision]
     whole = element * line.parameters
-    later = choice.accumulation > 1
-    bucket = element * choice.bucket if choice.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
+    later = layout.accumulation > 1
+    bucket = element * layout.bucket if layout.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
     for event in line.backward:
         gradients = whole if later else element * event.done
         for point in event.live:
             yield LiveMemory(point, gradients, bucket if later or event.done else 0)
-    if choice.zero_stage == 0:
-        lifted = reduction_bytes(choice) if choice.sp > 1 and element == 2 else 0
+    if layout.zero_stage == 0:
+        lifted = reduction_bytes(layout) if layout.sp > 1 and element == 2 else 0
         flat = (element + lifted) * _first_buckets(line)  # engine.py:3796, :3801
         yield LiveMemory((0.0, 0.0), whole, temporaries=flat, after=True)
     else:
-        yield from _reduced_at_the_end(line, choice, element)
+        yield from _reduced_at_the_end(line, layout, element)
 
 
 def _first_buckets(line: StageTimeline) -> int:
@@ -100,14 +100,14 @@ def _first_buckets(line: StageTimeline) -> int:
     return largest
 
 
-def _reduced_at_the_end(line: StageTimeline, choice: PlannedLayout, element: int) -> Iterator[LiveMemory]:
+def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int) -> Iterator[LiveMemory]:
     """Stage 1 without overlap: parameter by parameter, in the groups' order (stage_1_and_2.py:973)."""
-    state = _Bucketed(line, choice)
+    state = _Bucketed(line, layout)
     # with a pipeline a second bucket beside the hooks' (:963)
-    state.bucket_bytes = element * choice.bucket * (2 if choice.pp > 1 else 1)
+    state.bucket_bytes = element * layout.bucket * (2 if layout.pp > 1 else 1)
     state.after, waiting = True, line.parameters
     # what waits grows less: after the first reductions no more than before is alive
-    end = waiting - 3 * (choice.bucket + line.largest)
+    end = waiting - 3 * (layout.bucket + line.largest)
     for group in line.members:
         for parameter in group:
             state.waiting_bytes = element * waiting
@@ -122,18 +122,18 @@ def _reduced_at_the_end(line: StageTimeline, choice: PlannedLayout, element: int
 class _Bucketed:
     """Stages 1 and 2: gradients are copied into a bucket, reduced when it is full, and this rank's are kept."""
 
-    def __init__(self, line: StageTimeline, choice: PlannedLayout):
-        self.line, self.element, self.ranks = line, ELEMENT_BYTES[choice.precision], shards(choice)
-        self.limit = choice.bucket
-        self.bucket_bytes = self.element * choice.bucket * (2 if choice.overlap else 1)  # :3266, :3275
-        offloaded = choice.offload_optimizer != "none"
+    def __init__(self, line: StageTimeline, layout: PlannedLayout):
+        self.line, self.element, self.ranks = line, ELEMENT_BYTES[layout.precision], shards(layout)
+        self.limit = layout.bucket
+        self.bucket_bytes = self.element * layout.bucket * (2 if layout.overlap else 1)  # :3266, :3275
+        offloaded = layout.offload_optimizer != "none"
         kept = overlap_in_partition(line, self.ranks)
         self.partition_bytes = 0 if offloaded else self.element * kept  # :2187
         # offloaded gradients pass through a float32 copy, and a float64 one for the norm (:1897, :1884)
         self.passing = 8 if offloaded else 0
-        self.before = self.partition_bytes if choice.accumulation > 1 and choice.zero_stage == 2 else 0
+        self.before = self.partition_bytes if layout.accumulation > 1 and layout.zero_stage == 2 else 0
         # lifted where the ranks reduce in another dtype (:2375)
-        self.lifted = reduction_bytes(choice) if choice.sp > 1 and self.element == 2 else 0
+        self.lifted = reduction_bytes(layout) if layout.sp > 1 and self.element == 2 else 0
         self.sizes = partitions(line, self.ranks)
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
@@ -209,13 +209,13 @@ class _Bucketed:
 class _Scattered:
     """Stage 3: as stage 2, but parts go into standing buffers; parameters are gathered and given back meanwhile."""
 
-    def __init__(self, line: StageTimeline, choice: PlannedLayout, device: str):
-        self.line, self.limit = line, choice.bucket
+    def __init__(self, line: StageTimeline, layout: PlannedLayout, device: str):
+        self.line, self.limit = line, layout.bucket
         # gloo's reduce-scatter sums into a clone of its input (ProcessGroupGloo.cpp)
         self.copies = 2 if device == "cpu" else 1
-        self.element, self.ranks = ELEMENT_BYTES[choice.precision], shards(choice)
-        self.gathered = gathered_in_backward(line, choice)
-        self.reduced = reduction_bytes(choice)
+        self.element, self.ranks = ELEMENT_BYTES[layout.precision], shards(layout)
+        self.gathered = gathered_in_backward(line, layout)
+        self.reduced = reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.filled = self.outside = self.parts = 0
 

@@ -54,9 +54,9 @@ class Fit:
         return max(wanted / max(1, there) for wanted, there in pairs)
 
 
-def fit(memory: LayoutMemory, choice: PlannedLayout, cluster: Cluster) -> Fit:
+def fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
     """The forecast against the cluster."""
-    margin = margin_bytes(memory.peak_bytes, choice, cluster)
+    margin = margin_bytes(memory.peak_bytes, layout, cluster)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
@@ -69,27 +69,27 @@ def fit(memory: LayoutMemory, choice: PlannedLayout, cluster: Cluster) -> Fit:
     )
 
 
-def margin_bytes(peak_bytes: int, choice: PlannedLayout, cluster: Cluster) -> float:
+def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> float:
     """What is kept free beside the allocated peak."""
     share = FRAGMENTATION
-    if choice.zero_stage == 3:
-        share = FRAGMENTATION_ZERO3 if choice.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
-    return share * peak_bytes + fixed_bytes(choice, cluster)
+    if layout.zero_stage == 3:
+        share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
+    return share * peak_bytes + fixed_bytes(layout, cluster)
 
 
-def fixed_bytes(choice: PlannedLayout, cluster: Cluster) -> int:
+def fixed_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
     """Context, matrix products' workspaces and communicators of a rank, each at the upper end of what sources give."""
     if cluster.on_cpu:
         return CPU_PROCESS_BYTES
     kind = cluster.device.kind
-    degrees = [d for d in (choice.dp * choice.sp, choice.tp, choice.pp) if d > 1]
-    groups = len(degrees) + (choice.sp > 1) + (len(degrees) > 1)  # the last: all ranks
+    degrees = [d for d in (layout.dp * layout.sp, layout.tp, layout.pp) if d > 1]
+    groups = len(degrees) + (layout.sp > 1) + (len(degrees) > 1)  # the last: all ranks
     # forward's and backward's thread have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp)
     return (
         context_figure(kind).high_bytes
         + 2 * blas_workspace_bytes(kind)
         + groups * (NCCL_PCIE_BYTES if _over_pcie(cluster.device) else NCCL_NVLINK_BYTES)
-        + _direct_bytes(cluster.device, max(choice.sp - 1, 2 if choice.pp > 1 else 0))
+        + _direct_bytes(cluster.device, max(layout.sp - 1, 2 if layout.pp > 1 else 0))
     )
 
 

@@ -61,11 +61,11 @@ def sub_groups(line: StageTimeline, part: Part) -> list[SubGroup]:
 
 
 def optimizer_offloaded(
-    line: StageTimeline, choice: PlannedLayout, part: Part, element: int, device: str
+    line: StageTimeline, layout: PlannedLayout, part: Part, element: int, device: str
 ) -> OffloadedMemory:
     """States, masters and gradients; sub-groups below a MiB stay on the host (optimizer_utils.py)."""
     locked, groups = pinned(device), sub_groups(line, part)
-    disk = choice.offload_optimizer == "nvme"
+    disk = layout.offload_optimizer == "nvme"
     swapped = [g.part for g in groups if disk and 4 * g.part >= LEAST_SWAPPED_BYTES]
     kept = [g.part for g in groups if not disk or 4 * g.part < LEAST_SWAPPED_BYTES]
     whole = sum(g.part for g in groups)
@@ -83,7 +83,7 @@ def optimizer_offloaded(
 
 
 def parameters_offloaded(
-    line: StageTimeline, choice: PlannedLayout, part: Part, element: int, device: str, tied: int = 0
+    line: StageTimeline, layout: PlannedLayout, part: Part, element: int, device: str, tied: int = 0
 ) -> OffloadedMemory:
     """A flat buffer a group (zero/stage3.py:884); on disk what is beyond PARAMETERS_IN_CPU, with buffers to read into.
 
@@ -91,13 +91,13 @@ def parameters_offloaded(
     """
     locked = pinned(device)
     totals = [sum(map(part, group)) for group in filter(None, line.members)]
-    if choice.offload_param == "cpu":
+    if layout.offload_param == "cpu":
         return OffloadedMemory({"parameters": sum(locked(element * size) for size in totals)})
     flat, room = [], PARAMETERS_IN_CPU
     for size in totals:
         flat.append(min(size, max(0, room)))
         room -= size
-    largest = max((p.numel * (choice.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
+    largest = max((p.numel * (layout.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
     buffers = locked(element * PARAMETER_BUFFERS * _aligned(largest, element))
     groups = sub_groups(line, part)
     if sum(flat) < sum(totals):  # for the largest sub-group's parameters, and in full (:1015)

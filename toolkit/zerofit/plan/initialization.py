@@ -21,19 +21,19 @@ from zerofit.spec.precision import ELEMENT_BYTES
 
 
 def start_moments(
-    line: StageTimeline, choice: PlannedLayout, device: str, born_in_parts: bool
+    line: StageTimeline, layout: PlannedLayout, device: str, born_in_parts: bool
 ) -> Iterator[dict[str, int]]:
     """Device bytes by kind; `born_in_parts`: transformers enters zero.Init at stage 3 by itself."""
-    element, whole = ELEMENT_BYTES[choice.precision], line.parameters
-    parts_from_birth = born_in_parts and choice.zero_stage == 3
+    element, whole = ELEMENT_BYTES[layout.precision], line.parameters
+    parts_from_birth = born_in_parts and layout.zero_stage == 3
     if not parts_from_birth:
         # "cuda" gets the model when it is cast (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else element) * whole}
-    making = _flattened if in_bf16_optimizer(choice) else _MAKING[choice.zero_stage]
-    yield from making(line, choice, element, device)
+    making = _flattened if in_bf16_optimizer(layout) else _MAKING[layout.zero_stage]
+    yield from making(line, layout, element, device)
 
 
-def _whole(line: StageTimeline, choice: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
+def _whole(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
     """Masters, and a step on zero gradients that makes the states (fp16/unfused_optimizer.py:425)."""
     if element == 4:
         return
@@ -42,14 +42,14 @@ def _whole(line: StageTimeline, choice: PlannedLayout, element: int, device: str
     yield {**{kind: size * line.parameters for kind, size in parts.items()}, "temporaries": temporaries}
 
 
-def _flattened(line: StageTimeline, choice: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
+def _flattened(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
     """Each group's flat copy beside the originals, then its part's float32 clone (zero/stage_1_and_2.py:483, :560)."""
-    sizes = partitions(line, shards(choice))
+    sizes = partitions(line, shards(layout))
     made = 0
-    here = choice.offload_optimizer == "none" or device == "cpu"
+    here = layout.offload_optimizer == "none" or device == "cpu"
     for size in sizes:
         parameters = element * line.parameters
-        yield {"parameters": parameters, "temporaries": element * size * shards(choice), "master weights": made}
+        yield {"parameters": parameters, "temporaries": element * size * shards(layout), "master weights": made}
         lifted = MASTER_BYTES * size if here else 0
         yield {"parameters": parameters, "temporaries": element * size, "master weights": made + lifted}
         made += lifted
@@ -57,10 +57,10 @@ def _flattened(line: StageTimeline, choice: PlannedLayout, element: int, device:
         yield {"parameters": element * line.parameters, "master weights": made, "gradients": made}
 
 
-def _in_parts(line: StageTimeline, choice: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
+def _in_parts(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> Iterator[dict[str, int]]:
     """Masters are converted, then cloned (zero/stage3.py:1170), and a zero gradient of a group is kept (:1306)."""
-    parts = shards_of_parameters(line, choice)
-    if choice.offload_optimizer != "none" and device == "cuda":
+    parts = shards_of_parameters(line, layout)
+    if layout.offload_optimizer != "none" and device == "cuda":
         return
     lifted = MASTER_BYTES * sum(parts)
     converted = MASTER_BYTES * max(parts) if element == 2 else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -29,6 +29,12 @@ class PlannedLayout:
     max_live: int = 1_000_000_000  # elements of stage3_max_live_parameters
     overlap: bool = False  # overlap_comm: a second bucket
 
+    def __str__(self) -> str:
+        degrees = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp") if getattr(self, name) > 1]
+        words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
+
     @property
     def world_size(self) -> int:
         """Ranks in all."""
@@ -38,6 +44,32 @@ class PlannedLayout:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch * self.accumulation * self.dp
+
+    @property
+    def offload(self) -> str:
+        """Everything that is offloaded: "none", "optimizer:cpu", "optimizer:cpu+param:cpu", ..."""
+        places = {"optimizer": self.offload_optimizer, "param": self.offload_param}
+        return "+".join(f"{what}:{where}" for what, where in places.items() if where != "none") or "none"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout's own knobs as --json and --space name them."""
+        return {
+            "zero_stage": self.zero_stage,
+            "offload": self.offload,
+            "micro_batch": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "global_batch": self.global_batch,
+            "dp": self.dp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "sp": self.sp,
+            "activation_checkpointing": self.checkpointing,
+            "precision": self.precision,
+            "bucket_elements": self.bucket,
+            "overlap_comm": self.overlap,
+            "prefetch_elements": self.prefetch,
+            "persistence_elements": self.persistence,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import Profile, setting
 
-# all of a choice that the moments of a step depend on
+# all of a layout that the moments of a step depend on
 _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
 _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
@@ -42,7 +42,7 @@ class _Moment(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """All that a choice's forecast needs besides its micro batch."""
+    """All that a layout's forecast needs besides its micro batch."""
 
     moments: tuple[_Moment, ...]
     static_bytes: int
@@ -50,13 +50,13 @@ class _Tables(NamedTuple):
     nvme_bytes: int
 
 
-def forecast(profile: Profile, choice: PlannedLayout, device: str = "cuda") -> LayoutMemory:
+def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
     """The memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
-    return Forecaster(profile, device).memory(choice)
+    return Forecaster(profile, device).memory(layout)
 
 
 class Forecaster:
-    """Forecasts of many choices for one model on one kind of device, "cpu" or "cuda".
+    """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
     On "cpu" host and device are one, and the optimizer is torch's; on "cuda" it is DeepSpeed's FusedAdam, or its
     CPUAdam where the states are on the host.
@@ -69,37 +69,37 @@ class Forecaster:
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
 
-    def memory(self, choice: PlannedLayout) -> LayoutMemory:
+    def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Memory of the pipeline stage that needs most."""
-        key = _key_of(choice)
+        key = _key_of(layout)
         tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[key] = tuple(self._made(choice))
-        samples = choice.micro_batch
+            tables = self._tables[key] = tuple(self._made(layout))
+        samples = layout.micro_batch
         found = [max((m.fixed + m.slope * samples, n) for n, m in enumerate(table.moments)) for table in tables]
         stage = max(range(len(found)), key=lambda n: found[n][0])
         table = tables[stage]
         return _memory(table, table.moments[found[stage][1]], samples)
 
-    def _made(self, choice: PlannedLayout) -> Iterator[_Tables]:
-        key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
-        if choice.pp == 1:
-            yield self._table(self._timeline(key, None), choice, [(choice, _NOTHING)], self._waiting())
+    def _made(self, layout: PlannedLayout) -> Iterator[_Tables]:
+        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
+        if layout.pp == 1:
+            yield self._table(self._timeline(key, None), layout, [(layout, _NOTHING)], self._waiting())
             return
-        bounds = stage_bounds(self.profile, choice.pp)
+        bounds = stage_bounds(self.profile, layout.pp)
         for stage in _telling(bounds):
             line = self._timeline(key, bounds[stage])
-            yield self._table(line, choice, list(in_flight(line, choice, stage)), idle(line))
+            yield self._table(line, layout, list(in_flight(line, layout, stage)), idle(line))
 
     def _waiting(self) -> Point:
         """A micro batch's samples outlast its backward, on the host."""
         return (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _table(
-        self, line: StageTimeline, choice: PlannedLayout, passes: list[tuple[PlannedLayout, Point]], between: Point
+        self, line: StageTimeline, layout: PlannedLayout, passes: list[tuple[PlannedLayout, Point]], between: Point
     ) -> _Tables:
         """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
-        stands = standing(line, choice, self.device, self._tied)
+        stands = standing(line, layout, self.device, self._tied)
         moments = []
         for one, more in passes:
             for held in upper(_forward_moments(line, one, self.device)):
@@ -107,28 +107,28 @@ class Forecaster:
             for held in backward_moments(line, one, self.device):
                 moments.append(_moment("backward", held, stands, between if held.after else more, self.device))
         host = stands.momentary
-        for step in step_moments(line, choice, self.device):
+        for step in step_moments(line, layout, self.device):
             held = LiveMemory(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
             moments.append(_moment("step", held, stands, between, self.device, step.host))
             host = max(host, step.host)
-        for kinds in start_moments(line, choice, self.device, self.profile.model_type is not None):
+        for kinds in start_moments(line, layout, self.device, self.profile.model_type is not None):
             kinds = {"buffers of the model": line.buffers_bytes, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, _NOTHING, kinds))
         static = sum(stands.device.values()) + (sum(stands.host.values()) if self.device == "cpu" else 0)
         return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
 
 
-def _forward_moments(line: StageTimeline, choice: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+def _forward_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
     """Forward of the micro batch that finds most: a later one, where gradients accumulate."""
-    element = ELEMENT_BYTES[choice.precision]
+    element = ELEMENT_BYTES[layout.precision]
     gradients = buckets = 0
-    if choice.accumulation > 1 and choice.zero_stage < 2:
+    if layout.accumulation > 1 and layout.zero_stage < 2:
         gradients = element * line.parameters
-        buckets = element * choice.bucket * (1 + choice.overlap) if choice.zero_stage == 1 else 0
-    if choice.accumulation > 1 and choice.zero_stage == 2 and choice.offload_optimizer == "none":
-        gradients = element * overlap_in_partition(line, shards(choice))
-    partitioned = choice.zero_stage == 3
-    here = replace(choice, offload_param="none") if device == "cpu" else choice  # the host's memory is the device's
+        buckets = element * layout.bucket * (1 + layout.overlap) if layout.zero_stage == 1 else 0
+    if layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
+        gradients = element * overlap_in_partition(line, shards(layout))
+    partitioned = layout.zero_stage == 3
+    here = replace(layout, offload_param="none") if device == "cpu" else layout  # the host's memory is the device's
     gathered = gathered_in_forward(line, here) if partitioned else [0] * len(line.forward)
     copied = gathered_at_once(line, here, device) if partitioned else [0] * len(line.forward)
     for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):

@@ -33,22 +33,22 @@ class StepMemory(NamedTuple):
     host: int = 0
 
 
-def step_moments(line: StageTimeline, choice: PlannedLayout, device: str) -> Iterator[StepMemory]:
+def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """The moments that can be the step's peak."""
-    element = ELEMENT_BYTES[choice.precision]
+    element = ELEMENT_BYTES[layout.precision]
     temporaries = 8 if device == "cpu" else 0
-    if in_bf16_optimizer(choice):
-        yield from _all_partitions(line, choice, element, temporaries)
-    elif choice.zero_stage == 0:
+    if in_bf16_optimizer(layout):
+        yield from _all_partitions(line, layout, element, temporaries)
+    elif layout.zero_stage == 0:
         yield from _whole(line, element, device, temporaries)
-    elif choice.offload_optimizer != "none":
-        yield StepMemory(temporaries=_gather_copy(line, choice, element, device))
-        yield StepMemory(host=_host_temporaries(line, choice, temporaries))
-    elif choice.zero_stage == 3:
-        yield from _parts(line, choice, element, temporaries)
+    elif layout.offload_optimizer != "none":
+        yield StepMemory(temporaries=_gather_copy(line, layout, element, device))
+        yield StepMemory(host=_host_temporaries(line, layout, temporaries))
+    elif layout.zero_stage == 3:
+        yield from _parts(line, layout, element, temporaries)
     else:
-        yield from _flat_partitions(line, choice, element, temporaries)
-        yield StepMemory(temporaries=_gather_copy(line, choice, element, device))
+        yield from _flat_partitions(line, layout, element, temporaries)
+        yield StepMemory(temporaries=_gather_copy(line, layout, element, device))
 
 
 def _whole(line: StageTimeline, element: int, device: str, temporaries: int) -> Iterator[StepMemory]:
@@ -71,17 +71,17 @@ def _one_after_another(line: StageTimeline) -> int:
     return max(4 * before + 8 * numel for before, numel in zip([0, *numels], numels, strict=False))
 
 
-def _all_partitions(line: StageTimeline, choice: PlannedLayout, element: int, temporaries: int) -> Iterator[StepMemory]:
+def _all_partitions(line: StageTimeline, layout: PlannedLayout, element: int, temporaries: int) -> Iterator[StepMemory]:
     """bf16_optimizer.py:325: float32 gradients of all partitions at once, beside the parameters' own."""
-    sizes = partitions(line, shards(choice))
+    sizes = partitions(line, shards(layout))
     yield StepMemory(element * line.parameters + MASTER_BYTES * sum(sizes), temporaries * max(sizes))
 
 
 def _flat_partitions(
-    line: StageTimeline, choice: PlannedLayout, element: int, temporaries: int
+    line: StageTimeline, layout: PlannedLayout, element: int, temporaries: int
 ) -> Iterator[StepMemory]:
     """zero/stage_1_and_2.py:3107: group after group; the kept gradients go when the last group's are flattened."""
-    ranks = shards(choice)
+    ranks = shards(layout)
     kept = element * overlap_in_partition(line, ranks)
     sizes = partitions(line, ranks)
     yield StepMemory(kept, NORM_BYTES * line.largest)
@@ -91,10 +91,10 @@ def _flat_partitions(
         yield StepMemory((kept if n < len(sizes) - 1 else 0) + lifted, temporaries * size)
 
 
-def _parts(line: StageTimeline, choice: PlannedLayout, element: int, temporaries: int) -> Iterator[StepMemory]:
+def _parts(line: StageTimeline, layout: PlannedLayout, element: int, temporaries: int) -> Iterator[StepMemory]:
     """zero/stage3.py:2686: sub-group after sub-group; isinf of all gradients before (:3012, low precision only)."""
-    ranks = shards(choice)
-    parts = shards_of_parameters(line, choice)
+    ranks = shards(layout)
+    parts = shards_of_parameters(line, layout)
     if element == 2:
         yield StepMemory(0, (element + 1) * sum(parts))
     yield StepMemory(0, NORM_BYTES * -(-line.largest // ranks))
@@ -103,14 +103,14 @@ def _parts(line: StageTimeline, choice: PlannedLayout, element: int, temporaries
         yield StepMemory(MASTER_BYTES * size, max(element * size if element == 2 else 0, temporaries * size))
 
 
-def _gather_copy(line: StageTimeline, choice: PlannedLayout, element: int, device: str) -> int:
+def _gather_copy(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> int:
     """gloo gathers a group's new parameters into a copy (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
-    if device == "cuda" or choice.zero_stage == 3 or shards(choice) == 1:
+    if device == "cuda" or layout.zero_stage == 3 or shards(layout) == 1:
         return 0
-    return element * max(partitions(line, shards(choice))) * shards(choice)
+    return element * max(partitions(line, shards(layout))) * shards(layout)
 
 
-def _host_temporaries(line: StageTimeline, choice: PlannedLayout, temporaries: int) -> int:
-    ranks = shards(choice)
-    parts = partitions(line, ranks) if choice.zero_stage < 3 else shards_of_parameters(line, choice)
+def _host_temporaries(line: StageTimeline, layout: PlannedLayout, temporaries: int) -> int:
+    ranks = shards(layout)
+    parts = partitions(line, ranks) if layout.zero_stage < 3 else shards_of_parameters(line, layout)
     return temporaries * min(max(parts, default=0), SUB_GROUP_ELEMENTS)

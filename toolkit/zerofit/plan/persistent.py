@@ -27,9 +27,9 @@ class PersistentMemory(NamedTuple):
     momentary: int = 0  # bytes that the host holds beside them at one moment
 
 
-def shards(choice: PlannedLayout) -> int:
+def shards(layout: PlannedLayout) -> int:
     """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
-    return choice.dp * choice.sp
+    return layout.dp * layout.sp
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
@@ -52,14 +52,14 @@ class ParameterSharers(NamedTuple):
         return self.split if parameter.split else self.whole
 
 
-def sharers(choice: PlannedLayout) -> ParameterSharers:
+def sharers(layout: PlannedLayout) -> ParameterSharers:
     """At stage 3."""
-    return ParameterSharers(shards(choice) * choice.tp, shards(choice))
+    return ParameterSharers(shards(layout) * layout.tp, shards(layout))
 
 
-def shards_of_parameters(line: StageTimeline, choice: PlannedLayout) -> tuple[int, ...]:
+def shards_of_parameters(line: StageTimeline, layout: PlannedLayout) -> tuple[int, ...]:
     """Elements of one rank's parts of each group at stage 3: each parameter is spread by itself, rounded up."""
-    return _shards_of_parameters(line, sharers(choice))
+    return _shards_of_parameters(line, sharers(layout))
 
 
 @lru_cache(maxsize=1024)
@@ -67,10 +67,10 @@ def _shards_of_parameters(line: StageTimeline, spread: ParameterSharers) -> tupl
     return tuple(sum(-(-p.numel // spread.of(p)) for p in group) for group in line.members if group)
 
 
-def kept_whole(line: StageTimeline, choice: PlannedLayout) -> int:
+def kept_whole(line: StageTimeline, layout: PlannedLayout) -> int:
     """Elements that stage 3 never gives back once gathered: persistent ones (partitioned_param_coordinator.py:644)."""
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    return _persistent(line, choice.persistence, *(ranks > 1 for ranks in sharers(choice)))
+    return _persistent(line, layout.persistence, *(ranks > 1 for ranks in sharers(layout)))
 
 
 @lru_cache(maxsize=1024)
@@ -114,33 +114,33 @@ def _reaching_in(numels: Sequence[int], size: int, weigh: Callable[[int], int]) 
     return list(found.items())
 
 
-def standing(line: StageTimeline, choice: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
+def standing(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
     """What stays of a rank's layers, by the ZeRO stage; `tied`: elements of a matrix that is another one's."""
-    element = ELEMENT_BYTES[choice.precision]
-    if choice.zero_stage == 3:
-        found = _partitioned(line, choice, element, device, tied)
-    elif choice.zero_stage:
-        found = _partitioned_states(line, choice, element, device)
+    element = ELEMENT_BYTES[layout.precision]
+    if layout.zero_stage == 3:
+        found = _partitioned(line, layout, element, device, tied)
+    elif layout.zero_stage:
+        found = _partitioned_states(line, layout, element, device)
     else:
-        found = _unpartitioned(line, choice, element)
+        found = _unpartitioned(line, layout, element)
     return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
 
 
-def in_bf16_optimizer(choice: PlannedLayout) -> bool:
+def in_bf16_optimizer(layout: PlannedLayout) -> bool:
     """Whether DeepSpeed takes its BF16_Optimizer: without ZeRO under a pipeline (engine.py:2316)."""
-    return choice.zero_stage == 0 and choice.pp > 1 and choice.precision == "bf16"
+    return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"
 
 
-def reduction_bytes(choice: PlannedLayout) -> int:
+def reduction_bytes(layout: PlannedLayout) -> int:
     """An element in which gradients cross the ranks: float32 under sequence parallelism (engine.py:2182)."""
-    return 4 if choice.sp > 1 else ELEMENT_BYTES[choice.precision]
+    return 4 if layout.sp > 1 else ELEMENT_BYTES[layout.precision]
 
 
-def _unpartitioned(line: StageTimeline, choice: PlannedLayout, element: int) -> PersistentMemory:
+def _unpartitioned(line: StageTimeline, layout: PlannedLayout, element: int) -> PersistentMemory:
     """Stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
-    if in_bf16_optimizer(choice):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
-        found = _partitioned_states(line, replace(choice, offload_optimizer="none"), element, "cuda")
-        gradients = element * sum(partitions(line, shards(choice))) * shards(choice)
+    if in_bf16_optimizer(layout):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
+        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), element, "cuda")
+        gradients = element * sum(partitions(line, shards(layout))) * shards(layout)
         return found._replace(device=found.device | {"gradients": gradients})
     whole = line.parameters
     master = MASTER_BYTES * whole if element == 2 else 0
@@ -148,13 +148,13 @@ def _unpartitioned(line: StageTimeline, choice: PlannedLayout, element: int) -> 
     return PersistentMemory({"parameters": element * whole, "master weights": master, "optimizer state": states}, {})
 
 
-def _partitioned_states(line: StageTimeline, choice: PlannedLayout, element: int, device: str) -> PersistentMemory:
+def _partitioned_states(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> PersistentMemory:
     """Stages 1 and 2: a flat buffer a group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
-    ranks = shards(choice)
+    ranks = shards(layout)
     sizes = partitions(line, ranks)
     part = sum(sizes)
     parameters = {"parameters": element * part * ranks}
-    if choice.offload_optimizer == "none":
+    if layout.offload_optimizer == "none":
         states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return PersistentMemory(parameters | states, {})
     locked = pinned(device)
@@ -166,27 +166,27 @@ def _partitioned_states(line: StageTimeline, choice: PlannedLayout, element: int
         # :573, :652
         "communication buckets": sum(locked(element * size) for size in sizes) + locked(element * line.largest),
     }
-    if choice.accumulation > 1 and choice.zero_stage == 2:  # :1825; stage 1 reduces once a step
+    if layout.accumulation > 1 and layout.zero_stage == 2:  # :1825; stage 1 reduces once a step
         host["gradients"] += _locked_overlap(line, ranks, element, device)
     return PersistentMemory(parameters | {"communication buckets": element * line.largest}, host)  # :658
 
 
-def _partitioned(line: StageTimeline, choice: PlannedLayout, element: int, device: str, tied: int) -> PersistentMemory:
+def _partitioned(line: StageTimeline, layout: PlannedLayout, element: int, device: str, tied: int) -> PersistentMemory:
     """Stage 3: parts of parameters (zero/stage3.py:972), masters (:1172), gradients in the model's dtype (:791)."""
-    part, of_one = sum(shards_of_parameters(line, choice)), partial(_part_of, sharers(choice))
+    part, of_one = sum(shards_of_parameters(line, layout)), partial(_part_of, sharers(layout))
     here = {
-        "communication buckets": reduction_bytes(choice) * choice.bucket,  # :782, held for good
-        "gathered parameters": element * kept_whole(line, choice),
+        "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
+        "gathered parameters": element * kept_whole(line, layout),
     }
     away = OffloadedMemory({})
-    if choice.offload_param == "none":
+    if layout.offload_param == "none":
         here["parameters"] = element * part
     else:
-        away = parameters_offloaded(line, choice, of_one, element, device, tied)
-    if choice.offload_optimizer == "none":
+        away = parameters_offloaded(line, layout, of_one, element, device, tied)
+    if layout.offload_optimizer == "none":
         states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return PersistentMemory(here | states | {"gradients": element * part}, away.host, away.nvme)
-    steps = optimizer_offloaded(line, choice, of_one, element, device)
+    steps = optimizer_offloaded(line, layout, of_one, element, device)
     host = {kind: away.host.get(kind, 0) + steps.host.get(kind, 0) for kind in {**away.host, **steps.host}}
     return PersistentMemory(here, host, away.nvme + steps.nvme, steps.momentary)
 

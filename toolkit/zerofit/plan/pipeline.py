@@ -29,19 +29,19 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
     return _balanced(weights, stages)
 
 
-def in_flight(line: StageTimeline, choice: PlannedLayout, stage: int) -> Iterator[tuple[PlannedLayout, Point]]:
+def in_flight(line: StageTimeline, layout: PlannedLayout, stage: int) -> Iterator[tuple[PlannedLayout, Point]]:
     """Kinds of passes of a stage, and the bytes held besides those of the micro batch at hand.
 
     One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
     there are no gradients yet; one fewer is in flight when there are.
     """
-    most = min(choice.pp - stage, choice.accumulation)
-    if choice.accumulation > most:
-        yield choice, _held(line, most)
+    most = min(layout.pp - stage, layout.accumulation)
+    if layout.accumulation > most:
+        yield layout, _held(line, most)
         return
-    yield replace(choice, accumulation=1), _held(line, most)
+    yield replace(layout, accumulation=1), _held(line, most)
     if most > 1:
-        yield choice, _held(line, most - 1)
+        yield layout, _held(line, most - 1)
 
 
 def idle(line: StageTimeline) -> Point:

@@ -31,9 +31,9 @@ def why(memory: LayoutMemory, judged: Fit) -> str:
     return f"a node's disks take {shown_bytes(judged.nvme_bytes)}, and there are {shown_bytes(judged.nvme_there_bytes)}"
 
 
-def remedy(choice: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
+def remedy(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
     """The first change of one knob with which the layout would fit."""
-    for words, changed in _changes(choice, cluster):
+    for words, changed in _changes(layout, cluster):
         try:
             if fit(forecast(changed), changed, cluster).short is None:
                 return f"{words} would fit"
@@ -42,21 +42,21 @@ def remedy(choice: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
     return ""
 
 
-def _changes(choice: PlannedLayout, cluster: Cluster) -> list[tuple[str, PlannedLayout]]:
+def _changes(layout: PlannedLayout, cluster: Cluster) -> list[tuple[str, PlannedLayout]]:
     changes = []
-    if choice.bucket > BUCKET_LIMIT:
-        changes.append((f"a bucket of {BUCKET_LIMIT:,} elements", replace(choice, bucket=BUCKET_LIMIT)))
-    if choice.micro_batch > 1 and choice.micro_batch % 2 == 0:
-        halved = replace(choice, micro_batch=choice.micro_batch // 2, accumulation=choice.accumulation * 2)
-        changes.append((f"micro batch {choice.micro_batch // 2}", halved))
-    if not choice.checkpointing:
-        changes.append(("activation checkpointing", replace(choice, checkpointing=True)))
-    if choice.pp == 1:
-        changes += [(f"ZeRO stage {s}", replace(choice, zero_stage=s)) for s in range(choice.zero_stage + 1, 4)]
-    if choice.offload_optimizer == "none" and choice.zero_stage >= 2 and not cluster.on_cpu:
-        changes.append(("offloading the optimizer", replace(choice, offload_optimizer="cpu")))
-    if choice.micro_batch > 1:
-        single = replace(choice, micro_batch=1, accumulation=choice.accumulation * choice.micro_batch)
+    if layout.bucket > BUCKET_LIMIT:
+        changes.append((f"a bucket of {BUCKET_LIMIT:,} elements", replace(layout, bucket=BUCKET_LIMIT)))
+    if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
+        halved = replace(layout, micro_batch=layout.micro_batch // 2, accumulation=layout.accumulation * 2)
+        changes.append((f"micro batch {layout.micro_batch // 2}", halved))
+    if not layout.checkpointing:
+        changes.append(("activation checkpointing", replace(layout, checkpointing=True)))
+    if layout.pp == 1:
+        changes += [(f"ZeRO stage {s}", replace(layout, zero_stage=s)) for s in range(layout.zero_stage + 1, 4)]
+    if layout.offload_optimizer == "none" and layout.zero_stage >= 2 and not cluster.on_cpu:
+        changes.append(("offloading the optimizer", replace(layout, offload_optimizer="cpu")))
+    if layout.micro_batch > 1:
+        single = replace(layout, micro_batch=1, accumulation=layout.accumulation * layout.micro_batch)
         changes.append(("micro batch 1", single))
         changes.append(("micro batch 1 with activation checkpointing", replace(single, checkpointing=True)))
     return changes

@@ -37,7 +37,7 @@ class PlanRequest:
 
 @dataclass
 class SearchSpace:
-    """Choices to forecast, and what was left out before any forecast: reason -> problem, with how often.
+    """Layouts to forecast, and what was left out before any forecast: reason -> problem, with how often.
 
     A family's members differ in buckets, overlap and stage 3's sizes alone; the first needs least memory.
     """
@@ -51,17 +51,17 @@ class SearchSpace:
         self.left_out[problem.kind] = (problem, count + 1)
 
 
-def space_of(profile: Profile, cluster: Cluster, wish: PlanRequest) -> SearchSpace:
-    """Every layout that can be run on this cluster as wished."""
+def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
+    """Every layout that can be run on this cluster as requested."""
     space = SearchSpace()
-    for degrees in _degrees(cluster, profile, wish):
-        problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, wish)
+    for degrees in _degrees(cluster, profile, request):
+        problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
         if problem:
             space.leave_out(problem)
             continue
-        batches = list(_batches(degrees, profile, cluster, wish, space))
+        batches = list(_batches(degrees, profile, cluster, request, space))
         options = list(
-            product(_sharding(degrees, cluster, wish.precision), _checkpointings(degrees, profile, wish), batches)
+            product(_sharding(degrees, cluster, request.precision), _checkpointings(degrees, profile, request), batches)
         )
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
             first = PlannedLayout(
@@ -72,21 +72,21 @@ def space_of(profile: Profile, cluster: Cluster, wish: PlanRequest) -> SearchSpa
                 tp=degrees.tp,
                 pp=degrees.pp,
                 sp=degrees.sp,
-                precision=wish.precision,
+                precision=request.precision,
                 checkpointing=checkpointing,
                 offload_optimizer=optimizer,
                 offload_param=param,
                 bucket=bucket_elements(profile.parameters),
                 **(stage3_sizes(profile) if stage == 3 else {}),
             )
-            space.families.append([first, *_variants(first, profile, wish.every)])
+            space.families.append([first, *_variants(first, profile, request.every)])
     return space
 
 
-def _degrees(cluster: Cluster, profile: Profile, wish: PlanRequest) -> Iterator[Degrees]:
+def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
     """All of them, or those that were asked for."""
-    if wish.tp or wish.pp or wish.sp:
-        yield Degrees(wish.tp or 1, wish.pp or 1, wish.sp or 1)
+    if request.tp or request.pp or request.sp:
+        yield Degrees(request.tp or 1, request.pp or 1, request.sp or 1)
         return
     yield Degrees()
     layers = sum(layer.count for layer in profile.layers)
@@ -94,17 +94,17 @@ def _degrees(cluster: Cluster, profile: Profile, wish: PlanRequest) -> Iterator[
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
             yield Degrees(sp=degree)
-        if wish.pipelines and degree <= layers and ":" not in profile.model:
+        if request.pipelines and degree <= layers and ":" not in profile.model:
             yield Degrees(pp=degree)
 
 
-def _untraced(degrees: Degrees, profile: Profile, wish: PlanRequest) -> Problem | None:
-    keys = [setting(wish.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
+def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Problem | None:
+    keys = [setting(request.precision, checkpointing, degrees.tp, degrees.sp) for checkpointing in (False, True)]
     if any(key in profile.costs for key in keys):
         return None
     traced = dict.fromkeys(key.split("/")[0] for key in profile.costs)
-    if wish.precision not in traced:
-        message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {wish.precision}"
+    if request.precision not in traced:
+        message = f"the profile of {profile.model} was traced in {', '.join(traced)}, not in {request.precision}"
         hint = f"take --precision {' or '.join(traced)}"
         return Problem(kind="not-profiled", message=message, hint=hint, where="--precision")
     message = f"{keys[0]} of {profile.model} is not in its profile: not asked for, or a layer that does not divide"
@@ -131,30 +131,30 @@ def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tu
         yield 3, "nvme", "nvme"
 
 
-def _checkpointings(degrees: Degrees, profile: Profile, wish: PlanRequest) -> list[bool]:
-    wanted = (False, True) if wish.checkpointing is None else (wish.checkpointing,)
-    return [c for c in wanted if setting(wish.precision, c, degrees.tp, degrees.sp) in profile.costs]
+def _checkpointings(degrees: Degrees, profile: Profile, request: PlanRequest) -> list[bool]:
+    wanted = (False, True) if request.checkpointing is None else (request.checkpointing,)
+    return [c for c in wanted if setting(request.precision, c, degrees.tp, degrees.sp) in profile.costs]
 
 
 def _batches(
-    degrees: Degrees, profile: Profile, cluster: Cluster, wish: PlanRequest, space: SearchSpace
+    degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
     """Micro batch and accumulation steps; a pipeline gets at least one micro batch a stage."""
     dp = cluster.ranks // degrees.product
-    if wish.global_batch is None:
+    if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task == "image" else 1)
-        micros = [wish.micro_batch] if wish.micro_batch else [2**n for n in range(most.bit_length())]
-        yield from ((micro, wish.accumulation or degrees.pp) for micro in micros)
+        micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
+        yield from ((micro, request.accumulation or degrees.pp) for micro in micros)
         return
-    if wish.global_batch % dp:
-        below = wish.global_batch // dp * dp
-        message = f"global batch {wish.global_batch} is no multiple of the data parallel degree {dp}"
+    if request.global_batch % dp:
+        below = request.global_batch // dp * dp
+        message = f"global batch {request.global_batch} is no multiple of the data parallel degree {dp}"
         hint = f"take {below} or {below + dp}" if below else f"take {dp}"
         space.leave_out(Problem(kind="global-batch", message=message, hint=hint, where="--global-batch"))
         return
-    share = wish.global_batch // dp
+    share = request.global_batch // dp
     for micro in divisors(share):
-        wanted = wish.micro_batch in (None, micro) and wish.accumulation in (None, share // micro)
+        wanted = request.micro_batch in (None, micro) and request.accumulation in (None, share // micro)
         if wanted and share // micro >= degrees.pp:
             yield micro, share // micro
 

@@ -56,29 +56,29 @@ class _Pass:
 
 
 class Timer:
-    """Forecasts of step times for one model on one cluster; parts that choices share are computed once."""
+    """Forecasts of step times for one model on one cluster; parts that layouts share are computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes: dict[tuple, _Pass] = {}
 
-    def step(self, choice: PlannedLayout) -> StepTime:
-        """The time of one optimizer step. KeyError where the choice's setting is not in the profile."""
-        one, rates, b = self._pass(choice), self.rates, ELEMENT_BYTES[choice.precision]
-        micro_batches = choice.accumulation
-        shards = group_of(choice.dp * choice.sp, choice.tp, self._cluster.gpus)
-        tensor_s, sequence_s = self._model_parallel_s(choice, one)
-        gather_s = self._gather_s(choice, one, shards, b)
-        reduce_s = self._reduce_s(choice, one, shards, b)
+    def step(self, layout: PlannedLayout) -> StepTime:
+        """The time of one optimizer step. KeyError where the layout's setting is not in the profile."""
+        one, rates, b = self._pass(layout), self.rates, ELEMENT_BYTES[layout.precision]
+        micro_batches = layout.accumulation
+        shards = group_of(layout.dp * layout.sp, layout.tp, self._cluster.gpus)
+        tensor_s, sequence_s = self._model_parallel_s(layout, one)
+        gather_s = self._gather_s(layout, one, shards, b)
+        reduce_s = self._reduce_s(layout, one, shards, b)
         forward_s = one.forward_s + (tensor_s + sequence_s) / 2
         backward_s = one.backward_s + (tensor_s + sequence_s) / 2
-        gather_wait_s, reduce_wait_s = self._waits(choice, forward_s, backward_s, gather_s, reduce_s)
-        handed_s = 2 * collective_s("send", one.handed_on_bytes, 1, self._neighbours(choice), rates)
+        gather_wait_s, reduce_wait_s = self._waits(layout, forward_s, backward_s, gather_s, reduce_s)
+        handed_s = 2 * collective_s("send", one.handed_on_bytes, 1, self._neighbours(layout), rates)
         a_micro_batch_s = forward_s + backward_s + gather_wait_s + handed_s
-        bubble_s = (choice.pp - 1) * a_micro_batch_s
-        reductions = micro_batches if choice.zero_stage >= 2 else 1
-        optimizer_s = self._optimizer_s(choice, one, shards, b)
-        transfer_s = self._transfer_s(choice, one, shards, b)
+        bubble_s = (layout.pp - 1) * a_micro_batch_s
+        reductions = micro_batches if layout.zero_stage >= 2 else 1
+        optimizer_s = self._optimizer_s(layout, one, shards, b)
+        transfer_s = self._transfer_s(layout, one, shards, b)
         return StepTime(
             step_s=micro_batches * a_micro_batch_s + bubble_s + reductions * reduce_wait_s + optimizer_s + transfer_s,
             compute_s=micro_batches * (one.forward_s + one.backward_s),
@@ -91,27 +91,27 @@ class Timer:
             transfer_s=transfer_s,
         )
 
-    def _pass(self, choice: PlannedLayout) -> _Pass:
-        degrees = (choice.tp, choice.sp, choice.pp, choice.zero_stage == 3)
-        key = (choice.precision, choice.checkpointing, choice.micro_batch, *degrees)
+    def _pass(self, layout: PlannedLayout) -> _Pass:
+        degrees = (layout.tp, layout.sp, layout.pp, layout.zero_stage == 3)
+        key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._passes:
-            self._passes[key] = self._compute_pass(choice)
+            self._passes[key] = self._compute_pass(layout)
         return self._passes[key]
 
-    def _compute_pass(self, choice: PlannedLayout) -> _Pass:
-        key = setting(choice.precision, choice.checkpointing, choice.tp, choice.sp)
-        costs, layers, m = self._profile.costs[key], self._profile.layers, choice.micro_batch
+    def _compute_pass(self, layout: PlannedLayout) -> _Pass:
+        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
+        costs, layers, m = self._profile.costs[key], self._profile.layers, layout.micro_batch
         # DeepSpeed fetches and releases module by module: about one for each tensor
         tensors = [
             (len(cost.matrices or layer.matrices), len(cost.vectors or layer.vectors))
             for cost, layer in zip(costs, layers, strict=True)
         ]
-        hook_s = ZERO3_HOOK_S.value if choice.zero_stage == 3 else 0.0
+        hook_s = ZERO3_HOOK_S.value if layout.zero_stage == 3 else 0.0
         passes = [
             tuple(self._layer_s(cost, m, phase, hook_s * sum(held)) for phase in ("forward", "backward"))
             for cost, held in zip(costs, tensors, strict=True)
         ]
-        stages = self._stages(choice.pp)
+        stages = self._stages(layout.pp)
         slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
         sizes = [
             sum(cost.matrices or layer.matrices) + sum(cost.vectors or layer.vectors)
@@ -121,7 +121,7 @@ class Timer:
         def total(line: str) -> float:
             return sum(n * getattr(costs[i], line).at(m) for i, n in slowest)
 
-        again = 1.5 if choice.checkpointing else 1.0  # the forward's collectives run again in backward
+        again = 1.5 if layout.checkpointing else 1.0  # the forward's collectives run again in backward
         return _Pass(
             forward_s=sum(n * passes[i][0] for i, n in slowest),
             backward_s=sum(n * passes[i][1] for i, n in slowest),
@@ -130,7 +130,7 @@ class Timer:
             layers=sum(n for _, n in slowest),
             parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
             matrices=sum(n * tensors[i][0] for i, n in slowest),
-            handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if choice.pp > 1 else 0.0,
+            handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if layout.pp > 1 else 0.0,
         )
 
     def _stages(self, pp: int) -> list[list[tuple[int, int]]]:
@@ -147,40 +147,40 @@ class Timer:
         launch_s = getattr(cost, f"{phase}_ops") * rates.launch_s + hooks_s
         return max(busy_s, launch_s) if rates.ahead else busy_s + launch_s
 
-    def _neighbours(self, choice: PlannedLayout) -> RankGroup:
+    def _neighbours(self, layout: PlannedLayout) -> RankGroup:
         """A pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology."""
-        return group_of(2 if choice.pp > 1 else 1, choice.dp, self._cluster.gpus)
+        return group_of(2 if layout.pp > 1 else 1, layout.dp, self._cluster.gpus)
 
-    def _model_parallel_s(self, choice: PlannedLayout, one: _Pass) -> tuple[float, float]:
+    def _model_parallel_s(self, layout: PlannedLayout, one: _Pass) -> tuple[float, float]:
         """All-reduces of tensor and all-to-alls of sequence parallelism in one micro batch; compute waits for them."""
-        gpus, again = self._cluster.gpus, 3 if choice.checkpointing else 2
-        tp, sp = group_of(choice.tp, 1, gpus), group_of(choice.sp, 1, gpus)
+        gpus, again = self._cluster.gpus, 3 if layout.checkpointing else 2
+        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, 1, gpus)
         return (
             collective_s("all_reduce", one.tensor_bytes, 2 * again * one.layers, tp, self.rates),
             collective_s("all_to_all", one.sequence_bytes, 4 * again * one.layers, sp, self.rates),
         )
 
-    def _gather_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
+    def _gather_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
-        if choice.zero_stage < 3:
+        if layout.zero_stage < 3:
             return 0.0
         whole = b * one.parameters
-        calls = min(one.matrices, one.parameters / max(1, choice.prefetch) + one.layers)
+        calls = min(one.matrices, one.parameters / max(1, layout.prefetch) + one.layers)
         seconds = collective_s("all_gather", whole, calls, shards, self.rates)
-        if choice.offload_param == "cpu":
+        if layout.offload_param == "cpu":
             seconds += whole / shards.size / self.rates.pcie
-        elif choice.offload_param == "nvme":
+        elif layout.offload_param == "nvme":
             seconds += whole / shards.size * self._cluster.gpus / self.rates.nvme_read
         return 2 * seconds
 
-    def _reduce_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
+    def _reduce_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """All gradients once. Stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
-        op = "reduce_scatter" if choice.zero_stage == 3 else "all_reduce"
-        calls = max(1.0, one.parameters / max(1, choice.bucket))
+        op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
+        calls = max(1.0, one.parameters / max(1, layout.bucket))
         return collective_s(op, b * one.parameters, calls, shards, self.rates)
 
     def _waits(
-        self, choice: PlannedLayout, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
+        self, layout: PlannedLayout, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
     ) -> tuple[float, float]:
         """How long compute waits for gathers in a micro batch, and for one reduction of gradients.
 
@@ -188,40 +188,40 @@ class Timer:
         they are on its stream (stage3.py:341, stage_1_and_2.py, average_tensor). Stage 0 reduces after backward.
         """
         gather_wait_s = _beside(gather_s / 2, forward_s) + _beside(gather_s / 2, backward_s)
-        if not choice.overlap or choice.zero_stage == 0 or choice.pp > 1:
+        if not layout.overlap or layout.zero_stage == 0 or layout.pp > 1:
             return gather_wait_s, reduce_s
         idle_s = max(0.0, backward_s - gather_s / 2)  # of the links, while backward computes
-        last_bucket_s = reduce_s * min(1.0, choice.bucket / max(1, self._pass(choice).parameters))
+        last_bucket_s = reduce_s * min(1.0, layout.bucket / max(1, self._pass(layout).parameters))
         return gather_wait_s, max(_beside(reduce_s, idle_s), last_bucket_s)
 
-    def _optimizer_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
+    def _optimizer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """Adam on a rank's share, then stages 1 and 2 gather what was stepped."""
-        share = one.parameters / (shards.size if choice.zero_stage else 1)
+        share = one.parameters / (shards.size if layout.zero_stage else 1)
         gathered_s = 0.0
-        if choice.zero_stage in (1, 2):
-            calls = max(1.0, one.parameters / max(1, choice.bucket))
+        if layout.zero_stage in (1, 2):
+            calls = max(1.0, one.parameters / max(1, layout.bucket))
             gathered_s = collective_s("all_gather", b * one.parameters, calls, shards, self.rates)
-        if choice.offload_optimizer == "none":
+        if layout.offload_optimizer == "none":
             return share * ADAM_BYTES / self.rates.memory + gathered_s
         return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
 
-    def _transfer_s(self, choice: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
+    def _transfer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """What offloading the optimizer moves: gradients, stepped parameters, states from and to the disks.
 
         Gradients of earlier micro batches come up, are added to and go down again: at stage 3 a rank's share
         (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809). The sum goes down in
         float32.
         """
-        if choice.offload_optimizer == "none":
+        if layout.offload_optimizer == "none":
             return 0.0
-        share, steps = one.parameters / shards.size, choice.accumulation
-        if choice.zero_stage == 3:
+        share, steps = one.parameters / shards.size, layout.accumulation
+        if layout.zero_stage == 3:
             accumulated = 2 * steps * b * share
         else:
             accumulated = (2 * steps - 1) * b * one.parameters if steps > 1 else 0.0
-        up = share * b if choice.offload_param == "none" else 0.0
+        up = share * b if layout.offload_param == "none" else 0.0
         seconds = (accumulated + 4 * share + up) / self.rates.pcie
-        if choice.offload_optimizer == "nvme":
+        if layout.offload_optimizer == "nvme":
             of_node = share * self._cluster.gpus * STATE_BYTES
             seconds += of_node / self.rates.nvme_read + of_node / self.rates.nvme_write
         return seconds

@@ -16,41 +16,41 @@ from zerofit.spec.precision import ELEMENT_BYTES
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
 
 
-def gathered_in_forward(line: StageTimeline, choice: PlannedLayout) -> list[int]:
+def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
     """Bytes that are gathered at most in the forward of each of line.forward's layers."""
-    layers = _layers(line, choice)
+    layers = _layers(line, layout)
     return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
 
 
-def gathered_at_once(line: StageTimeline, choice: PlannedLayout, device: str) -> list[int]:
+def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
     """Bytes of the largest all-gather's second copy, for each of line.forward's layers.
 
     Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
     gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
-    layers = _layers(line, choice)
+    layers = _layers(line, layout)
     return [layers.element * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
 
 
-def gathered_in_backward(line: StageTimeline, choice: PlannedLayout) -> list[int]:
+def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
     """Bytes that are gathered at most in each of line.backward's stretches."""
-    layers = _layers(line, choice)
+    layers = _layers(line, layout)
     found = []
     layer, released = -1, 0
     for event in line.backward:
         if event.layer != layer:
             layer, released = event.layer, 0
-        inside, whole = layers.inside(layer, choice.checkpointing), layers.kept[layer] or choice.checkpointing
+        inside, whole = layers.inside(layer, layout.checkpointing), layers.kept[layer] or layout.checkpointing
         found.append(layers.element * (layers.earlier[layer] + max(inside - released, 0)))
         if event.parameter is not None and whole and layers.gathers(event.parameter):
             released += event.parameter.numel
     return found
 
 
-def _layers(line: StageTimeline, choice: PlannedLayout) -> _Layers:
+def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
     # a parameter on the host comes to the device even where it is whole
-    spread = tuple(ranks > 1 or choice.offload_param != "none" for ranks in sharers(choice))
-    return _made(line, ELEMENT_BYTES[choice.precision], (choice.persistence, choice.prefetch), spread)
+    spread = tuple(ranks > 1 or layout.offload_param != "none" for ranks in sharers(layout))
+    return _made(line, ELEMENT_BYTES[layout.precision], (layout.persistence, layout.prefetch), spread)
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zerofit.plan.search import PLAIN, plain
+from zerofit.plan.result import SAME_SPEED, plain
 from zerofit.tune.step_time_model import StepTimeModel
 from zerofit.tune.trial import Candidate, Trial
 
@@ -26,16 +26,17 @@ class Measured(NamedTuple):
     @property
     def sample_s(self) -> float:
         """Seconds for a sample."""
-        return self.step_s / self.candidate.choice.global_batch
+        return self.step_s / self.candidate.layout.global_batch
 
 
-class Regret(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Regret:
     """What the best configuration may have missed."""
 
     best_step_s: float  # measured
     untried: int
     untried_step_s: float | None  # expected of the best one that was not tried; None where all were
-    untried_key: str | None
+    untried_best: Candidate | None
     gap: float  # share of the best's time for a sample that it is expected to save; 0 where it is expected to be slower
     at_most: float  # the same for the most that one of those not tried may save, but for one chance in twenty
 
@@ -57,12 +58,12 @@ class Search:
             return None
         best = self.best
         if best is None:
-            least = min(c.forecast_step_s / c.choice.global_batch for c in open_ones)
-            near = [c for c in open_ones if c.forecast_step_s / c.choice.global_batch <= (1 + PLAIN) * least]
-            return min(near, key=lambda c: plain(c.choice))
+            least = min(c.forecast_step_s / c.layout.global_batch for c in open_ones)
+            near = [c for c in open_ones if c.forecast_step_s / c.layout.global_batch <= (1 + SAME_SPEED) * least]
+            return min(near, key=lambda c: plain(c.layout))
         learned = self.learned()
         gains = [(_gain(*_for_a_sample(learned, c), best.sample_s), c) for c in open_ones]
-        gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].choice))))
+        gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].layout))))
         return candidate if gain >= ENOUGH else None
 
     def add(self, trial: Trial) -> None:
@@ -90,13 +91,21 @@ class Search:
         if best is None:
             return None
         learned = self.learned()
-        rows = [(*_for_a_sample(learned, c), c.key, c.choice.global_batch) for c in self._open()]
+        rows = [(*_for_a_sample(learned, c), c.key, c) for c in self._open()]
         if not rows:
-            return Regret(best.step_s, 0, None, None, 0.0, 0.0)
-        mean, _, key, batch = min(rows)
-        fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, _, _ in rows)
+            known = {"untried_step_s": None, "untried_best": None, "gap": 0.0, "at_most": 0.0}
+            return Regret(best_step_s=best.step_s, untried=0, **known)
+        mean, _, _, untried_best = min(rows, key=lambda row: row[:3])
+        fastest = min(mean - OPTIMISTIC * deviation for mean, deviation, *_ in rows)
         gap, most = (max(0.0, 1 - math.exp(one) / best.sample_s) for one in (mean, fastest))
-        return Regret(best.step_s, len(rows), math.exp(mean) * batch, key, gap, most)
+        return Regret(
+            best_step_s=best.step_s,
+            untried=len(rows),
+            untried_step_s=math.exp(mean) * untried_best.layout.global_batch,
+            untried_best=untried_best,
+            gap=gap,
+            at_most=most,
+        )
 
     def learned(self) -> StepTimeModel:
         """The forecast, corrected by all trials."""
@@ -120,15 +129,15 @@ class Search:
 
 def _family(candidate: Candidate) -> tuple:
     """What decides which of DeepSpeed's code runs."""
-    choice = candidate.choice
-    offload = (choice.offload_optimizer, choice.offload_param)
-    return (choice.zero_stage, offload, choice.tp, choice.pp, choice.sp, choice.precision, candidate.compiled)
+    layout = candidate.layout
+    offload = (layout.offload_optimizer, layout.offload_param)
+    return (layout.zero_stage, offload, layout.tp, layout.pp, layout.sp, layout.precision, candidate.compiled)
 
 
 def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
     """Mean and standard deviation of the logarithm of the seconds for a sample."""
     mean, deviation = learned.expected(candidate)
-    return mean - math.log(candidate.choice.global_batch), deviation
+    return mean - math.log(candidate.layout.global_batch), deviation
 
 
 def _gain(mean: float, deviation: float, best_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ Status = Literal["ok", "oom", "crash", "hang", "stopped"]
 class Candidate:
     """A configuration that should fit, and what the planner expects of it."""
 
-    choice: PlannedLayout
+    layout: PlannedLayout
     compiled: bool = False  # by torch.compile, of which the planner knows nothing
     forecast_step_s: float  # seconds of one optimizer step
     peak_bytes: int  # forecast, on the device
@@ -22,8 +23,12 @@ class Candidate:
     @property
     def key(self) -> str:
         """The same text for the same configuration: what trials are kept by."""
-        values = {**asdict(self.choice), "compiled": self.compiled}
+        values = {**asdict(self.layout), "compiled": self.compiled}
         return " ".join(f"{name}={value}" for name, value in values.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the knobs as --json and --space name them."""
+        return {**self.layout.to_dict(), "compile": self.compiled}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,23 @@ class Trial:
     reason: str = ""  # why it is not "ok"
     seconds: float = 0.0  # that the whole trial took
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for files."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for files."""
         return asdict(self)
+
+
+def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return a configuration in a few words: what sets it apart from the other candidates."""
+    layout = candidate.layout
+    parts = [f"ZeRO {layout.zero_stage}", f"micro batch {layout.micro_batch} x {layout.accumulation}"]
+    parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp") if getattr(layout, name) > 1]
+    parts += [layout.offload] if layout.offload != "none" else []
+    flags = {"checkpointing": layout.checkpointing, "overlap": layout.overlap, "compile": candidate.compiled}
+    parts += [word for word, on in flags.items() if on]
+    parts += [layout.precision] if len({c.layout.precision for c in candidates}) > 1 else []
+    alike = [c.layout for c in candidates if c.layout.zero_stage == layout.zero_stage]
+    if len({one.bucket for one in alike}) > 1:
+        parts.append(f"buckets of {layout.bucket:,}")
+    if len({one.persistence for one in alike}) > 1:
+        parts.append(f"persistence of {layout.persistence:,}")
+    return ", ".join(parts)

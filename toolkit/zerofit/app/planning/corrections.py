@@ -27,9 +27,9 @@ class TunedLayouts:
     device: str
     measured: tuple[tuple[Candidate, float], ...]  # with their step times in seconds
 
-    def correct(self, choice: PlannedLayout, step_s: float) -> float:
+    def correct(self, layout: PlannedLayout, step_s: float) -> float:
         """The step time of a configuration, forecast `step_s`, as the trials have it."""
-        return math.exp(self._learned.expected(Candidate(choice=choice, forecast_step_s=step_s, peak_bytes=0))[0])
+        return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
 
     @cached_property
     def _learned(self) -> StepTimeModel:
@@ -70,7 +70,7 @@ def refuse_other_device(tuned: TunedLayouts, kind: str) -> None:
 
 def _candidate(row: dict[str, Any]) -> Candidate:
     names = ("compiled", "forecast_step_s", "peak_bytes")
-    return Candidate(choice=PlannedLayout(**row["choice"]), **{name: row[name] for name in names})
+    return Candidate(layout=PlannedLayout(**row["choice"]), **{name: row[name] for name in names})
 
 
 def _problem(message: str) -> UserError:

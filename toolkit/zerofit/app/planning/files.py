@@ -30,15 +30,15 @@ def refuse_existing(folder: Path) -> None:
 
 
 def write_plan(
-    folder: Path, choice: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, nvme_path: str
+    folder: Path, layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, nvme_path: str
 ) -> list[str]:
     """Write both files; their paths. Raises UserError."""
     refuse_existing(folder)
     config, run = (folder / name for name in NAMES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config.write_text(json.dumps(ds_config(choice, profile, nvme_path), indent=2) + "\n", encoding="utf-8")
-        described = run_yaml(choice, profile, model_args, image, config.absolute())
+        config.write_text(json.dumps(ds_config(layout, profile, nvme_path), indent=2) + "\n", encoding="utf-8")
+        described = run_yaml(layout, profile, model_args, image, config.absolute())
         run.write_text(yaml.safe_dump(described, sort_keys=False) + data_line(profile, image), encoding="utf-8")
     except OSError as error:
         message = f"cannot write to {folder}: {error.strerror or error}"
@@ -46,29 +46,29 @@ def write_plan(
     return [str(config), str(run)]
 
 
-def ds_config(choice: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
+def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
     """The bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
-    base = "zero3_nvme" if "nvme" in (choice.offload_optimizer, choice.offload_param) else f"zero{choice.zero_stage}"
+    base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
     config = json.loads(bundled()[base].read_text(encoding="utf-8"))
     zero = config["zero_optimization"]
-    if choice.zero_stage:
-        zero["overlap_comm"] = choice.overlap
-        if choice.bucket != bucket_elements(profile.parameters):
+    if layout.zero_stage:
+        zero["overlap_comm"] = layout.overlap
+        if layout.bucket != bucket_elements(profile.parameters):
             for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
-                zero[key] = choice.bucket
-        if choice.zero_stage == 3 and choice.persistence > stage3_sizes(profile)["persistence"]:
-            zero["stage3_prefetch_bucket_size"] = choice.prefetch
-            zero["stage3_param_persistence_threshold"] = choice.persistence
-    for key, device in (("offload_optimizer", choice.offload_optimizer), ("offload_param", choice.offload_param)):
+                zero[key] = layout.bucket
+        if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile)["persistence"]:
+            zero["stage3_prefetch_bucket_size"] = layout.prefetch
+            zero["stage3_param_persistence_threshold"] = layout.persistence
+    for key, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
         if device == "none":
             zero.pop(key, None)
         elif device == "cpu":
             zero[key] = {"device": "cpu", "pin_memory": True}
         else:
             zero[key]["nvme_path"] = nvme_path
-    if choice.tp > 1:
+    if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": "auto"}
-    if choice.sp > 1:
+    if layout.sp > 1:
         config["sequence_parallel_size"] = "auto"
     return config
 
@@ -82,21 +82,21 @@ def data_line(profile: Profile, image: str | None) -> str:
 
 
 def run_yaml(
-    choice: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, config: Path
+    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, config: Path
 ) -> dict[str, Any]:
     """The run that the plan is for; what it leaves out `zerofit train` decides."""
     path = Path(profile.model)
-    degrees = {"tensor_parallel": choice.tp, "pipeline": choice.pp, "sequence_parallel": choice.sp}
+    degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
     return {
         "model": str(path.absolute()) if path.exists() else profile.model,
         **({"model_args": model_args} if model_args else {}),
         **({"seq_len": profile.seq_len} if profile.seq_len else {}),
         **({"image_size": int(image.rpartition("x")[2])} if image else {}),
-        "ranks": choice.world_size,
-        "micro_batch": choice.micro_batch,
-        "gradient_accumulation_steps": choice.accumulation,
-        "precision": choice.precision,
-        "activation_checkpointing": choice.checkpointing,
+        "ranks": layout.world_size,
+        "micro_batch": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "precision": layout.precision,
+        "activation_checkpointing": layout.checkpointing,
         **{name: degree for name, degree in degrees.items() if degree > 1},
         "ds_config": str(config),
     }

@@ -15,7 +15,6 @@ from zerofit.app.clusters.site import filled, machine_of
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.app.planning.questions import forecast_of
-from zerofit.app.planning.result import choice_json
 from zerofit.app.resolve import resolve_job
 from zerofit.app.tuning.space import allows, read_space
 from zerofit.cli.console import EventConsole
@@ -70,11 +69,11 @@ class TuneJob:
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
             found = _forecast(profiles[precision], cluster, _wish(run, precision, batch))
             considered += found.considered
-            for one in found.best:
+            for one in found.layouts:
                 compiles = allowed.get("compile") or [run.compile]
                 times = {"forecast_step_s": one.time.step_s, "peak_bytes": one.memory.peak_bytes}
-                candidates += [Candidate(choice=one.choice, compiled=compiled, **times) for compiled in compiles]
-        candidates = [c for c in candidates if allows(allowed, candidate_json(c))]
+                candidates += [Candidate(layout=one.layout, compiled=compiled, **times) for compiled in compiles]
+        candidates = [c for c in candidates if allows(allowed, c.to_dict())]
         if not candidates:
             message = f"none of {considered} configurations fits" + (f" and is in {space}" if space else "")
             hint = "`zerofit plan` says what lacks" if not space else "allow more values"
@@ -82,33 +81,17 @@ class TuneJob:
         kind = cluster.device.kind
         return cls(asked, run, source, profiles, tuple(candidates), kind, tuple(used), tuple(host_flags))
 
-    def shown(self, candidate: Candidate) -> str:
-        """A configuration in a few words."""
-        row = candidate_json(candidate)
-        batch = f"micro batch {row['micro_batch']} x {row['gradient_accumulation_steps']}"
-        parts = [f"ZeRO {row['zero_stage']}", batch]
-        parts += [f"{name} {row[name]}" for name in ("tp", "pp", "sp") if row[name] > 1]
-        parts += [row["offload"]] if row["offload"] != "none" else []
-        parts += ["checkpointing"] if row["activation_checkpointing"] else []
-        parts += ["overlap"] if row["overlap_comm"] else []
-        parts += ["compile"] if row["compile"] else []
-        parts += [row["precision"]] if len(self.profiles) > 1 else []
-        for name, word in (("bucket_elements", "buckets"), ("persistence_elements", "persistence")):
-            of_alike = {candidate_json(c)[name] for c in self.candidates if c.choice.zero_stage == row["zero_stage"]}
-            parts += [f"{word} of {row[name]:,}"] if len(of_alike) > 1 else []
-        return ", ".join(parts)
-
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
         """The user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""
-        config, choice = copy.deepcopy(self.ds_source), candidate.choice
+        config, layout = copy.deepcopy(self.ds_source), candidate.layout
         for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size"):
             config.pop(key, None)
-        if choice.precision != self.run.precision:  # asked for by --space: run.yaml says which
+        if layout.precision != self.run.precision:  # asked for by --space: run.yaml says which
             for key in ("fp16", "bf16"):
                 config.pop(key, None)
         offload = config.get("zero_optimization", {}).get("offload_param", {})
-        profile = self.profiles[choice.precision]
-        planned = planned_config(choice, profile, offload.get("nvme_path") or "/local_nvme")
+        profile = self.profiles[layout.precision]
+        planned = planned_config(layout, profile, offload.get("nvme_path") or "/local_nvme")
         for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
             if key in planned:
                 config[key] = planned[key]
@@ -116,14 +99,14 @@ class TuneJob:
 
     def knobs(self, candidate: Candidate) -> dict[str, Any]:
         """The keys of run.yaml that this configuration sets."""
-        choice = candidate.choice
-        degrees = {"tensor_parallel": choice.tp, "pipeline": choice.pp, "sequence_parallel": choice.sp}
+        layout = candidate.layout
+        degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
         return {
-            "ranks": choice.world_size,
-            "micro_batch": choice.micro_batch,
-            "gradient_accumulation_steps": choice.accumulation,
-            "activation_checkpointing": choice.checkpointing,
-            "precision": choice.precision,
+            "ranks": layout.world_size,
+            "micro_batch": layout.micro_batch,
+            "gradient_accumulation_steps": layout.accumulation,
+            "activation_checkpointing": layout.checkpointing,
+            "precision": layout.precision,
             "compile": candidate.compiled,
             **{name: degree for name, degree in degrees.items() if degree > 1},
         }
@@ -134,11 +117,6 @@ class TuneJob:
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
         return {**run, **QUIET, **drop, **degrees, **self.knobs(candidate), "ds_config": self.ds_config(candidate)}
-
-
-def candidate_json(candidate: Candidate) -> dict[str, Any]:
-    """A configuration's knobs, as --json and --space name them."""
-    return {**choice_json(candidate.choice), "compile": candidate.compiled}
 
 
 def _cluster(job: Job, hosts: Sequence[Host]) -> Cluster:

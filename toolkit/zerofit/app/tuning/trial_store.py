@@ -27,7 +27,7 @@ class TrialStore:
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
         config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
         hosts = [[host.name, host.slots] for host in job.hosts]
-        place = [job.device, job.candidates[0].choice.world_size, hosts, [w for w in job.host_flags if "--env" in w]]
+        place = [job.device, job.candidates[0].layout.world_size, hosts, [w for w in job.host_flags if "--env" in w]]
         content = [run, config, place, versions()]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:20]
         self._keys = {candidate.key for candidate in job.candidates}
@@ -53,7 +53,7 @@ class TrialStore:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * self._cut() + json.dumps(trial.as_dict()) + "\n")
+            file.write("\n" * self._cut() + json.dumps(trial.to_dict()) + "\n")
 
     def _cut(self) -> bool:
         """Whether the last line has no end."""

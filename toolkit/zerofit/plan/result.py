@@ -1,0 +1,166 @@
+"""The result of a plan: the best layouts with everything that is known of them, and why others do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.plan.fit import Fit
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.rates import Rates
+from zerofit.plan.time import StepTime
+from zerofit.report.html_table import html_table
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.plain_data import field_data
+from zerofit.spec.units import shown_bytes
+
+SAME_SPEED = 0.03  # a forecast of time is less exact than this share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankedLayout:
+    """One of the best layouts, with everything that is known of it."""
+
+    layout: PlannedLayout
+    memory: LayoutMemory
+    fit: Fit
+    time: StepTime
+    samples_per_s: float
+    tokens_per_s: float | None  # None for images
+    mfu: float | None  # None for CPUs
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one optimizer step, rounded as the samples a second are."""
+        return self.layout.global_batch / self.samples_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a row of `layouts` in `zerofit plan --json`."""
+        return {
+            **self.layout.to_dict(),
+            "peak_bytes": self.memory.peak_bytes,
+            "peak_phase": self.memory.peak_phase,
+            "breakdown": self.memory.breakdown,
+            "margin_bytes": round(self.fit.margin_bytes),
+            "device_total_bytes": self.fit.device_there_bytes,
+            "host_bytes": self.memory.host_bytes,
+            "nvme_bytes": self.memory.nvme_bytes,
+            "step_s": self.step_s,
+            "time": field_data(self.time, "step_s"),
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "fits": self.fit.short is None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """Layouts that do not fit for one reason, by the one that came nearest (None where none was forecast)."""
+
+    reason: str  # stable slug
+    count: int
+    message: str
+    hint: str
+    layout: PlannedLayout | None = None
+    fit: Fit | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a row of `rejections` in `zerofit plan --json`."""
+        return {
+            "reason": self.reason,
+            "count": self.count,
+            "message": self.message,
+            "hint": self.hint,
+            "layout": self.layout.to_dict() if self.layout else None,
+            "lacks_share": round(self.fit.over - 1, 4) if self.fit else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """The layouts of a model on one cluster."""
+
+    model: str
+    parameters: int
+    seq_len: int | None  # None for images
+    precision: str
+    cluster: Cluster
+    rates: Rates
+    layouts: tuple[RankedLayout, ...]  # best first; they differ in more than buckets and overlap unless all were wanted
+    rejections: tuple[Rejected, ...]  # most frequent first
+    considered: int
+    fitting: int
+    seconds: float
+
+    @property
+    def nearest(self) -> Rejected | None:
+        """The rejected layout that lacks least."""
+        return min((r for r in self.rejections if r.fit), key=lambda r: r.fit.over if r.fit else 0.0, default=None)
+
+    @property
+    def plainest(self) -> int | None:
+        """The place of the plainest among the layouts that are nearly as fast as the first."""
+        return plainest(self.layouts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan's part of what `zerofit plan --json` prints."""
+        cluster = self.cluster
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "seq_len": self.seq_len,
+            "precision": self.precision,
+            "cluster": {
+                "gpu": cluster.device.kind,
+                "gpus": cluster.gpus,
+                "nodes": cluster.nodes,
+                "ranks": cluster.ranks,
+                "device_bytes": cluster.device.memory_bytes,
+                "host_bytes": cluster.host_bytes,
+                "nvme_bytes": cluster.nvme_bytes,
+                "assumed": list(cluster.notes),
+            },
+            "layouts": [one.to_dict() for one in self.layouts],
+            "plainest": self.plainest,
+            "fitting": self.fitting,
+            "considered": self.considered,
+            "rejected": {one.reason: one.count for one in self.rejections},
+            "rejections": [one.to_dict() for one in self.rejections],
+            "nearest_miss": self.nearest.to_dict() if self.nearest and not self.layouts else None,
+            "rates": {name: getattr(self.rates, name) for name in self.rates.sources},
+            "rate_sources": self.rates.sources,
+            "seconds": round(self.seconds, 4),
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.layout,
+                shown_bytes(one.memory.peak_bytes),
+                f"{one.step_s:.3g} s",
+                f"{one.tokens_per_s or one.samples_per_s:,.3g}",
+                "" if one.mfu is None else f"{one.mfu:.0%}",
+            )
+            for one in self.layouts
+        ]
+        cluster, speed = self.cluster, "tokens/s" if self.seq_len else "samples/s"
+        caption = f"{self.model} in {self.precision} on {cluster.nodes} x {cluster.gpus} x {cluster.device.kind}"
+        if not rows and self.nearest:
+            caption += f": nothing fits; nearest: {self.nearest.layout}: {self.nearest.message}"
+        return html_table(caption, ("layout", "device memory", "step", speed, "MFU"), rows)
+
+
+def plain(layout: PlannedLayout) -> tuple[int, ...]:
+    """Return a key that sorts plain layouts before those with more machinery."""
+    offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
+    degrees = layout.tp * layout.pp * layout.sp
+    sizes = (layout.overlap, layout.bucket, layout.micro_batch)
+    return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)
+
+
+def plainest(layouts: Sequence[RankedLayout]) -> int | None:
+    """Return the place of the plainest among those that are nearly as fast as the first; None without layouts."""
+    near = [n for n, one in enumerate(layouts) if one.samples_per_s >= (1 - SAME_SPEED) * layouts[0].samples_per_s]
+    return min(near, key=lambda n: plain(layouts[n].layout), default=None)
