@@ -6,13 +6,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.model_inputs import assumed_inputs
+from zerofit.app.planning.code_digest import code_digest
 from zerofit.models.catalog import ModelError, names_callable
 from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
@@ -153,7 +154,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
         "settings": [wanted.precision, wanted.checkpointings, wanted.degrees],
         "device": wanted.device,
         "versions": {name: importlib.metadata.version(name) for name in names},
-        "code": _code(),
+        "code": code_digest(__name__),  # a profile of older code is made anew
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
@@ -169,22 +170,6 @@ def _content(model: str) -> Any:
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
     return None if names_callable(model) else model
-
-
-def _code() -> str:
-    """A digest of the code that traces: a profile of older code is made anew."""
-    import zerofit
-
-    root = Path(zerofit.__file__).parent
-    names = ("profile", "costs", "recorder", "subject", "standins", "flops")
-    return _digest([root / "spec" / "profile.py", *(root / "simulate" / f"{name}.py" for name in names)])
-
-
-def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes() if file.is_file() else b"")
-    return digest.hexdigest()[:12]
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
