@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, shards
-from zerofit.plan.timeline import Parameter, Point, StageTimeline, TimelineEvent
+from zerofit.plan.timeline import Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward
 from zerofit.spec.precision import ELEMENT_BYTES
 
@@ -41,10 +41,10 @@ def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str) ->
     With accumulation it is the last backward of a step, else the only one.
     """
     # the same for all of these
-    alike = {"micro_batch": 1, "max_live": 0, "accumulation": min(layout.accumulation, 2)}
+    alike = replace(layout, micro_batch=1, max_live=0, accumulation=min(layout.accumulation, 2))
     if device == "cpu":  # the host's memory is the device's
-        alike["offload_param"] = "none"
-    return _moments(line, replace(layout, **alike), device)
+        alike = replace(alike, offload_param="none")
+    return _moments(line, alike, device)
 
 
 @lru_cache(maxsize=4096)
@@ -225,15 +225,14 @@ class _Scattered:
             for point in event.live:
                 yield self._held(point, gathered)
             if event.parameter is not None:
-                yield from self._arrive(event, gathered)
+                yield from self._arrive(event.parameter.numel, event.end, gathered)
         yield from self._reduce((0.0, 0.0), 0)
 
-    def _arrive(self, event: TimelineEvent, gathered: int) -> Iterator[LiveMemory]:
-        """zero/stage3.py:1570."""
-        numel = event.parameter.numel
+    def _arrive(self, numel: int, activations: Point, gathered: int) -> Iterator[LiveMemory]:
+        """Take in one complete gradient (zero/stage3.py:1570)."""
         if self.filled and self.filled + numel > self.limit:
-            yield from self._reduce(event.end, gathered)
-        yield self._held(event.end, gathered)
+            yield from self._reduce(activations, gathered)
+        yield self._held(activations, gathered)
         self.parts += 1
         self.filled += numel
         if numel > self.limit:  # does not fit into the bucket, and stays where it is (:1627)

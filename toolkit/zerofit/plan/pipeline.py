@@ -49,17 +49,23 @@ def idle(line: StageTimeline) -> Point:
 
     The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are used again (:751).
     """
-    kept = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
-    return tuple(
-        line.received[n] + line.sent[n] + kept[0] * line.logits[n] + kept[1] * line.received[n] for n in (0, 1)
-    )
+    logits, inputs = (2.0, 4.0) if line.logits[1] else (0.0, 0.0)
+
+    def kept(n: int) -> float:
+        return line.received[n] + line.sent[n] + logits * line.logits[n] + inputs * line.received[n]
+
+    return kept(0), kept(1)
 
 
 def _held(line: StageTimeline, micro_batches: int) -> Point:
     """Each micro batch has its input twice: as received (:1128), and as the forward took it (:705)."""
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's are in its two buffers
     between = idle(line)
-    return tuple(between[n] + (micro_batches - 1) * line.saved[n] + own * line.received[n] for n in (0, 1))
+
+    def held(n: int) -> float:
+        return between[n] + (micro_batches - 1) * line.saved[n] + own * line.received[n]
+
+    return held(0), held(1)
 
 
 @lru_cache(maxsize=256)

@@ -80,19 +80,17 @@ def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None =
     """The rates of a cluster at a precision; `calibration` replaces what it has measured."""
     device, node = cluster.device, cluster.device.node
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
-    peak = device.peak(precision) or device.peak("fp32")
-    share, how = _matmul(cluster, precision)
-    ring = "nvlink" if "PCIe" not in device.link_name else "pcie ring"
+    peak, share = device.peak(precision) or device.peak("fp32") or 0.0, _matmul(cluster, precision)
     assumed = {
-        "flops": (peak * share, how),
-        "memory": (device.bandwidth * EFFICIENCIES["memory"].value, EFFICIENCIES["memory"].how),
+        "flops": SourcedRate(peak * share.value, share.how),
+        "memory": _share_of(device.bandwidth, "memory"),
         "launch_s": LAUNCH_S,
-        "link": (device.link * EFFICIENCIES[ring].value, EFFICIENCIES[ring].how),
-        "network": (node.network * EFFICIENCIES["network"].value, EFFICIENCIES["network"].how),
-        "pcie": (device.pcie * EFFICIENCIES["pcie"].value, EFFICIENCIES["pcie"].how),
-        "host": (node.host_bandwidth * EFFICIENCIES["host"].value, EFFICIENCIES["host"].how),
-        "nvme_read": (node.nvme_read * EFFICIENCIES["nvme"].value, EFFICIENCIES["nvme"].how),
-        "nvme_write": (node.nvme_write * EFFICIENCIES["nvme"].value, EFFICIENCIES["nvme"].how),
+        "link": _share_of(device.link, "pcie ring" if "PCIe" in device.link_name else "nvlink"),
+        "network": _share_of(node.network, "network"),
+        "pcie": _share_of(device.pcie, "pcie"),
+        "host": _share_of(node.host_bandwidth, "host"),
+        "nvme_read": _share_of(node.nvme_read, "nvme"),
+        "nvme_write": _share_of(node.nvme_write, "nvme"),
         "call_s": CALL_S,
     }
     reached = measured.matmul_flops.get(precision)
@@ -108,15 +106,20 @@ def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None =
         "call_s": measured.link_latency_s,
     }
     date = f"measured here on {measured.date[:10]}"
-    chosen = {name: (found[name], date) if found.get(name) else pair for name, pair in assumed.items()}
+    chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
     return Rates(
-        **{name: value for name, (value, _) in chosen.items()},
+        **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
         hop_s=HOP_S.value,
         network_hop_s=NETWORK_HOP_S.value,
         peak=None if cluster.on_cpu else device.peak(precision),
-        sources={name: source for name, (_, source) in chosen.items()},
+        sources={name: rate.how for name, rate in chosen.items()},
     )
+
+
+def _share_of(peak: float, efficiency: str) -> SourcedRate:
+    share, how = EFFICIENCIES[efficiency]
+    return SourcedRate(peak * share, how)
 
 
 def _matmul(cluster: Cluster, precision: str) -> SourcedRate:

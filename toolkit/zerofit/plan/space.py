@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
@@ -53,7 +54,7 @@ class SearchSpace:
 
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Every layout that can be run on this cluster as requested."""
-    space = SearchSpace()
+    space, sizes = SearchSpace(), stage3_sizes(profile)
     for degrees in _degrees(cluster, profile, request):
         problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
         if problem:
@@ -77,7 +78,8 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 offload_optimizer=optimizer,
                 offload_param=param,
                 bucket=bucket_elements(profile.parameters),
-                **(stage3_sizes(profile) if stage == 3 else {}),
+                prefetch=sizes.prefetch if stage == 3 else 0,
+                persistence=sizes.persistence if stage == 3 else 0,
             )
             space.families.append([first, *_variants(first, profile, request.every)])
     return space
@@ -167,13 +169,20 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
     if profile.parameters > LARGE_BUCKET:
         variants += [replace(one, bucket=LARGE_BUCKET) for one in (first, variants[0])]
     if every and first.zero_stage == 3:
-        sizes = {"prefetch": MORE_GATHERED * first.prefetch, "persistence": MORE_GATHERED * first.persistence}
-        variants.append(replace(first, **sizes))
+        more = MORE_GATHERED
+        variants.append(replace(first, prefetch=more * first.prefetch, persistence=more * first.persistence))
     return variants
 
 
-def stage3_sizes(profile: Profile) -> dict[str, int]:
+class Stage3Sizes(NamedTuple):
     """Elements that stage 3 gathers ahead, and below which a parameter stays gathered."""
+
+    prefetch: int
+    persistence: int
+
+
+def stage3_sizes(profile: Profile) -> Stage3Sizes:
+    """Return the sizes that follow from the model's width."""
     largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
     hidden = width(profile.hidden_size, largest)
-    return {"prefetch": prefetch_elements(hidden), "persistence": persistence_elements(hidden)}
+    return Stage3Sizes(prefetch=prefetch_elements(hidden), persistence=persistence_elements(hidden))
