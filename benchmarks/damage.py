@@ -20,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerofit.checkpoint.store import Store
-from zerofit.checkpoint.verify import verify
+from zerofit.checkpoint.store import Store, verify
 from zerofit.spec.versions import versions
 
 MODEL = ["--model-args", json.dumps({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64})]

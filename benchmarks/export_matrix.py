@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from tests.ranks.pool import ROOT, RankPool, Trained
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.locate import locate
-from zerofit.checkpoint.model_card import read_about
+from zerofit.checkpoint.model_card import read_model_info
+from zerofit.checkpoint.store import locate
 from zerofit.checkpoint.universal import convert
 from zerofit.data import eval_batches, open_data
 from zerofit.launch.environment import environment
@@ -184,7 +184,7 @@ def _load(out: Path, trained: Trained) -> nn.Module:
         model, found = autos[trained.job.facts.task].from_pretrained(out, output_loading_info=True)
         assert not any(found.values()), found
         return model
-    about = read_about(out)
+    about = read_model_info(out)
     model = build(find(about.model), about.inputs, about.model_args)
     model.load_state_dict(_tensors(out))
     # weights of a narrower type are computed with in it, batch norm in fp32, as training does

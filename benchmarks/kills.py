@@ -27,9 +27,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from zerofit.checkpoint.names import SAVING
-from zerofit.checkpoint.store import Store
-from zerofit.checkpoint.verify import verify
+from zerofit.checkpoint.store import STAGING, Store, verify
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.versions import versions
 
@@ -175,7 +173,7 @@ class Run:
 
     def _is_saving(self) -> bool:
         folder = RunFolder(self.path).checkpoints
-        return folder.is_dir() and any(name.startswith(SAVING) for name in os.listdir(folder))
+        return folder.is_dir() and any(name.startswith(STAGING) for name in os.listdir(folder))
 
     def _newest(self) -> int:
         found = Store(RunFolder(self.path).checkpoints).entries()

@@ -27,7 +27,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from zerofit.checkpoint.model_card import about_run, write_about
+from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -114,14 +114,14 @@ def save(name: str, folder: Path) -> Path:
         inputs = TextInputs(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
         run = Run(model="llama-tiny", model_args=LLAMA, data=f"synthetic:{VOCABULARY}", seq_len=SEQ_LEN)
         build(find(run.model), inputs, LLAMA).save_pretrained(folder)
-        write_about(folder, about_run(run, "causal-lm", inputs, 0, "float32"))
+        ModelInfo.of_run(run, "causal-lm", inputs, 0, "float32").write(folder)
     else:
         images = ImageInputs(channels=3, size=SIZE, classes=CLASSES)
         run = Run(model="vit_l_16", data=f"synthetic:{CLASSES}", image_size=SIZE)
         model = build(find(run.model), images, {})
         torch.nn.init.normal_(model.heads.head.weight, std=0.02)  # torchvision begins with zeros
         save_file(model.state_dict(), folder / "model.safetensors")
-        write_about(folder, about_run(run, "image", images, 0, "float32"))
+        ModelInfo.of_run(run, "image", images, 0, "float32").write(folder)
     return folder
 
 

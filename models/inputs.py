@@ -1,8 +1,11 @@
-"""What a model is fed: the facts of the data that a model's shape depends on."""
+"""Inputs of a model: the facts of the data that a model's shape depends on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +27,19 @@ class TextInputs:
 
 
 Inputs = ImageInputs | TextInputs
+
+_KINDS: dict[str, type[TextInputs] | type[ImageInputs]] = {"text": TextInputs, "image": ImageInputs}
+
+
+def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
+    """Return inputs as JSON: their fields, and "kind", "text" or "image"."""
+    kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
+    return {"kind": kind, **asdict(inputs)}
+
+
+def inputs_from_dict(value: Any) -> Inputs:
+    """Return the inputs that `inputs_to_dict` described. Raises ValueError for anything else."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"inputs are of kind text or image, not {kind!r}")
+    return TypeAdapter(_KINDS[kind]).validate_python(value)

@@ -11,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.manifest import Manifest, files_of, marks_of
-from zerofit.checkpoint.model_card import inputs_json
+from zerofit.checkpoint.store import Manifest, files_of, marks_of
 from zerofit.models.inputs import Inputs
 from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
+from zerofit.spec.run_folder import Job
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 MODEL_STATES = "state/mp_rank_00_model_states.pt"
 OPTIM_STATES = "state/zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+JOB = Job(
+    run=Run(model="mlp", data="digits"),
+    layout=Layout(dp=2, zero_stage=2),
+    batch=Batch(micro=2, accumulation=1, dp=2),
+    steps=2,
+    facts=ModelFacts(task="image", parameters=10, largest_parameter=10, hidden_size=3, forward_flops=None),
+    ds_config={},
+)
 Values = Callable[[str, str, torch.Size], Tensor]  # name, kind, shape
 
 
@@ -167,16 +176,11 @@ def _ties(model: nn.Module) -> dict[str, str]:
 def _write_manifest(folder: Path, made: Made) -> None:
     layout = Layout(dp=made.ranks, zero_stage=2)
     batch = Batch(micro=2, accumulation=1, dp=made.ranks)
-    facts = {"task": made.task, "parameters": sum(p.numel() for p in made.model.parameters())}
-    job = {
-        "run": made.run.model_dump(mode="json"),
-        "layout": vars(layout),
-        "batch": vars(batch),
-        "steps": made.step,
-        "facts": facts,
-        "ds_config": {},
-        "inputs": inputs_json(made.inputs),
-    }
+    sizes = [p.numel() for p in made.model.parameters()]
+    facts = ModelFacts(
+        task=made.task, parameters=sum(sizes), largest_parameter=max(sizes), hidden_size=1, forward_flops=None
+    )
+    job = Job(run=made.run, layout=layout, batch=batch, steps=made.step, facts=facts, ds_config={})
     Manifest(
         step=made.step,
         samples=made.step * batch.total,
@@ -184,6 +188,7 @@ def _write_manifest(folder: Path, made: Made) -> None:
         created="2026-01-01T00:00:00+00:00",
         versions={"zerofit": "0.1.0"},
         job=job,
+        inputs=made.inputs,
         figures={"loss": 1.0},
         files=marks_of(folder, files_of(folder)),
     ).write(folder)

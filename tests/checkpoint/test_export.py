@@ -16,8 +16,8 @@ from torch.nn import functional
 from tests.checkpoint.conftest import GROUPED, SHAPE
 from tests.checkpoint.made import Made, make
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.locate import locate
-from zerofit.checkpoint.model_card import read_about
+from zerofit.checkpoint.model_card import read_model_info
+from zerofit.checkpoint.store import locate
 from zerofit.data import eval_batches, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -70,7 +70,7 @@ def test_images_with_batch_norm(runs, tmp_path):
     trained = runs("images")
     done = exported(trained, tmp_path / "out")
     assert done.files == ["model.safetensors", "zerofit.json"]
-    about = read_about(tmp_path / "out")
+    about = read_model_info(tmp_path / "out")
     assert (about.model, about.step, about.dtype) == ("resnet18-small", 2, "float32")
     model = build(find(about.model), about.inputs, about.model_args).eval()
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
@@ -167,11 +167,10 @@ def test_a_model_that_does_not_fit_is_refused_with_all_that_is_wrong(tmp_path):
 
 
 def rewrite(folder, manifest):
-    from zerofit.checkpoint.manifest import FileMark, Manifest
+    from zerofit.checkpoint.store import MANIFEST, checksum_of
 
     manifest.pop("checksum")
-    files = {name: FileMark(**mark) for name, mark in manifest["files"].items()}
-    Manifest(**{**manifest, "files": files}).write(folder)
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": checksum_of(manifest)}))
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -181,7 +180,9 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, monkeypatch
     export(folder, out)  # an empty folder may be there
     with pytest.raises(UserError, match="exists already"):
         export(folder, out)
-    monkeypatch.setattr("zerofit.checkpoint.export.write_about", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "zerofit.checkpoint.model_card.ModelInfo.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "interrupted")
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())

@@ -132,7 +132,7 @@ def test_an_index_that_is_missing(checkpoint):
     assert kind(lambda: FullState(checkpoint)) == "incomplete-checkpoint"
     (checkpoint / "ranks/rank-00000.json").unlink()
     assert kind(lambda: FullState(checkpoint)) == "incomplete-checkpoint"
-    assert kind(lambda: FullState(checkpoint, "generator")) == "incomplete-checkpoint"
+    assert kind(lambda: FullState(checkpoint, {"generator": ""})) == "incomplete-checkpoint"
 
 
 @pytest.mark.parametrize(

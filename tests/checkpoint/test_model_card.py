@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from zerofit.checkpoint.model_card import ModelInfo, inputs_json, inputs_of, read_about, write_about
-from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.checkpoint.model_card import ModelInfo, read_model_info
+from zerofit.models.inputs import ImageInputs, TextInputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import UserError
 
 IMAGES = ImageInputs(channels=1, size=8, classes=10)
@@ -27,22 +27,22 @@ ABOUT = ModelInfo(
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_about(tmp_path, ABOUT)
-    assert read_about(tmp_path) == ABOUT
+    ABOUT.write(tmp_path)
+    assert read_model_info(tmp_path) == ABOUT
     assert json.loads((tmp_path / "zerofit.json").read_text())["inputs"]["kind"] == "image"
 
 
 def test_a_folder_without_it_says_nothing(tmp_path):
-    assert read_about(tmp_path) is None
+    assert read_model_info(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": "lenet"}', '{"inputs": {"kind": "sound"}}', '{"inputs": 3}'])
 def test_another_file_of_that_name_is_refused(tmp_path, text):
     (tmp_path / "zerofit.json").write_text(text)
     with pytest.raises(UserError, match=r"zerofit\.json"):
-        read_about(tmp_path)
+        read_model_info(tmp_path)
 
 
 @pytest.mark.parametrize("inputs", [IMAGES, TEXT])
 def test_inputs_come_back(inputs):
-    assert inputs_of(json.loads(json.dumps(inputs_json(inputs)))) == inputs
+    assert inputs_from_dict(json.loads(json.dumps(inputs_to_dict(inputs)))) == inputs

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.checkpoint.manifest import Manifest, files_of, marks_of
-from zerofit.checkpoint.names import folder_name
-from zerofit.checkpoint.store import Store
-from zerofit.checkpoint.verify import verify
+from tests.checkpoint.made import JOB
+from zerofit.checkpoint.store import Manifest, Store, files_of, folder_name, marks_of, verify
+from zerofit.models.inputs import ImageInputs
 
 
 def write(store: Store, step: int) -> Path:
-    aside = store.aside(step)
-    (aside / "state").mkdir(parents=True)
+    staging = store.staging_path(step)
+    (staging / "state").mkdir(parents=True)
     for name in ("state/model.pt", "state/optimizer.pt", "latest"):
-        (aside / name).write_bytes(f"{name} of {step} ".encode() * 50)
-    facts = {"samples": step * 4, "world_size": 2, "created": "", "versions": {}, "job": {}, "figures": {}}
-    Manifest(step=step, files=marks_of(aside, files_of(aside)), **facts).write(aside)
+        (staging / name).write_bytes(f"{name} of {step} ".encode() * 50)
+    facts = {"samples": step * 4, "world_size": 2, "created": "", "versions": {}, "job": JOB, "figures": {}}
+    inputs = ImageInputs(channels=1, size=8, classes=10)
+    Manifest(step=step, inputs=inputs, files=marks_of(staging, files_of(staging)), **facts).write(staging)
     return store.make_visible(step)
 
 
@@ -79,7 +79,7 @@ def test_what_a_kill_leaves_is_not_listed(store):
         (store.folder / name).mkdir()
         (store.folder / name / "part.pt").touch()
     assert steps(store) == [10, 20, 30]
-    store.clear_leftovers()
+    store.remove_incomplete()
     assert sorted(path.name for path in store.folder.iterdir()) == [folder_name(step) for step in (10, 20, 30)]
 
 

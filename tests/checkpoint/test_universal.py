@@ -10,7 +10,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from zerofit.checkpoint.locate import locate
+from zerofit.checkpoint.store import locate
 from zerofit.checkpoint.universal import convert
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.checkpoint.made import Made, make
-from zerofit.checkpoint.model_card import about_run, write_about
+from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.cli.main import main
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find
@@ -45,7 +45,7 @@ def folder(tmp_path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     save_file({"weight": torch.zeros(2)}, path / "model.safetensors")
-    write_about(path, about_run(command(tmp_path), "image", IMAGES, step=1, dtype="float32"))
+    ModelInfo.of_run(command(tmp_path), "image", IMAGES, step=1, dtype="float32").write(path)
     return path
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.models.small import TEXT, TRANSFORMERS
-from zerofit.checkpoint.model_card import about_run, write_about
+from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.data import Data, eval_indices, open_data
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
@@ -50,7 +50,7 @@ def save(folder: Path, name: str, args: dict[str, Any] | None = None, inputs: In
         save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, folder / "model.safetensors")
     data = f"synthetic:{inputs.classes}" if isinstance(inputs, ImageInputs) else f"synthetic:{TEXT.vocab_size}"
     run = Run(model=name, model_args=args, data=data, seq_len=TEXT.seq_len)
-    write_about(folder, about_run(run, task, inputs, step=7, dtype="float32"))
+    ModelInfo.of_run(run, task, inputs, step=7, dtype="float32").write(folder)
     return model
 
 

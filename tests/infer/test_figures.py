@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.infer import own
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save_small
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.checkpoint.model_card import about_run, write_about
+from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.data import eval_batches
 from zerofit.infer.evaluate import evaluate, working_bytes
 from zerofit.infer.figures import EvalFigures, cross_entropy_counts, figures_of
@@ -48,7 +48,7 @@ def test_a_model_that_gives_its_own_loss(tmp_path):
     from safetensors.torch import save_file
 
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
-    write_about(tmp_path / "model", about_run(run, "causal-lm", TEXT, 1, "float32"))
+    ModelInfo.of_run(run, "causal-lm", TEXT, 1, "float32").write(tmp_path / "model")
     mine, _ = loaded(tmp_path / "model", 0.0, tmp_path)
     got = figures(tmp_path / "model", mine)
     (batch,) = eval_batches(

@@ -16,10 +16,11 @@ from zerofit.infer.saved_model import is_checkpoint, open_saved
 from zerofit.infer.weights import read_weights
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import UserError
+from zerofit.spec.events import Reporter
 
 
 def find_folder(path):
-    return find(path, lambda text: None)
+    return find(path, Reporter())
 
 
 def kinds(work) -> list[str]:

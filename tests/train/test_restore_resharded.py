@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
+from tests.checkpoint.made import JOB
 from tests.train.small import GPT2, LLAMA
 from zerofit.checkpoint.compatible import OBSTACLES, obstacles, unsavable
 from zerofit.checkpoint.full_state import FullState
+from zerofit.spec.layout import Layout
+from zerofit.spec.run import Run
+from zerofit.spec.run_folder import Job
 
 AT, STEPS = 3, 6
 EXACT = 1e-5  # relative, fp32: sums in another order
@@ -94,12 +99,16 @@ def test_batch_statistics_are_the_mean_over_ranks(pools, tmp_path):
         torch.testing.assert_close(seen.buffer(name), saved[name])
 
 
-OLD = {"layout": {"dp": 2, "tp": 1, "pp": 1, "sp": 1, "zero_stage": 3}, "run": {"precision": "bf16"}}
-OLD["run"]["pipeline_balance"] = "parameters"
+OLD = replace(
+    JOB,
+    run=Run(model="mlp", data="digits", precision="bf16", pipeline_balance="parameters"),
+    layout=Layout(dp=2, zero_stage=3),
+)
 
 
-def job(config: dict[str, Any], **layout: int) -> dict[str, Any]:
-    return OLD | {"layout": OLD["layout"] | layout, "ds_config": {"optimizer": {"type": "AdamW"}, **config}}
+def job(config: dict[str, Any], **layout: int) -> Job:
+    ds_config = {"optimizer": {"type": "AdamW"}, **config}
+    return replace(OLD, layout=replace(OLD.layout, **layout), ds_config=ds_config)
 
 
 def offload(**keys: Any) -> dict[str, Any]:
@@ -122,7 +131,7 @@ def test_obstacles_are_found_on_either_side():
         special = job(REFUSED[one.key], dp=1)
         for old, new in ((plain, special), (special, plain)):
             assert one.key in [p.where for p in obstacles(old, new)]
-        assert bool(obstacles(special, special)) == bool(unsavable(special["ds_config"])) == one.always
+        assert bool(obstacles(special, special)) == bool(unsavable(special.ds_config)) == one.always
     assert obstacles(plain, job({}, dp=4, zero_stage=1, tp=2)) == []
 
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from tests.train.test_restore import same, state
-from zerofit.checkpoint.verify import verify
+from zerofit.checkpoint.store import verify
 
 MLP = {"model": "mlp", "data": "digits"}
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zerofit.app.checking import check as check
+    from zerofit.app.checkpoints import Checkpoint as Checkpoint
     from zerofit.app.comparing.comparisons import compare_scaling as compare_scaling
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from zerofit.spec.run import Run as Run
 
 _PLACES = {
+    "Checkpoint": "zerofit.app.checkpoints",
     "Cluster": "zerofit.spec.cluster",
     "Comparison": "zerofit.app.comparing.result",
     "Event": "zerofit.spec.events",

@@ -108,9 +108,9 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
         path.unlink(missing_ok=True)
     step = start.step if start else 0
     store = Store(folder.checkpoints)
-    store.clear_leftovers()
+    store.remove_incomplete()
     later = [entry.path for entry in store.entries() if entry.step > step]
-    notes = [f"{old.name} is kept as {new.name}" for old, new in zip(later, store.put_by(later), strict=True)]
+    notes = [f"{old.name} is kept as {new.name}" for old, new in zip(later, store.archive(later), strict=True)]
     if folder.result.exists():
         folder.result.unlink()
     return notes + _cut_metrics(folder, step)

@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerofit.checkpoint.compatible import obstacles
-from zerofit.checkpoint.job import job_json, same_storage
-from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.store import CheckpointEntry, Store
-from zerofit.checkpoint.verify import quick_look, verify
+from zerofit.checkpoint.compatible import obstacles, same_storage
+from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.layout import Layout
 from zerofit.spec.load import flag
 from zerofit.spec.run_folder import Job, RunFolder, Start
 
@@ -77,20 +75,20 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
 
 
 def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
-    old, new = manifest.job, job_json(job)
-    _refuse_another_run(old["run"], job, folder, MODEL)
-    found = obstacles(old, new)
+    old, new = (one.run.model_dump(mode="json") for one in (manifest.job, job))
+    _refuse_another_run(old, job, folder, MODEL)
+    found = obstacles(manifest.job, job)
     if manifest.step > job.steps:
         message = f"{checkpoint} has {manifest.step} steps done, and --steps asks for {job.steps} in all"
         found.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
     if found:
         raise UserError(*found)
-    same = same_storage(old, new)
-    changed = [name for name in new["run"] if name not in UNREMARKABLE and old["run"].get(name) != new["run"][name]]
+    same = same_storage(manifest.job, job)
+    changed = [name for name in new if name not in UNREMARKABLE and old[name] != new[name]]
     for name in changed:
-        report.note(f"{flag(name)} is now {new['run'][name]} (was {old['run'].get(name)})")
+        report.note(f"{flag(name)} is now {new[name]} (was {old[name]})")
     if not same:
-        report.note(f"the layout changes from {_shown(old['layout'])} to {_shown(new['layout'])}")
+        report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
     return Start(checkpoint=str(checkpoint), step=manifest.step, samples=manifest.samples, same_layout=same)
 
 
@@ -104,5 +102,6 @@ def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
 
 
-def _shown(layout: dict[str, int]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in layout.items() if value > 1 or name in ("dp", "zero_stage"))
+def _shown(layout: Layout) -> str:
+    degrees = layout.as_dict().items()
+    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1 or name in ("dp", "zero_stage"))

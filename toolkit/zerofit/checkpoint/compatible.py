@@ -1,4 +1,4 @@
-"""Which changes between a checkpoint and the run that takes it up cannot be: known from the two jobs alone."""
+"""Configuration changes that make a checkpoint impossible to resume, as far as the two jobs tell."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.checkpoint.job import same_storage
 from zerofit.spec.errors import Problem
+from zerofit.spec.run_folder import Job
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What of a DeepSpeed JSON keeps state where no other layout, or no resumed run at all, would find it."""
+    """A setting of a DeepSpeed JSON that keeps state where no other layout, or no resumed run at all, finds it."""
 
     key: str  # in the DeepSpeed JSON
     applies: Callable[[Config], bool]
@@ -72,8 +72,23 @@ OBSTACLES = (
 )
 
 
-def obstacles(old: dict[str, Any], new: dict[str, Any]) -> list[Problem]:
-    """What keeps the job `new` from going on with a checkpoint of the job `old` (both as `checkpoint.job.job_json`).
+# What of the DeepSpeed JSON decides which tensors its files hold, and how they are cut.
+STORAGE = ("zero_optimization", "fp16", "bf16", "data_types", "torch_autocast", "tensor_parallel")
+
+
+def same_storage(old: Job, new: Job) -> bool:
+    """Return whether DeepSpeed can load the files of the one job into the engine of the other."""
+
+    def storage(job: Job) -> tuple[Any, ...]:
+        kind = job.ds_config.get("optimizer", {}).get("type")
+        return (job.layout, job.run.precision, kind, [job.ds_config.get(key) for key in STORAGE])
+
+    measured = "time" in (old.run.pipeline_balance, new.run.pipeline_balance)  # bounds of stages may move
+    return storage(old) == storage(new) and not (measured and new.layout.pp > 1)
+
+
+def obstacles(old: Job, new: Job) -> list[Problem]:
+    """Return what keeps the job `new` from resuming from a checkpoint of the job `old`.
 
     Ranks, ZeRO stage, CPU offload, tensor, pipeline and sequence parallel degrees, precision and batch sizes may all
     change; docs/another-layout.md has the table.
@@ -82,7 +97,7 @@ def obstacles(old: dict[str, Any], new: dict[str, Any]) -> list[Problem]:
     found = []
     for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):
         for one in OBSTACLES:
-            if one.applies(job["ds_config"]) and (one.always or not same):
+            if one.applies(job.ds_config) and (one.always or not same):
                 found.append(_problem(one, who))
         if same:
             break  # the second JSON says what the first one does
@@ -94,7 +109,7 @@ def obstacles(old: dict[str, Any], new: dict[str, Any]) -> list[Problem]:
 
 
 def piece_by_piece(config: Config) -> bool:
-    """Whether even an engine of the same layout is to be filled piece by piece.
+    """Return whether even an engine of the same layout is to be filled piece by piece.
 
     DeepSpeed stops at an elastic checkpoint of its own and at parameters that are on NVMe alone, and comes back from
     optimizer states on NVMe without Adam's moments.
@@ -104,7 +119,7 @@ def piece_by_piece(config: Config) -> bool:
 
 
 def unsavable(config: Config) -> list[Problem]:
-    """Why a checkpoint of a run with this DeepSpeed JSON could not be taken up, not even in the same layout."""
+    """Return why a checkpoint of a run with this DeepSpeed JSON cannot be resumed, not even in the same layout."""
     return [_problem(one, "this run's DeepSpeed JSON") for one in OBSTACLES if one.always and one.applies(config)]
 
 
@@ -112,7 +127,7 @@ def _problem(one: Obstacle, who: str) -> Problem:
     return Problem(kind="layout", message=f"{one.key} in {who}: {one.why}", hint=f"take {one.instead}", where=one.key)
 
 
-def _states(job: dict[str, Any]) -> str:
-    """Which optimizer's states there are; Adam's and AdamW's are the same."""
-    kind = _kind(job["ds_config"])
+def _states(job: Job) -> str:
+    """Return which optimizer's states there are; Adam's and AdamW's are the same."""
+    kind = _kind(job.ds_config)
     return "adamw" if kind in ("adam", "adamw") else kind

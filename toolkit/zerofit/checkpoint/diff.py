@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerofit.checkpoint.contents import CheckpointTensors
-from zerofit.checkpoint.locate import locate, manifest_of
+from zerofit.checkpoint.full_state import MASTER, FullState, whole_model
+from zerofit.checkpoint.store import locate, manifest_of
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 
 PIECE = 1 << 22  # elements compared at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-WEIGHTS = "fp32"
 
 
 class TensorSource(Protocol):
-    """What is compared: tensors by name, each with its kinds ("fp32", and optimizer states)."""
+    """Tensors by name, each with its kinds ("fp32", and optimizer states)."""
 
-    names: list[str]  # of every tensor that is held, without ties
-    ties: dict[str, str]
+    ties: dict[str, str]  # other names of tensors
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors, without ties."""
+        ...
 
     def kinds(self, name: str) -> list[str]:
-        """What is held of a tensor."""
+        """List what there is of a tensor."""
+        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Return the whole tensor's shape."""
+        ...
 
     def read(self, name: str, kind: str) -> Tensor:
-        """It, whole."""
+        """Return the whole tensor."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,10 @@ class TensorRow:
 
 @dataclass(kw_only=True)
 class CheckpointDiff:
-    """All that differs."""
+    """Everything in which two checkpoints or models differ."""
 
+    a: Path
+    b: Path
     only_in_a: list[str] = field(default_factory=list)
     only_in_b: list[str] = field(default_factory=list)
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -61,25 +70,51 @@ class CheckpointDiff:
     @property
     def equal(self) -> bool:
         """Whether both hold the same names, shapes and numbers."""
-        return not (self.only_in_a or self.only_in_b or self.shapes or any(row.apart for row in self.rows))
+        return not (self.only_in_a or self.only_in_b or self.shapes or self.apart)
+
+    @property
+    def apart(self) -> list[TensorRow]:
+        """Tensors that are not equal bit for bit, the largest difference first."""
+        return sorted((row for row in self.rows if row.apart), key=lambda row: -row.max_abs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit ckpt diff --json` prints; tensors that are equal are only counted."""
+        apart = self.apart
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "equal": self.equal,
+            "compared": len(self.rows),
+            "identical": len(self.rows) - len(apart),
+            "max_abs": _finite(max((row.max_abs for row in apart), default=0.0)),
+            "max_rel": _finite(max((row.max_rel for row in apart), default=0.0)),
+            "only_in_a": self.only_in_a,
+            "only_in_b": self.only_in_b,
+            "shapes": [{"name": name, "a": list(one), "b": list(other)} for name, one, other in self.shapes],
+            "tensors": [
+                {**vars(row), "max_abs": _finite(row.max_abs), "max_rel": _finite(row.max_rel)} for row in apart
+            ],
+        }
 
 
-def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None] = lambda _: None) -> CheckpointDiff:
+def diff(a: Path, b: Path, states: bool = False, report: Reporter | None = None) -> CheckpointDiff:
     """Compare two of: a run's folder, a checkpoint's, an exported model's, any folder of safetensors.
 
     With `states` the optimizer's too, which only checkpoints hold. One tensor of each side is in memory at a time.
     Raises UserError where a side cannot be read.
     """
+    report = report or Reporter()
     left, right = open_side(a, "A"), open_side(b, "B")
-    if states and not all(isinstance(side, _Checkpoint) for side in (left, right)):
+    if states and not all(isinstance(side, FullState) for side in (left, right)):
         hint = "compare two checkpoints, or leave --states out"
         raise UserError(Problem(kind="no-states", message="a model's folder holds no optimizer states", hint=hint))
-    found, names = CheckpointDiff(), list(dict.fromkeys([*left.names, *right.names]))
+    found, names = CheckpointDiff(a=a, b=b), list(dict.fromkeys([*left.tensors, *right.tensors]))
+    left_names, right_names = set(left.tensors), set(right.tensors)
     for done, name in enumerate(names, start=1):
-        progress(f"comparing {name} ({done} of {len(names)})")
-        mine, other = _held(left, name), _held(right, name)
-        if mine is None or other is None:
-            (found.only_in_b if mine is None else found.only_in_a).append(name)
+        report.status(f"comparing {name} ({done} of {len(names)})")
+        mine, other = left.ties.get(name, name), right.ties.get(name, name)  # a tied tensor is there once
+        if mine not in left_names or other not in right_names:
+            (found.only_in_b if mine not in left_names else found.only_in_a).append(name)
         elif left.shape(mine) != right.shape(other):
             found.shapes.append((name, left.shape(mine), right.shape(other)))
         else:
@@ -88,25 +123,12 @@ def diff(a: Path, b: Path, states: bool = False, progress: Callable[[str], None]
 
 
 def open_side(path: Path, where: str) -> TensorSource:
-    """What lies at a path. Raises UserError."""
+    """Open what lies at a path. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
-    return _Safetensors(files, where) if files else _Checkpoint(locate(path, where))
-
-
-class _Checkpoint:
-    def __init__(self, path: Path):
-        self._held = CheckpointTensors(path, manifest_of(path))
-        self.names, self.ties = [*self._held.names, *self._held.buffers], self._held.ties
-        self._buffers = set(self._held.buffers)
-
-    def kinds(self, name: str) -> list[str]:
-        return [WEIGHTS] if name in self._buffers else self._held.kinds(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._held.buffer(name).shape) if name in self._buffers else self._held.shape(name)
-
-    def read(self, name: str, kind: str) -> Tensor:
-        return self._held.buffer(name) if name in self._buffers else self._held.read(name, kind)
+    if files:
+        return _Safetensors(files, where)
+    checkpoint = locate(path, where)
+    return whole_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
 
 
 class _Safetensors:
@@ -114,14 +136,14 @@ class _Safetensors:
         try:
             opened = [safe_open(file, framework="pt") for file in files]
         except (SafetensorError, OSError) as error:
-            message = f"{files[0].parent} holds a file that is no safetensors file: {error}"
+            message = f"{files[0].parent} holds a file that is not a safetensors file: {error}"
             raise UserError(Problem(kind="damaged-file", message=message, where=where)) from None
         self._file = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no mapping)
-        self.names: list[str] = list(self._file)
+        self.tensors: list[str] = list(self._file)
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
-        return [WEIGHTS]
+        return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file[name].get_slice(name).get_shape())
@@ -130,16 +152,10 @@ class _Safetensors:
         return self._file[name].get_tensor(name)
 
 
-def _held(side: TensorSource, name: str) -> str | None:
-    """The name under which a side holds a tensor: its own or the one that it is tied to."""
-    name = side.ties.get(name, name)
-    return name if name in side.names else None
-
-
 def _compare_kinds(
     name: str, a: tuple[TensorSource, str], b: tuple[TensorSource, str], states: bool, found: CheckpointDiff
 ) -> None:
-    kinds_a, kinds_b = ((side.kinds(held) if states else [WEIGHTS]) for side, held in (a, b))
+    kinds_a, kinds_b = ((side.kinds(held) if states else [MASTER]) for side, held in (a, b))
     for kind in dict.fromkeys([*kinds_a, *kinds_b]):
         if kind not in kinds_a or kind not in kinds_b:
             (found.only_in_b if kind not in kinds_a else found.only_in_a).append(f"{name} ({kind})")
@@ -149,7 +165,7 @@ def _compare_kinds(
 
 
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
-    """How two tensors of one shape differ."""
+    """Return how two tensors of one shape differ."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
     for x, y in _pieces(a, b):
         differ = x.view(BITS[x.itemsize]) != y.view(BITS[y.itemsize])
@@ -166,8 +182,13 @@ def _largest(values: Tensor) -> float:
     return math.inf if values.isnan().any() else values.max().item()
 
 
+def _finite(value: float) -> float | None:
+    """Return None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
 def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both flattened, in pieces of the wider of the two types."""
+    """Yield both flattened, in pieces of the wider of the two types."""
     wider = torch.promote_types(a.dtype, b.dtype)
     pairs = zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True)
     return ((x.to(wider).contiguous(), y.to(wider).contiguous()) for x, y in pairs)

@@ -7,36 +7,37 @@ matter of the largest tensor and not of the model. No engine and no device takes
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.contents import CheckpointTensors
-from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor, published_dtypes
-from zerofit.checkpoint.locate import manifest_of
-from zerofit.checkpoint.manifest import NAME, Manifest
-from zerofit.checkpoint.model_card import about_run, inputs_of, refuse_untrusted_code, write_about
+from zerofit.checkpoint.full_state import FullState, whole_model
+from zerofit.checkpoint.model_card import ModelInfo, refuse_untrusted_code
 from zerofit.checkpoint.safetensors_writer import TensorEntry, check_file, cut, write_file
-from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, written_aside
+from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.store import MANIFEST, Manifest, manifest_of
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find
-from zerofit.models.inputs import Inputs, TextInputs
+from zerofit.models.dtypes import DTYPES, torch_name
+from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.run import Run
+from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SHARD_BYTES = 1 << 30  # who loads a shard into host memory whole, as accelerate does, needs no more than this
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written."""
 
     out: Path
@@ -44,34 +45,9 @@ class Exported:
     parameters: int  # elements, tied ones once
     dtype: str  # of the parameters: "fp32", "bf16" or "fp16"
 
-
-class _Plan:
-    """What is to be written, decided and checked before anything is."""
-
-    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None, trusted: bool):
-        self.run = Run(**manifest.job["run"])
-        self.inputs: Inputs = inputs_of(manifest.job["inputs"])
-        self.dtype = dtype or self.run.precision or "fp32"
-        self.contents = CheckpointTensors(checkpoint, manifest)
-        self.model, self.transformers = _empty_model(self.run, self.inputs, checkpoint / NAME, trusted)
-        _check_names(self.model, self.contents, checkpoint)
-        self.published = PublishedModel(self.model, self.transformers)
-        dtypes = published_dtypes(self.model, DTYPES[self.dtype])
-        self._parts = {name: part for part in self.published.parts for name in part.outputs}
-        self.entries = [
-            TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
-            for part in self.published.parts
-            for name, shape in part.outputs.items()
-        ]
-        self._held: tuple[PublishedTensor, dict[str, Tensor]] | None = None
-
-    def read(self, name: str) -> Tensor:
-        """A published tensor; one part of the model is held at a time, since several tensors can come out of it."""
-        part = self._parts[name]
-        if self._held is None or self._held[0] is not part:
-            self._held = None
-            self._held = (part, self.published.tensors(part, _tensor(self.contents, part.source)))
-        return self._held[1][name]
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit ckpt export --json` prints."""
+        return {**vars(self), "out": str(self.out)}
 
 
 def export(
@@ -79,9 +55,10 @@ def export(
     out: Path,
     dtype: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[str], None] = lambda _: None,
+    *,
     trust_model_code: bool = False,
-) -> Exported:
+    report: Reporter | None = None,
+) -> ExportResult:
     """Write the model of a checkpoint's folder into `out`, which must not exist or be empty.
 
     A transformers model becomes a folder for `from_pretrained`, with the tokenizer's files where the run used one;
@@ -90,104 +67,181 @@ def export(
     refused unless `trust_model_code`. Raises UserError where the checkpoint does not fit the model, and before anything
     is written where there is no room.
     """
+    report = report or Reporter()
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
-    progress("building the model on the meta device ...")
+    report.status("building the model on the meta device ...")
     plan = _Plan(checkpoint, manifest, dtype, trust_model_code)
-    tokenizer = _tokenizer(plan)
+    run = manifest.job.run
+    reads_tokens = isinstance(manifest.inputs, TextInputs) and run.tokenizer != "bytes"
+    tokenizer = load_transformers(run.tokenizer) if reads_tokens else None
     files = _files(plan, max_shard_bytes)
     refuse_small_disk(out, sum(entry.bytes for entry in plan.entries))
-    with written_aside(out) as aside:
-        _write_weights(plan, files, aside, progress)
+    with staged_folder(out) as staging:
+        _write_weights(plan, files, staging, report)
         if plan.transformers:
-            _write_transformers(plan, files, aside)
+            _write_configs(plan, files, staging)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
-        torch_name = str(DTYPES[plan.dtype]).removeprefix("torch.")
-        about = about_run(plan.run, manifest.job["facts"]["task"], plan.inputs, manifest.step, torch_name)
-        write_about(aside, about)
-        names = sorted(path.name for path in aside.iterdir())
+            tokenizer.save_pretrained(staging)
+        info = ModelInfo.of_run(
+            run, manifest.job.facts.task, manifest.inputs, manifest.step, torch_name(DTYPES[plan.dtype])
+        )
+        info.write(staging)
+        names = sorted(path.name for path in staging.iterdir())
     parameters = sum(p.numel() for p in plan.model.parameters())
-    return Exported(out=out, files=names, parameters=parameters, dtype=plan.dtype)
+    return ExportResult(out=out, files=names, parameters=parameters, dtype=plan.dtype)
 
 
-def _empty_model(run: Run, inputs: Inputs, file: Path, trusted: bool) -> tuple[nn.Module, bool]:
-    """The run's model on the meta device, and whether it is one of transformers'. Raises UserError."""
+class _Plan:
+    """What is to be written, decided and checked before anything is."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None, trusted: bool):
+        self.dtype = dtype or manifest.job.run.precision or "fp32"
+        self.state = whole_model(checkpoint, manifest.job.facts.task)
+        self.model, self.transformers = _meta_model(manifest, checkpoint / MANIFEST, trusted)
+        _check_names(self.model, self.state, checkpoint)
+        self.published = PublishedModel(self.model, self.transformers)
+        dtypes = _published_dtypes(self.model, DTYPES[self.dtype])
+        self._parts = {name: part for part in self.published.parts for name in part.outputs}
+        self.entries = [
+            TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
+            for part in self.published.parts
+            for name, shape in part.outputs.items()
+        ]
+        self._last: tuple[PublishedTensor, dict[str, Tensor]] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """Return a published tensor; one part of the model is kept, since several tensors can come out of it."""
+        part = self._parts[name]
+        if self._last is None or self._last[0] is not part:
+            self._last = None
+            source = self.state.ties.get(part.source, part.source)
+            self._last = (part, self.published.tensors(part, self.state.read(source)))
+        return self._last[1][name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTensor:
+    """One tensor of the model and what it becomes in the files."""
+
+    source: str  # its name in the model's state_dict
+    outputs: dict[str, tuple[int, ...]]  # names in the files, and shapes
+
+
+class PublishedModel:
+    """How a model on the meta device is published: as transformers does it, or just as its state_dict."""
+
+    def __init__(self, model: nn.Module, transformers: bool):
+        self._model = model
+        self._converts = False
+        left_out: set[str] = set()
+        if transformers:  # names that it does not write: tied to others, or made anew when the model is loaded
+            published = cast("PreTrainedModel", model)
+            left_out = {*published.all_tied_weights_keys, *(published._keys_to_ignore_on_save or ())}
+        state = {name: t for name, t in model.state_dict().items() if name not in left_out}
+        self.parts = [PublishedTensor(source=name, outputs={name: tuple(t.shape)}) for name, t in state.items()]
+        if transformers:
+            self._convert(state)
+
+    def tensors(self, part: PublishedTensor, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensor of a part as the files have it, by name."""
+        return self._converted({part.source: tensor}) if self._converts else {part.source: tensor}
+
+    def _convert(self, state: dict[str, Tensor]) -> None:
+        """Go over to the names that transformers publishes models of this kind under, which may differ from its own.
+
+        A mixture of experts has one tensor an expert there. A model of which one published tensor takes several of
+        ours keeps its own names, which transformers loads as well.
+        """
+        whole = self._converted(dict(state))
+        try:
+            parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
+        except (RuntimeError, ValueError, IndexError, KeyError):
+            return
+        times = Counter(name for _, outputs in parts for name in outputs)
+        alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
+        if max(times.values()) == 1 and alone == {name: t.shape for name, t in whole.items()}:
+            self._converts = True
+            shapes = [(source, {name: tuple(t.shape) for name, t in outputs.items()}) for source, outputs in parts]
+            self.parts = [PublishedTensor(source=source, outputs=outputs) for source, outputs in shapes]
+
+    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(cast("PreTrainedModel", self._model), tensors)
+
+
+def _published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the type of each tensor of the state_dict: `dtype` for floating parameters, buffers keep their own."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {name: dtype if name in parameters and t.is_floating_point() else t.dtype for name, t in state.items()}
+
+
+def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Module, bool]:
+    """Build the run's model on the meta device; also return whether it is one of transformers'. Raises UserError."""
+    run = manifest.job.run
     try:
         source = find(run.model)
         refuse_untrusted_code(source, run.model_args, file, trusted)
         with torch.device("meta"):
-            return build(source, inputs, dict(run.model_args)), source.family == "transformers"
+            return build(source, manifest.inputs, dict(run.model_args)), source.family == "transformers"
     except ModelError as error:
         message = f"the run's model {run.model} cannot be built again: {error.message}"
         hint = "paths and modules are looked for from the current folder: go where the run was started"
         raise UserError(Problem(kind=error.kind, message=message, hint=hint, where="PATH")) from None
 
 
-def _check_names(model: nn.Module, contents: CheckpointTensors, checkpoint: Path) -> None:
+def _check_names(model: nn.Module, state: FullState, checkpoint: Path) -> None:
     """Raise UserError with every name that is missing, too many, or of another shape than the model's."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    held = {name: contents.shape(name) for name in contents.names}
-    held |= {name: tuple(contents.buffer(name).shape) for name in contents.buffers}
-    held |= {name: held[source] for name, source in contents.ties.items() if source in held}
+    saved = {name: state.shape(name) for name in state.tensors}
+    saved |= {name: saved[source] for name, source in state.ties.items() if source in saved}
     problems = Problems()
     hint = "is the model's code or config what it was when the run was started?"
-    for name in sorted(wanted.keys() | held.keys()):
-        if name not in held:
+    for name in sorted(wanted.keys() | saved.keys()):
+        if name not in saved:
             problems.add("missing-tensor", f"the checkpoint holds no {name}", hint, str(checkpoint))
         elif name not in wanted:
             problems.add("unexpected-tensor", f"the model has no {name}, which the checkpoint holds", hint, name)
-        elif held[name] != wanted[name]:
-            message = f"{name} is {held[name]} in the checkpoint, {wanted[name]} in the model"
+        elif saved[name] != wanted[name]:
+            message = f"{name} is {saved[name]} in the checkpoint, {wanted[name]} in the model"
             problems.add("wrong-shape", message, hint, str(checkpoint))
     problems.raise_if_any()
 
 
-def _tensor(contents: CheckpointTensors, name: str) -> Tensor:
-    name = contents.ties.get(name, name)
-    return contents.buffer(name) if name in contents.buffers else contents.read(name)
-
-
-def _tokenizer(plan: _Plan) -> Any:
-    """The run's tokenizer, None for bytes and where the model reads no text."""
-    if not isinstance(plan.inputs, TextInputs) or plan.run.tokenizer == "bytes":
-        return None
-    return load_transformers(plan.run.tokenizer)
-
-
 def _files(plan: _Plan, max_shard_bytes: int) -> dict[str, list[TensorEntry]]:
-    """Entries by file name, named as transformers names them."""
+    """Return entries by file name, named as transformers names them."""
     shards = cut(plan.entries, max_shard_bytes) if plan.transformers else [plan.entries]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
-def _write_weights(
-    plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path, progress: Callable[[str], None]
-) -> None:
+def _write_weights(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path, report: Reporter) -> None:
     done, total = 0, sum(entry.bytes for entry in plan.entries)
 
     def wrote(count: int) -> None:
         nonlocal done
         done += count
-        progress(f"exporting {shown_bytes(done)} of {shown_bytes(total)}")
+        report.status(f"exporting {shown_bytes(done)} of {shown_bytes(total)}")
 
     for name, entries in files.items():
         write_file(folder / name, entries, plan.read, wrote)
         check_file(folder / name, entries)
 
 
-def _write_transformers(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path) -> None:
-    """config.json, generation_config.json where the model generates, and the index of several files."""
-    config = plan.model.config
+def _write_configs(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path) -> None:
+    """Write config.json, generation_config.json where the model generates, and the index of several files."""
+    model = cast("PreTrainedModel", plan.model)
+    config = model.config
     config.dtype = DTYPES[plan.dtype]
-    config.architectures = [type(plan.model).__name__]
+    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    if plan.model.can_generate():
-        plan.model.generation_config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
     if len(files) > 1:
-        total = {"total_parameters": plan.model.num_parameters(), "total_size": sum(e.bytes for e in plan.entries)}
+        total = {"total_parameters": model.num_parameters(), "total_size": sum(e.bytes for e in plan.entries)}
         where = {entry.name: file for file, entries in files.items() for entry in entries}
         index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

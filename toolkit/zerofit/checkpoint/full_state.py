@@ -1,7 +1,7 @@
 """A checkpoint seen as the whole model, whatever ranks and layout wrote it.
 
-Which file holds which piece of a parameter is said by the ranks that wrote them (`ranks/rank-*.json`, from
-`train.fragments.describe`). Nothing here knows a ZeRO stage.
+Which file holds which shard of a parameter is said by the ranks that wrote them (`ranks/rank-*.json`, from
+`train.shard_index`). Nothing here knows a ZeRO stage.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.store import STATE, Count, stays_inside
 from zerofit.spec.errors import Problem, UserError
 
 MASTER = "fp32"  # the weights themselves, in the precision in which the optimizer holds them
 HINT = "zerofit ckpt verify says which files are damaged; take another checkpoint"
+ONE_ENGINE = {STATE: ""}
+# a GAN's networks have an engine each: the engine's name, and what its parameters' names begin with in the pair
+GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
 
 
 @dataclass(frozen=True)
 class TensorParallelSlice:
-    """A tensor parallel rank's share: these [start, length] ranges of the whole tensor's `dim`, one after the other."""
+    """A tensor parallel rank's share: these (start, length) ranges of the whole tensor's `dim`, joined in order."""
 
-    dim: int
-    ranges: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, entry: dict[str, Any] | None) -> TensorParallelSlice | None:
-        """As it stands in the index; None for a tensor that every rank has whole."""
-        return entry and cls(entry["dim"], tuple((start, length) for start, length in entry["ranges"]))
+    dim: Count
+    ranges: tuple[tuple[Count, Count], ...]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the share."""
+        """Return the shape of the share of a tensor of shape `whole`."""
         return (*whole[: self.dim], sum(length for _, length in self.ranges), *whole[self.dim + 1 :])
 
     def take(self, whole: Tensor) -> Tensor:
-        """The share of a whole tensor."""
+        """Return the share of a whole tensor."""
         return torch.cat([whole.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
     def put(self, whole: Tensor, share: Tensor) -> None:
@@ -52,44 +52,82 @@ class TensorParallelSlice:
 
 
 @dataclass(frozen=True)
-class _StoredShard:
+class _Location:
+    """Where a tensor lies: in a torch file under these keys, or in a `raw` file of nothing but numbers."""
+
+    file: str
+    keys: list[str | int]
+    offset: Count = 0  # elements into the flattened tensor
+    raw: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    shape: tuple[Count, ...]  # of the whole tensor
     cut: TensorParallelSlice | None
-    start: int  # in the flattened share
-    numel: int
-    where: dict[str, Any]  # by kind: file, keys, offset
+    start: Count  # in the flattened share
+    numel: Count
+    where: dict[str, _Location]  # by kind: "fp32", and the optimizer's states
+
+
+@dataclass(frozen=True)
+class _SavedBuffer:
+    name: str
+    file: str
+    keys: list[str | int]
+
+
+@dataclass(frozen=True)
+class _EngineIndex:
+    names: list[str]
+    parameters: list[_Shard]
+    buffers: list[_SavedBuffer]
+    ties: dict[str, str]
+    counters: dict[str, Any]
+    unsupported: str | None
+
+
+@dataclass(frozen=True)
+class _RankIndex:
+    """What a rank says of its files."""
+
+    world_size: int
+    engines: dict[str, _EngineIndex]
 
 
 class FullState:
-    """Each parameter and optimizer state in its full shape, read from the files when asked for.
+    """Each parameter, optimizer state and buffer in its full shape, read from the files when asked for.
 
-    `names` are the parameters in the order of the model, without ties; `ties` maps the other names of a tensor to the
-    one in `names`; `counters` holds what is one number a run (`global_steps`, `step`, `loss_scaler`, ...). Raises
-    UserError "incomplete-checkpoint" where the files do not cover every element exactly once, "no-whole-view" where
-    the layout that wrote it keeps something elsewhere.
+    `engines` maps the engines to read to what their names begin with in the whole model. `names` are the parameters
+    in the order of the model, without ties; `ties` maps the other names of a tensor to the one in `names`; `counters`
+    holds what is one number a run (`global_steps`, `step`, `loss_scaler`, ...). Raises UserError
+    "incomplete-checkpoint" where the files do not cover every element exactly once or an index is not what zerofit
+    writes, "no-whole-view" where the layout that wrote it keeps something elsewhere.
     """
 
-    def __init__(self, checkpoint: Path, engine: str = "state"):
+    def __init__(self, checkpoint: Path, engines: Mapping[str, str] = ONE_ENGINE):
         self._folder, self._open = Path(checkpoint), {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[_StoredShard]] = defaultdict(list)
-        self._buffers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._shards: dict[str, list[_Shard]] = defaultdict(list)
+        self._buffers: dict[str, list[_SavedBuffer]] = defaultdict(list)
         self.ties: dict[str, str] = {}
         self.counters: dict[str, Any] = {}
         order: dict[str, None] = {}
-        for index in self._indexes(engine):
-            self._refuse_unsupported(index)
-            order |= dict.fromkeys(index["names"])
-            self.ties |= index["ties"]
-            self.counters = self.counters or index["counters"]
-            for entry in index["parameters"]:
-                self._shapes[entry["name"]] = tuple(entry["shape"])
-                piece = _StoredShard(
-                    TensorParallelSlice.of(entry["cut"]), entry["start"], entry["numel"], entry["where"]
-                )
-                self._pieces[entry["name"]].append(piece)
-            for entry in index["buffers"]:
-                self._buffers[entry["name"]].append(entry)
+        for rank in self._read_ranks():
+            for engine, prefix in engines.items():
+                if engine not in rank.engines:
+                    raise self._incomplete(f"there is no engine {engine!r}: there are {', '.join(rank.engines)}")
+                index = rank.engines[engine]
+                self._refuse_unsupported(index)
+                order |= dict.fromkeys(prefix + name for name in index.names)
+                self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
+                self.counters = self.counters or index.counters
+                for shard in index.parameters:
+                    self._shards[prefix + shard.name].append(shard)
+                for buffer in index.buffers:
+                    self._buffers[prefix + buffer.name].append(buffer)
         self.names = list(order)
+        self._check_names()
         self._check_coverage()
 
     @property
@@ -97,72 +135,87 @@ class FullState:
         """Names of the buffers that belong to the model's state."""
         return list(self._buffers)
 
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors of the model's state, without ties."""
+        return [*self.names, *self._buffers]
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's."""
-        return self._shapes[self._own(name)]
+        """Return the whole tensor's shape."""
+        return tuple(self.buffer(name).shape) if name in self._buffers else self._shards_of(name)[0].shape
 
     def kinds(self, name: str) -> list[str]:
-        """What there is of a parameter: "fp32", and the optimizer's states once it has made a step."""
-        return list(self._pieces[self._own(name)][0].where)
+        """List what there is of a tensor: "fp32", and a parameter's optimizer states after the first step."""
+        return [MASTER] if name in self._buffers else list(self._shards_of(name)[0].where)
 
     def read(self, name: str, kind: str = MASTER) -> Tensor:
-        """float32, in the full shape; only this tensor is held in memory."""
+        """Return a parameter or state as float32 in its full shape, or a buffer; only this tensor is in memory."""
+        if name in self._buffers:
+            return self.buffer(name)
         shape = self.shape(name)
         return self.read_flat(name, kind, 0, math.prod(shape)).view(shape)
 
     def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
-        """float32 (numel,), a stretch of the flattened whole tensor; reads no more of the files than needed.
+        """Return a stretch of the flattened whole tensor, float32 (numel,), and read no more than is needed for it.
 
         Where tensor parallel ranks wrote it, the whole tensor is put together first.
         """
-        pieces = self._pieces[self._own(name)]
-        if any(piece.cut for piece in pieces):
-            return self._join(name, kind).view(-1)[start : start + numel]
-        out = torch.empty(numel)
-        for piece in pieces:
-            first, end = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+        shards = self._shards_of(name)
+        if any(shard.cut for shard in shards):
+            return self._join(shards, kind).view(-1)[start : start + numel]
+        found: list[tuple[int, Tensor]] = []
+        for shard in shards:
+            first, end = max(start, shard.start), min(start + numel, shard.start + shard.numel)
             if first < end:
-                out[first - start : end - start] = self._stored(piece, kind, first - piece.start, end - first)
+                found.append((first - start, self._stored(shard, kind, first - shard.start, end - first)))
+        out = torch.empty(numel)
+        for offset, part in found:
+            out[offset : offset + len(part)] = part
         return out
 
     def buffer(self, name: str) -> Tensor:
-        """As the model holds it; batch norm's running statistics as their mean over the ranks."""
-        found = [self._tensor(entry["file"], entry["keys"]) for entry in self._buffers[name]]
+        """Return a buffer as the model holds it; batch norm's running statistics as their mean over the ranks."""
+        found = [self._tensor(entry.file, entry.keys) for entry in self._buffers[name]]
         if len(found) == 1 or not found[0].is_floating_point():
             return found[0].clone()
+        if any(tensor.shape != found[0].shape for tensor in found):
+            raise self._incomplete(f"the ranks saved {name} in different shapes")
         return torch.stack([tensor.double() for tensor in found]).mean(0).to(found[0].dtype)
 
-    def _own(self, name: str) -> str:
-        return self.ties.get(name, name)
+    def _shards_of(self, name: str) -> list[_Shard]:
+        return self._shards[self.ties.get(name, name)]
 
-    def _join(self, name: str, kind: str) -> Tensor:
-        shape, shares = self.shape(name), _by_cut(self._pieces[self._own(name)])
+    def _join(self, shards: list[_Shard], kind: str) -> Tensor:
+        """Put tensor parallel shares together."""
+        shape = shards[0].shape
+        shares = [
+            (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
+            for cut, share in _by_cut(shards).items()
+        ]
         whole = torch.empty(shape)
-        for cut, pieces in shares.items():
-            share = torch.cat([self._stored(p, kind, 0, p.numel) for p in pieces])
+        for cut, share in shares:
+            assert cut is not None  # no parameter is both whole and in shares: see _check_coverage
             cut.put(whole, share.view(cut.shape(shape)))
         return whole
 
-    def _stored(self, piece: _StoredShard, kind: str, start: int, numel: int) -> Tensor:
-        """float32 (numel,) from `start` of a piece."""
-        where = piece.where[kind]
-        tensor = self._raw(where) if "raw" in where else self._tensor(where["file"], where["keys"])
+    def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
+        """Return (numel,) elements from `start` of a shard, in the type and memory of the file."""
+        where = shard.where[kind]
+        tensor = self._raw(where.file, where.raw) if where.raw else self._tensor(where.file, where.keys)
         tensor = tensor.detach().reshape(-1)
-        first = where["offset"] + start
+        first = where.offset + start
         if first + numel > tensor.numel():
-            raise self._incomplete(
-                f"{where['file']} holds {tensor.numel()} elements at {where['keys']}, not {first + numel}"
-            )
-        return tensor[first : first + numel].float()
+            raise self._incomplete(f"{where.file} holds {tensor.numel()} elements at {where.keys}, not {first + numel}")
+        return tensor[first : first + numel]
 
-    def _raw(self, where: dict[str, Any]) -> Tensor:
-        """A file that is nothing but numbers, mapped: DeepSpeed's swap files on NVMe."""
-        path, dtype = self._path(where["file"]), getattr(torch, where["raw"])
+    def _raw(self, file: str, dtype_name: str) -> Tensor:
+        """Map a file that is nothing but numbers: DeepSpeed's swap files on NVMe."""
+        path, dtype = self._path(file), getattr(torch, dtype_name)
         if not path.is_file():
-            raise self._incomplete(f"{where['file']} is missing")
+            raise self._incomplete(f"{file} is missing")
         return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
 
-    def _tensor(self, file: str, keys: list[Hashable]) -> Tensor:
+    def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
         if file not in self._open:
             self._open[file] = safe_load.load(self._path(file))
         found = self._open[file]
@@ -176,72 +229,88 @@ class FullState:
         return found
 
     def _path(self, file: str) -> Path:
-        path = (self._folder / file).resolve()
-        if not path.is_relative_to(self._folder.resolve()):
-            raise self._incomplete(f"the index names {file}, which lies outside the checkpoint")
-        return path
+        path = self._folder / file
+        if not stays_inside(file) or not path.resolve().is_relative_to(self._folder.resolve()):
+            raise self._incomplete(f"the index names {file!r}, which lies outside the checkpoint")
+        return path.resolve()
 
-    def _indexes(self, engine: str) -> Iterator[dict[str, Any]]:
-        """What each rank said of its files, by rank."""
+    def _read_ranks(self) -> Iterator[_RankIndex]:
+        """Read what each rank says of its files, by rank."""
         files = sorted((self._folder / "ranks").glob("rank-*.json"))
         if not files:
             raise self._incomplete("there is no index (ranks/rank-*.json)")
-        try:
-            said = [json.loads(file.read_text()) for file in files]
-        except ValueError as error:
-            raise self._incomplete(f"an index in ranks/ cannot be read: {error}") from None
-        if len(said) != said[0]["world_size"]:
-            raise self._incomplete(
-                f"{said[0]['world_size']} ranks wrote it, and there are {len(said)} of their indexes"
-            )
-        for one in said:
-            if engine not in one["engines"]:
-                raise self._incomplete(f"there is no engine {engine!r}: there are {', '.join(one['engines'])}")
-            yield one["engines"][engine]
+        schema = TypeAdapter(_RankIndex)
+        for file in files:
+            try:
+                index = schema.validate_python(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError, ValidationError, RecursionError) as error:
+                first = " ".join(str(error).split())[:200]
+                raise self._incomplete(f"the index ranks/{file.name} cannot be read: {first}") from None
+            if len(files) != index.world_size:
+                raise self._incomplete(
+                    f"{index.world_size} ranks wrote it, and there are {len(files)} of their indexes"
+                )
+            yield index
 
-    def _refuse_unsupported(self, index: dict[str, Any]) -> None:
-        if reason := index["unsupported"]:
-            message = f"{self._folder} has no view of the whole model: {reason}"
+    def _refuse_unsupported(self, index: _EngineIndex) -> None:
+        if index.unsupported:
+            message = f"{self._folder} has no view of the whole model: {index.unsupported}"
             hint = "go on in the layout that wrote it, then save in another one"
             raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
 
+    def _check_names(self) -> None:
+        """Refuse names that would lead out of a folder: `convert` writes files under them."""
+        kinds = {kind for shards in self._shards.values() for shard in shards for kind in shard.where}
+        for name in (*self.names, *self._buffers, *self.ties, *kinds):
+            if not stays_inside(name):
+                raise self._incomplete(f"the index has a tensor of the name {name!r}")
+
     def _check_coverage(self) -> None:
-        """Every element of every kind exactly once."""
+        """Refuse parameters of which an element of any kind is missing or there twice."""
         for name in self.names:
-            pieces = self._pieces[name]
-            if not pieces or any(set(piece.where) != set(pieces[0].where) for piece in pieces):
-                raise self._incomplete(f"{name} has pieces missing")
-            shares = _by_cut(pieces)
-            for cut, share in shares.items():
-                shape = cut.shape(self._shapes[name]) if cut else self._shapes[name]
-                if not _tiles([(p.start, p.numel) for p in share], math.prod(shape)):
-                    raise self._incomplete(f"the pieces of {name} do not cover it exactly once")
-            if None in shares and len(shares) > 1:
-                raise self._incomplete(f"{name} is there both whole and cut")
-            if None not in shares and not _complete(list(shares), self._shapes[name]):
+            shards = self._shards.get(name)
+            if not shards or any(s.where.keys() != shards[0].where.keys() for s in shards):
+                raise self._incomplete(f"{name} has shards missing")
+            shape, shares = shards[0].shape, _by_cut(shards)
+            if MASTER not in shards[0].where or any(s.shape != shape for s in shards):
+                raise self._incomplete(f"the shards of {name} are not of one tensor")
+            if not _are_one_tensor(shares, shape):
                 raise self._incomplete(f"the tensor parallel shares of {name} do not cover it exactly once")
+            for cut, share in shares.items():
+                total = math.prod(cut.shape(shape) if cut else shape)
+                if not _tiles([(shard.start, shard.numel) for shard in share], total):
+                    raise self._incomplete(f"the shards of {name} do not cover its {total} elements exactly once")
 
     def _incomplete(self, reason: str) -> UserError:
         message = f"{self._folder} is not complete: {reason}"
         return UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where=str(self._folder)))
 
 
-def _by_cut(pieces: list[_StoredShard]) -> dict[Any, list[_StoredShard]]:
-    """The pieces of each share, in order."""
-    shares: dict[TensorParallelSlice | None, list[_StoredShard]] = defaultdict(list)
-    for piece in sorted(pieces, key=lambda p: p.start):
-        shares[piece.cut].append(piece)
+def whole_model(checkpoint: Path, task: str) -> FullState:
+    """Open a checkpoint with its tensors under the names of the model's own state_dict."""
+    return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
+
+
+def _by_cut(shards: list[_Shard]) -> dict[TensorParallelSlice | None, list[_Shard]]:
+    """Group shards by share, each group in order."""
+    shares: dict[TensorParallelSlice | None, list[_Shard]] = defaultdict(list)
+    for shard in sorted(shards, key=lambda s: s.start):
+        shares[shard.cut].append(shard)
     return shares
 
 
-def _complete(cuts: list[TensorParallelSlice], shape: tuple[int, ...]) -> bool:
+def _are_one_tensor(shares: Mapping[TensorParallelSlice | None, object], shape: tuple[int, ...]) -> bool:
+    """Return whether there is one share that is whole, or shares that tile one dimension."""
+    cuts = [cut for cut in shares if cut is not None]
+    if not cuts:
+        return True
     dims = {cut.dim for cut in cuts}
     ranges = sorted(one for cut in cuts for one in cut.ranges)
-    return len(dims) == 1 and _tiles(ranges, shape[dims.pop()])
+    return len(cuts) == len(shares) and len(dims) == 1 and max(dims) < len(shape) and _tiles(ranges, shape[max(dims)])
 
 
 def _tiles(stretches: list[tuple[int, int]], total: int) -> bool:
-    """Whether sorted (start, length) stretches follow each other from 0 to `total`."""
+    """Return whether sorted (start, length) stretches follow each other from 0 to `total`."""
     end = 0
     for start, length in stretches:
         if start != end or length <= 0:

@@ -1,4 +1,4 @@
-"""Reading what torch.save wrote without running anything that lies in it."""
+"""Safe loading of torch files: nothing that lies in them runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ from zerofit.spec.errors import Problem, UserError
 
 
 class InertFragment:
-    """Where a parameter's piece lies in a flat partition: attributes `start` and `numel`, in elements."""
+    """A stretch of a flat partition: attributes `start` and `numel`, in elements."""
 
 
 class InertLossScaler:
     """A loss scaler's attributes: cur_scale, and for a dynamic one cur_iter, cur_hysteresis and its settings."""
 
 
-# Everything in DeepSpeed's files that is neither a tensor nor a plain value, and what stands in for it here, so that
-# reading a checkpoint needs no DeepSpeed (whose import takes seconds). None of them runs code on being made.
-STAND_INS: dict[str, type] = {
+# Everything in DeepSpeed's files that is neither a tensor nor a plain value, and the class that replaces it here, so
+# that reading a checkpoint needs no DeepSpeed (whose import takes seconds). None of them runs code when it is made.
+REPLACEMENTS: dict[str, type] = {
     # runtime/zero/stage_1_and_2.py and bf16_optimizer.py, `param_slice_mappings`
     "deepspeed.utils.tensor_fragment.fragment_address": InertFragment,
     # the ZeRO optimizers' `loss_scaler`, which is there in fp32 and bf16 too
@@ -36,15 +37,17 @@ STAND_INS: dict[str, type] = {
 
 
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
-    """What the file holds, its tensors on the CPU, and left on the disk until they are read (with `mmap`).
+    """Load a torch file with its tensors on the CPU; with `mmap` they stay on disk until they are read.
 
     Nothing but tensors, plain values and the table above is made. `for_engine` gives DeepSpeed's own objects in place
-    of the stand-ins, which its engine needs to go on with them.
+    of the replacements, which its engine needs to resume.
 
     Raises UserError: "unsafe-file" where the file asks for anything else, "damaged-file" where it cannot be parsed,
     "missing-file" where there is none to be read.
     """
-    allowed = [(_named(name) if for_engine else stand_in, name) for name, stand_in in STAND_INS.items()]
+    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+        (_import(name) if for_engine else replacement, name) for name, replacement in REPLACEMENTS.items()
+    ]
     try:
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         with torch.serialization.safe_globals(allowed):
@@ -57,7 +60,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
-def _named(name: str) -> Any:
+def _import(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -72,7 +75,7 @@ def _refused(path: Path | str, reason: str) -> UserError:
 
 def _damaged(path: Path | str, reason: str) -> UserError:
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
-    return _error("damaged-file", f"{path} is no whole torch file: {first}", "take an older checkpoint", path)
+    return _error("damaged-file", f"{path} is not a whole torch file: {first}", "take an older checkpoint", path)
 
 
 def _error(kind: str, message: str, hint: str, path: Path | str) -> UserError:

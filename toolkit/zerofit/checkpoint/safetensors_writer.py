@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor: no more than a piece of one tensor is held beside it."""
+"""Writing safetensors files tensor by tensor: no more than a piece of one tensor is in memory beside it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file."""
+        """Bytes that it takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
-    """The entries, in their order, in files of at most so many bytes each; a larger tensor has a file of its own."""
+    """Split the entries, in their order, into files of at most so many bytes; a larger tensor has a file of its own."""
     files: list[list[TensorEntry]] = [[]]
     room = most_bytes
     for entry in entries:
@@ -86,13 +86,13 @@ def check_file(path: Path, entries: list[TensorEntry]) -> None:
     except (SafetensorError, OSError) as error:
         found = str(error)
     if found != expected:
-        message = f"{path.name} reads back otherwise than it was written"
+        message = f"{path.name} does not read back as it was written"
         hint = "is the disk full or failing? Nothing was kept: export again"
         raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
-    """Eight bytes of length, then JSON, padded so that the data begins at a multiple of eight."""
+    """Return eight bytes of length, then JSON, padded so that the data begins at a multiple of eight."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:

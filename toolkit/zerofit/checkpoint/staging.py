@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Staging: a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
 
 
 @contextmanager
-def written_aside(out: Path, where: str = "OUT") -> Iterator[Path]:
-    """A folder to write into; on success it is synced and becomes `out`, otherwise nothing is left of it."""
+def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
+    """Give a folder to write into; on success it is synced and becomes `out`, otherwise nothing is left of it."""
     refuse_existing(out, where)
     out = out.absolute()
-    aside = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        yield aside
-        for path in aside.rglob("*"):
+        staging.mkdir()
+        yield staging
+        for path in staging.rglob("*"):
             if path.is_file():
                 sync_file(path)
-        sync_folders(aside)
-        os.rename(aside, out)
+        sync_folders(staging)
+        os.rename(staging, out)
         sync_folder(out.parent)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         message = f"{out} cannot be written: {error.strerror or error}"
         hint = "is there room on the disk, and may you write there?"
         raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -1,26 +1,220 @@
-"""A run's checkpoints on the disk: what is there, how a new one appears, which old ones go.
+"""Checkpoints on disk: their manifests, whether they are whole, how new ones appear and old ones go.
 
-A checkpoint is written under another name, synced, and made visible by one rename. What `entries` lists is therefore
-whole at any moment, whatever is killed when, unless something damages it later.
+A checkpoint is written to a staging folder, synced, and made visible by one rename. What `Store.entries` lists is
+therefore whole at any moment, whatever is killed when, unless something damages it later.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.names import LEAVING, SAVING, folder_name, step_of
-from zerofit.checkpoint.verify import Damage, quick_look, verify
+import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
+
+from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.files import sync_folder
+from zerofit.spec.run_folder import Job
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # their folder in a run's folder
+STATE = "state"  # the DeepSpeed tag of the engine's files; a GAN's second engine has its own
+PREFIX = "step-"
+STAGING = ".saving-"  # being written; what is left of one after a kill belongs to nobody
+DELETING = ".leaving-"
+HINT = "`zerofit ckpt ls` shows which are whole"
+CHUNK_BYTES = 1 << 22
+THREADS = 4  # hashing releases the interpreter's lock; more threads than this wait for the disk
+QUIET_S = 2.0  # of verifying, before its progress is worth a word
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class ManifestError(ValueError):
+    """A manifest that is missing, does not parse, or is not what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileMark:
+    """Size and XXH3 128-bit hash (hexadecimal) of a file's bytes."""
+
+    bytes: Count
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds, written last: every file with its size and checksum, and the job it belongs to."""
+
+    step: Count  # optimizer steps done
+    samples: Count  # samples consumed: the position in the endless order of samples from which training goes on
+    world_size: Count
+    created: str  # ISO 8601, UTC
+    versions: dict[str, str]  # of zerofit and the packages it stands on
+    job: Job  # without `start`
+    inputs: Inputs  # of the model
+    figures: dict[str, Any]  # of the last step's record: loss, lr, ...
+    files: dict[str, FileMark]  # by path within the checkpoint, "/" between folders
+    format: Count = FORMAT
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(mark.bytes for mark in self.files.values())
+
+    def write(self, checkpoint: Path) -> None:
+        """Write it into the checkpoint's folder, with a checksum of itself, and flush it to the disk."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("job", "inputs")}
+        content = plain | {
+            "job": self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)},
+            "files": {name: asdict(mark) for name, mark in self.files.items()},
+        }
+        text = json.dumps({**content, "checksum": checksum_of(content)}, indent=1)
+        with (checkpoint / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read the manifest in a checkpoint's folder. Raises ManifestError."""
+    try:
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.pop("checksum", None) != checksum_of(content):
+            raise ManifestError("manifest.json is not what was written: its checksum differs")
+    except FileNotFoundError:
+        raise ManifestError("there is no manifest.json") from None
+    except ManifestError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ManifestError(f"manifest.json cannot be read: {error}") from None
+    if content.get("format") != FORMAT:
+        got = content.get("format", "none")
+        raise ManifestError(f"manifest.json has format {got!r}; this zerofit reads format {FORMAT}")
+    try:
+        job = content["job"]
+        parsed = {"job": Job.from_dict(job), "inputs": inputs_from_dict(job["inputs"])}
+        manifest = TypeAdapter(Manifest).validate_python(content | parsed)
+    except (ValidationError, ValueError, TypeError, KeyError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise ManifestError(f"manifest.json does not describe a checkpoint: {type(error).__name__}: {first}") from None
+    if outside := [name for name in manifest.files if not stays_inside(name)]:
+        raise ManifestError(f"manifest.json names a file outside the checkpoint: {outside[0]!r}")
+    return manifest
+
+
+def stays_inside(name: str) -> bool:
+    """Return whether a path or name that a file gives stays within the folder it is relative to."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
+
+
+def mark_of(path: Path) -> FileMark:
+    """Return size and hash of a file as it can be read now."""
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(CHUNK_BYTES)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return FileMark(bytes=size, xxh3_128=digest.hexdigest())
+
+
+def marks_of(folder: Path, names: list[str]) -> dict[str, FileMark]:
+    """Return marks of several files of a folder, by name."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(mark_of, [folder / name for name in names]), strict=True))
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    """List all files of a checkpoint but its manifest, by path within it."""
+    found = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the checksum that a manifest with this content carries."""
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(plain.encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One thing that is wrong with a checkpoint."""
+
+    file: str  # path within the checkpoint
+    kind: str  # missing, truncated (shorter than written), size, changed, unreadable, manifest, misplaced
+    message: str = ""
+
+
+def quick_look(checkpoint: Path) -> tuple[Manifest | None, list[Damage]]:
+    """Return the manifest, and damage that shows without reading the files: their presence and sizes."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except ManifestError as error:
+        return None, [Damage(file=MANIFEST, kind="manifest", message=str(error))]
+    damage = [d for name, mark in manifest.files.items() if (d := _look(checkpoint, name, mark))]
+    step = step_of(checkpoint)
+    if step is not None and step != manifest.step:
+        message = f"the folder is named for step {step}, its manifest is of step {manifest.step}"
+        damage.append(Damage(file=MANIFEST, kind="misplaced", message=message))
+    return manifest, damage
+
+
+def verify(checkpoint: Path, progress: Callable[[str], None] | None = None) -> list[Damage]:
+    """Read a checkpoint and return everything that is wrong with it; nothing if each byte is what was written.
+
+    `progress` is called with a text after each file, once it has taken two seconds.
+    """
+    manifest, damage = quick_look(checkpoint)
+    if manifest is None:
+        return damage
+    seen = {d.file for d in damage}
+    left = {name: mark for name, mark in manifest.files.items() if name not in seen}
+    done, total, begun = 0, sum(mark.bytes for mark in left.values()), time.monotonic()
+    with ThreadPoolExecutor(THREADS) as pool:
+        results = pool.map(lambda item: _read(checkpoint, *item), left.items())
+        for found, mark in zip(results, left.values(), strict=True):
+            damage += found
+            done += mark.bytes
+            if progress and time.monotonic() - begun > QUIET_S:
+                progress(f"verifying {checkpoint.name} ({done / max(total, 1):.0%} of {total / 2**30:.2f} GiB)")
+    return sorted(damage, key=lambda d: d.file)
+
+
+def _look(checkpoint: Path, name: str, mark: FileMark) -> Damage | None:
+    path = checkpoint / name
+    if not path.is_file():
+        return Damage(file=name, kind="missing")
+    size = path.stat().st_size
+    if size == mark.bytes:
+        return None
+    kind = "truncated" if size < mark.bytes else "size"
+    return Damage(file=name, kind=kind, message=f"{size} bytes, written were {mark.bytes}")
+
+
+def _read(checkpoint: Path, name: str, mark: FileMark) -> list[Damage]:
+    try:
+        same = mark_of(checkpoint / name) == mark
+    except OSError as error:
+        return [Damage(file=name, kind="unreadable", message=str(error))]
+    return [] if same else [Damage(file=name, kind="changed", message="its bytes are not those that were written")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """One checkpoint that is visible; `damage` is what a quick look finds, without checksums."""
+    """One visible checkpoint; `damage` is what a quick look finds, without checksums."""
 
     step: int
     path: Path
@@ -35,18 +229,19 @@ class Store:
     folder: Path
 
     def entries(self) -> list[CheckpointEntry]:
-        """All visible checkpoints by step, damaged ones too."""
+        """Return all visible checkpoints by step, damaged ones too."""
         if not self.folder.is_dir():
             return []
         found = sorted((step, path) for path in self.folder.iterdir() if (step := step_of(path)) is not None)
-        return [_entry(step, path) for step, path in found]
+        looks = ((step, path, quick_look(path)) for step, path in found)
+        return [CheckpointEntry(step=s, path=p, manifest=manifest, damage=d) for s, p, (manifest, d) in looks]
 
     def newest_whole(
         self,
         on_damaged: Callable[[CheckpointEntry], None] = lambda _: None,
         progress: Callable[[str], None] | None = None,
     ) -> CheckpointEntry | None:
-        """The newest checkpoint of which every byte is as written; those passed over are handed to `on_damaged`."""
+        """Return the newest checkpoint of which every byte is as written; newer ones go to `on_damaged`."""
         for entry in reversed(self.entries()):
             damage = entry.damage or verify(entry.path, progress)
             if not damage:
@@ -54,21 +249,21 @@ class Store:
             on_damaged(CheckpointEntry(step=entry.step, path=entry.path, manifest=entry.manifest, damage=damage))
         return None
 
-    def aside(self, step: int) -> Path:
-        """Where the checkpoint of this step is written before it is one."""
-        return self.folder / f"{SAVING}{folder_name(step)}"
+    def staging_path(self, step: int) -> Path:
+        """Return where the checkpoint of this step is written before it is visible."""
+        return self.folder / f"{STAGING}{folder_name(step)}"
 
     def make_visible(self, step: int) -> Path:
-        """Turn what lies aside into the checkpoint of its step. What had that name is kept under another one."""
-        target = self.folder / folder_name(step)
-        self.put_by([target] if target.exists() else [])
-        sync_folders(self.aside(step))
-        os.rename(self.aside(step), target)
+        """Turn the staging folder into the checkpoint of its step; what had that name is archived."""
+        target, staging = self.folder / folder_name(step), self.staging_path(step)
+        self.archive([target] if target.exists() else [])
+        sync_folders(staging)
+        os.rename(staging, target)
         sync_folder(self.folder)
         return target
 
-    def put_by(self, paths: Iterable[Path]) -> list[Path]:
-        """Rename checkpoints so that no run takes them up, and nothing is lost; their new paths."""
+    def archive(self, paths: Iterable[Path]) -> list[Path]:
+        """Rename checkpoints so that no run resumes from them, and nothing is lost; return their new paths."""
         moved = []
         for path in paths:
             number = 1
@@ -78,35 +273,98 @@ class Store:
             moved.append(target)
         return moved
 
-    def clear_leftovers(self) -> None:
+    def remove_incomplete(self) -> None:
         """Remove what killed runs left half written or half deleted. Only while no run is at work here."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
-                if path.name.startswith((SAVING, LEAVING)):
+                if path.name.startswith((STAGING, DELETING)):
                     shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
         """Delete whole checkpoints but the newest `keep_last` and every step that `keep_every` divides (0: none).
 
-        Damaged ones are left alone: a person may want to look at them. Gives the paths that went.
+        Damaged ones are left alone: a person may want to look at them. Returns the deleted paths.
         """
         whole = [entry for entry in self.entries() if not entry.damage]
         kept = {entry.step for entry in whole[-keep_last:]}
         kept |= {entry.step for entry in whole if keep_every and entry.step % keep_every == 0}
         gone = [entry.path for entry in whole if entry.step not in kept]
         for path in gone:
-            leaving = path.with_name(LEAVING + path.name)
-            os.rename(path, leaving)  # so that a kill in the midst of it leaves no part of a checkpoint visible
-            shutil.rmtree(leaving, ignore_errors=True)
+            deleting = path.with_name(DELETING + path.name)
+            os.rename(path, deleting)  # so that a kill in the midst of it leaves no part of a checkpoint visible
+            shutil.rmtree(deleting, ignore_errors=True)
         return gone
 
 
-def _entry(step: int, path: Path) -> CheckpointEntry:
-    manifest, damage = quick_look(path)
-    return CheckpointEntry(step=step, path=path, manifest=manifest, damage=damage)
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, `step-00000100`: sorts by step."""
+    return f"{PREFIX}{step:08}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in a folder's name, None for other folders."""
+    match = re.fullmatch(PREFIX + r"([0-9]{8,18})", path.name)
+    return int(match[1]) if match else None
 
 
 def sync_folders(folder: Path) -> None:
-    """Have the entries of a folder and of all below it on the disk on return."""
+    """Flush the entries of a folder and of all below it to the disk."""
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
         sync_folder(path)
+
+
+def store_of(path: Path, where: str = "PATH") -> Store | None:
+    """Return the checkpoints of a run's folder, or of the folder that holds them; None for a checkpoint itself.
+
+    Raises UserError "no-checkpoint" for anything else.
+    """
+    if path.is_dir() and ((path / MANIFEST).is_file() or step_of(path.absolute()) is not None):
+        return None
+    for folder in (path / CHECKPOINTS, path):
+        if Store(folder).entries():
+            return Store(folder)
+    if not path.exists():
+        raise _no_checkpoint(f"there is no folder {path}", where)
+    raise _no_checkpoint(f"{path} is not a checkpoint, and not a run's folder that holds one", where)
+
+
+def locate(path: Path, where: str = "PATH", *, deep: bool = False, report: Reporter | None = None) -> Path:
+    """Return the checkpoint's folder itself, or a run's newest one that is whole, with a warning for each newer one.
+
+    With `deep` every byte is checked, without it only that the files are there in their sizes. Raises UserError
+    "no-checkpoint", or "damaged-checkpoint" where a checkpoint is named that is not whole.
+    """
+    report = report or Reporter()
+    store = store_of(path, where)
+    if store is None:
+        damage = verify(path, report.status) if deep else quick_look(path)[1]
+        if damage:
+            raise UserError(*(_damage_problem(path, d, where) for d in damage))
+        return path
+    for entry in reversed(store.entries()):
+        damage = entry.damage or (verify(entry.path, report.status) if deep else [])
+        if not damage:
+            return entry.path
+        kinds = ", ".join(f"{d.file}: {d.kind}" for d in damage[:3])
+        report.warning(f"{entry.path} is damaged and passed over ({kinds})")
+    raise _no_checkpoint(f"every checkpoint in {store.folder} is damaged", where)
+
+
+def manifest_of(checkpoint: Path, where: str = "PATH") -> Manifest:
+    """Read the manifest in a checkpoint's folder. Raises UserError "damaged-checkpoint"."""
+    try:
+        return read_manifest(checkpoint)
+    except ManifestError as error:
+        damage = Damage(file=MANIFEST, kind="manifest", message=str(error))
+        raise UserError(_damage_problem(checkpoint, damage, where)) from None
+
+
+def _damage_problem(checkpoint: Path, damage: Damage, where: str) -> Problem:
+    message = f"{checkpoint / damage.file} is damaged: {damage.kind}"
+    message += f" ({damage.message})" if damage.message else ""
+    return Problem(kind="damaged-checkpoint", message=message, hint=f"take another one; {HINT}", where=where)
+
+
+def _no_checkpoint(message: str, where: str) -> UserError:
+    hint = "name a run's folder, or one of its checkpoints/step-... folders"
+    return UserError(Problem(kind="no-checkpoint", message=message, hint=hint, where=where))

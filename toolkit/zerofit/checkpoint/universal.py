@@ -13,7 +13,8 @@ load_hp_checkpoint_state_from_checkpoint_dir_stage3), so that each of them loads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,16 @@ import torch
 from torch import Tensor
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.locate import manifest_of
-from zerofit.checkpoint.manifest import Manifest
-from zerofit.checkpoint.names import STATE, folder_name
-from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, written_aside
+from zerofit.checkpoint.full_state import GAN_ENGINES, HINT, ONE_ENGINE, FullState
+from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.store import STATE, Manifest, folder_name, manifest_of
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.units import shown_bytes
 
 # files that an engine of stage 0, 1 or 2, and one of stage 3, takes its counters from
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_version")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
 GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage")
 
 
@@ -45,59 +45,77 @@ class ConvertResult:
     parameters: int  # elements
     bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit ckpt convert --json` prints."""
+        return {**vars(self), "out": str(self.out)}
 
-def convert(checkpoint: Path, out: Path, progress: Callable[[str], None] = lambda _: None) -> ConvertResult:
+
+def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> ConvertResult:
     """Write a checkpoint's folder as a universal checkpoint into `out`, which must not exist or be empty.
 
     An engine loads it with `load_checkpoint(out)` and "checkpoint": {"load_universal": true}. A GAN's second engine
     gets a tag of its own, which ends in -generator. Memory: one tensor at a time. Raises UserError.
     """
+    report = report or Reporter()
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
     tag = folder_name(manifest.step)
-    tags = {STATE: tag} | ({"generator": f"{tag}-generator"} if manifest.job["facts"]["task"] == "gan" else {})
-    wholes = {engine: FullState(checkpoint, engine) for engine in tags}
-    total = sum(4 * _numel(w, name) * len(w.kinds(name)) for w in wholes.values() for name in w.names)
+    engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
+    tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in engines}
+    states = {engine: FullState(checkpoint, {engine: ""}) for engine in engines}
+    total = sum(4 * _numel(state, name) * len(state.kinds(name)) for state in states.values() for name in state.names)
     refuse_small_disk(out, total)
-    with written_aside(out) as aside:
+    with staged_folder(out) as staging:
         done = 0
-        for engine, whole in wholes.items():
-            for written in _write_engine(checkpoint / engine, whole, manifest, aside / tags[engine]):
+        for engine, state in states.items():
+            for written in _write_engine(checkpoint / engine, state, manifest, staging / tags[engine]):
                 done += written
-                progress(f"converting {shown_bytes(done)} of {shown_bytes(total)}")
-        (aside / "latest_universal").write_text(tag)
-    parameters = sum(_numel(whole, name) for whole in wholes.values() for name in whole.names)
+                report.status(f"converting {shown_bytes(done)} of {shown_bytes(total)}")
+        (staging / "latest_universal").write_text(tag)
+    parameters = sum(_numel(state, name) for state in states.values() for name in state.names)
     return ConvertResult(out=out, tag=tag, parameters=parameters, bytes=total)
 
 
-def _write_engine(state: Path, whole: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
-    """Write one engine's files; bytes of tensors as they are written."""
-    counters, held = _counters(state), _held_by_optimizer(state)
-    for name in whole.names:
+def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Path) -> Iterator[int]:
+    """Write one engine's files; yields bytes of tensors as they are written.
+
+    No path leads out of `folder`: FullState refuses such names.
+    """
+    try:
+        counters, optimizer = _counters(source), _optimizer_globals(source)
+    except (LookupError, TypeError, AttributeError) as error:
+        message = f"the files in {source} are not what DeepSpeed writes: {type(error).__name__}: {error}"
+        raise UserError(Problem(kind="incomplete-checkpoint", message=message, hint=HINT, where="PATH")) from None
+    for name in state.names:
         place = folder / "zero" / name
         place.mkdir(parents=True)
-        for kind in whole.kinds(name):
-            torch.save({"param": whole.read(name, kind).contiguous(), "cat_dim": 0}, place / f"{kind}.pt")
-            yield 4 * _numel(whole, name)
-        if held["step"] is not None:
-            torch.save(held["step"], place / "step.pt")
-    torch.save(_optimizer_state(held, counters), folder / "zero" / "optimizer_state.pt")
-    model_states = counters | {"dp_world_size": manifest.job["layout"]["dp"], "mp_world_size": 1, "module": {}}
+        for kind in state.kinds(name):
+            _save({"param": state.read(name, kind).contiguous(), "cat_dim": 0}, place / f"{kind}.pt")
+            yield 4 * _numel(state, name)
+        if optimizer["step"] is not None:
+            _save(optimizer["step"], place / "step.pt")
+    _save(_optimizer_state(optimizer, counters), folder / "zero" / "optimizer_state.pt")
+    model_states = counters | {"dp_world_size": manifest.job.layout.dp, "mp_world_size": 1, "module": {}}
     for file in MODEL_STATES:
-        torch.save(model_states, folder / file)
+        _save(model_states, folder / file)
 
 
-def _counters(state: Path) -> dict[str, Any]:
-    """What every rank's model states file says alike."""
-    files = sorted(state.glob("*model_states.pt"))
+def _save(value: Any, path: Path) -> None:
+    with path.open("wb") as file:  # whose errors are OSErrors, unlike those of torch.save itself
+        torch.save(value, file)
+
+
+def _counters(source: Path) -> dict[str, Any]:
+    """Return what every rank's model states file says alike."""
+    files = sorted(source.glob("*model_states.pt"))
     files = [file for file in files if "mp_rank" in file.name]  # a pipeline's layers have files too
     said = safe_load.load(files[0], for_engine=True)
-    return {key: said[key] for key in COUNTERS if key in said}
+    return {"ds_version": said["ds_version"]} | {key: said[key] for key in COUNTERS if key in said}
 
 
-def _held_by_optimizer(state: Path) -> dict[str, Any]:
-    """What is not a part of one parameter: the globals of ZeRO's optimizer, the parameter groups, the step count."""
-    files = sorted(state.glob("*_optim_states.pt")) or sorted(state.glob("mp_rank_*_model_states.pt"))
+def _optimizer_globals(source: Path) -> dict[str, Any]:
+    """Return what belongs to no single parameter: globals of ZeRO's optimizer, parameter groups, step count."""
+    files = sorted(source.glob("*_optim_states.pt")) or sorted(source.glob("mp_rank_*_model_states.pt"))
     said = safe_load.load(files[0], for_engine=True)
     own = _own_state(said)
     if own is None:
@@ -106,15 +124,13 @@ def _held_by_optimizer(state: Path) -> dict[str, Any]:
         raise UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
     zero = said.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
-    steps = [held["step"] for held in states if "step" in held] + [
-        g["step"] for g in own["param_groups"] if "step" in g
-    ]
+    steps = [one["step"] for one in (*states, *own["param_groups"]) if "step" in one]
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
     return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": _copy(steps)}
 
 
 def _own_state(said: Any) -> dict[str, Any] | None:
-    """The state dict of torch's own optimizer, as deep as the stage's optimizers keep it."""
+    """Find the state dict of torch's own optimizer, as deep as the stage's optimizers keep it."""
     if not isinstance(said, dict):
         return None
     if "state" in said and "param_groups" in said:
@@ -123,18 +139,18 @@ def _own_state(said: Any) -> dict[str, Any] | None:
 
 
 def _copy(steps: list[Any]) -> Any:
-    """The first step count by itself: one that is a tensor would be saved with the whole file that it lies in."""
+    """Return the first step count; a tensor by itself, since it would be saved with the whole file it lies in."""
     if not steps:
         return None
     return steps[0].clone() if isinstance(steps[0], Tensor) else steps[0]
 
 
-def _optimizer_state(held: dict[str, Any], counters: dict[str, Any]) -> dict[str, Any]:
-    """Where stages 1 and 2, and where stage 3 look for the parameter groups and the step."""
-    inner = {"state": {0: {"step": held["step"]}}, "param_groups": held["groups"]}
-    known = held["globals"] | {"ds_version": counters["ds_version"], "param_groups": held["groups"]}
+def _optimizer_state(optimizer: dict[str, Any], counters: dict[str, Any]) -> dict[str, Any]:
+    """Return parameter groups and step where stages 1 and 2, and where stage 3 look for them."""
+    inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
+    known = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
     return known | {"optimizer_state_dict": inner}
 
 
-def _numel(whole: FullState, name: str) -> int:
-    return torch.Size(whole.shape(name)).numel()
+def _numel(state: FullState, name: str) -> int:
+    return math.prod(state.shape(name))

@@ -10,7 +10,7 @@ import click
 
 from zerofit.cli.answer import answer, fail
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import run_options
+from zerofit.cli.options import AS_JSON, TRUST_MODEL_CODE, run_options
 from zerofit.spec.events import Reporter
 from zerofit.spec.precision import PRECISIONS
 
@@ -21,18 +21,12 @@ DATA_FIELDS = (
     *("micro_batch", "seq_len", "eval_samples"),
 )
 
-TRUST = click.option(
-    "--trust-model-code",
-    is_flag=True,
-    help="import and run a model of the form package.module:callable that the folder's files name",
-)
-
 
 def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say where weights may go."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line"),
-        TRUST,
+        AS_JSON,
+        TRUST_MODEL_CODE,
         click.option("--dtype", type=click.Choice(PRECISIONS), help="of the weights [as saved]"),
         click.option(
             "--offload-folder",
@@ -91,12 +85,12 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
     if "data" in flags:
         problems.attempt(lambda: split_name(flags["data"]))
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    with StatusLine() as line:
-        folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
+    with StatusLine():
+        folder = problems.attempt(lambda: find_folder(ckpt, progress))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
-        with StatusLine() as line:
-            saved, dtype = open_model(folder, options["dtype"], scratch, line.show, options["trust_model_code"])
+        with StatusLine():
+            saved, dtype = open_model(folder, options["dtype"], scratch, progress, options["trust_model_code"])
         data = open_asked_data(saved, flags, progress)
         micro = flags.get("micro_batch", MICRO_BATCH)
         session = InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
@@ -113,11 +107,6 @@ def _evaluate(ckpt: Path, options: dict[str, Any]) -> dict[str, Any]:
 def say(line: str) -> None:
     """A line for people, out of the way of what scripts read."""
     click.echo(line, err=True)
-
-
-def passed_over(entry: Any) -> None:
-    """Say that a checkpoint was not taken."""
-    say(f"warning: {entry.path} is damaged ({entry.damage[0].kind}: {entry.damage[0].file})")
 
 
 def _show(result: dict[str, Any]) -> None:

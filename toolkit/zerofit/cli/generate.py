@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from zerofit.cli.console import EventConsole
-from zerofit.cli.eval import passed_over, placement_options, run, say
+from zerofit.cli.eval import placement_options, run, say
 from zerofit.cli.options import run_options
 from zerofit.spec.events import Reporter
 
@@ -55,20 +55,18 @@ def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, A
     from zerofit.infer.session import InferenceSession, open_model
     from zerofit.spec.errors import Problems
 
-    problems = Problems()
+    problems, progress = Problems(), Reporter(EventConsole())
     if not options["prompt"]:
         problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
     limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    with StatusLine() as line:
-        folder = problems.attempt(lambda: find_folder(ckpt, line.show, passed_over))
+    with StatusLine():
+        folder = problems.attempt(lambda: find_folder(ckpt, progress))
     problems.raise_if_any()
     with scratch_folder(options["offload_folder"]) as scratch:
-        with StatusLine() as line:
-            saved, dtype = open_model(folder, options["dtype"], scratch, line.show, options["trust_model_code"])
+        with StatusLine():
+            saved, dtype = open_model(folder, options["dtype"], scratch, progress, options["trust_model_code"])
         wish, decode = make_wish(saved, options)
-        session = InferenceSession(
-            saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=Reporter(EventConsole()), say=say
-        )
+        session = InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
         working = working_bytes(session.empty, wish, session.main)
         model, placement = session.load(working, "a smaller --max-new-tokens,")
         write = partial(click.echo, nl=False, err=as_json)

@@ -13,6 +13,13 @@ import click
 
 from zerofit.spec.run import Run
 
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+TRUST_MODEL_CODE = click.option(
+    "--trust-model-code",
+    is_flag=True,
+    help="import and run a model of the form package.module:callable that the folder's files name",
+)
+
 
 class JsonObject(click.ParamType):
     """A JSON object on the command line."""

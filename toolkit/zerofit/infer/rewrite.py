@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zerofit.checkpoint.hf_names import PublishedModel, PublishedTensor
+from zerofit.checkpoint.export import PublishedModel, PublishedTensor
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.safetensors_writer import TensorEntry, write_file
 from zerofit.checkpoint.staging import refuse_small_disk

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zerofit.checkpoint import manifest
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.locate import CHECKPOINTS, locate
 from zerofit.checkpoint.model_card import NAME as CARD
-from zerofit.checkpoint.model_card import ModelInfo, read_about, refuse_untrusted_code
-from zerofit.checkpoint.store import CheckpointEntry, Store
+from zerofit.checkpoint.model_card import ModelInfo, read_model_info, refuse_untrusted_code
+from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
 from zerofit.infer.weights import StoredWeights, has_weights, read_weights
 from zerofit.models.build import max_positions
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.task import Task
 
 MODEL = "model"  # the trained model in a run's folder
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
 
 
@@ -46,13 +41,11 @@ class SavedModel:
         return self.source.family == "custom"
 
 
-def find_folder(
-    path: Path, progress: Callable[[str], None], on_passed_over: Callable[[CheckpointEntry], None] = lambda _: None
-) -> Path:
-    """The folder that is meant: a run's `model/`, a model's folder itself, else a checkpoint's, a run's newest one.
+def find_folder(path: Path, report: Reporter) -> Path:
+    """Return the folder that is meant: a run's `model/`, a model's folder, else a checkpoint's, a run's newest one.
 
-    Checkpoints are verified, byte by byte; damaged ones that are newer are handed to `on_passed_over`. Raises UserError
-    "no-model", or "damaged-checkpoint" where one is named that is not whole.
+    Checkpoints are verified, byte by byte, with a warning for damaged ones that are newer. Raises UserError "no-model",
+    or "damaged-checkpoint" where one is named that is not whole.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -62,7 +55,7 @@ def find_folder(
         if has_weights(folder) or (folder / "config.json").is_file():
             return folder
     if is_checkpoint(path) or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path)):
-        return locate(path, "CKPT", progress, on_passed_over)
+        return locate(path, "CKPT", deep=True, report=report)
     message = f"{path} holds no model, and no checkpoint"
     hint = "name a run's folder, one of its checkpoints/step-... folders, or a folder with config.json and weights"
     raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
@@ -70,14 +63,12 @@ def find_folder(
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint's, which is exported before it is used."""
-    return (folder / manifest.NAME).is_file() and not has_weights(folder)
+    return (folder / MANIFEST).is_file() and not has_weights(folder)
 
 
-def exported(
-    checkpoint: Path, scratch: Path, dtype: str | None, progress: Callable[[str], None], trust_model_code: bool
-) -> Path:
-    """The model of a checkpoint as a folder inside `scratch`, its weights in this type (None: the run's precision)."""
-    return export(checkpoint, scratch / MODEL, dtype=dtype, progress=progress, trust_model_code=trust_model_code).out
+def exported(checkpoint: Path, scratch: Path, dtype: str | None, report: Reporter, trust_model_code: bool) -> Path:
+    """Export the model of a checkpoint into `scratch`, its weights in this type (None: the run's precision)."""
+    return export(checkpoint, scratch / MODEL, dtype, trust_model_code=trust_model_code, report=report).out
 
 
 def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
@@ -85,7 +76,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
 
     A model whose zerofit.json names a callable of somebody's own is refused unless `trust_model_code`.
     """
-    about, weights = read_about(folder), read_weights(folder)
+    about, weights = read_model_info(folder), read_weights(folder)
     try:
         if (folder / "config.json").is_file():
             return _transformers(folder, about, weights)

@@ -19,7 +19,8 @@ from zerofit.infer.meta_model import empty_model
 from zerofit.infer.placement import Placement, main_device, place
 from zerofit.infer.placement_table import table
 from zerofit.infer.rewrite import WeightRewrite
-from zerofit.infer.saved_model import DTYPES, SavedModel, exported, is_checkpoint, open_saved
+from zerofit.infer.saved_model import SavedModel, exported, is_checkpoint, open_saved
+from zerofit.models.dtypes import DTYPES, NAMES
 from zerofit.spec.events import Reporter
 
 
@@ -79,7 +80,7 @@ class InferenceSession:
         return {
             "device_map": placement.device_map,
             "placement": [row.as_dict() for row in placement.rows],
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype == self.dtype),
+            "dtype": NAMES[self.dtype],
             "step": self.saved.about.step if self.saved.about else None,
             "peak_host_bytes": peak_host_bytes(),
             "host_bytes_before": self._before,
@@ -88,7 +89,7 @@ class InferenceSession:
 
 
 def open_model(
-    folder: Path, dtype: str | None, scratch: Path, progress: Callable[[str], None], trust_model_code: bool = False
+    folder: Path, dtype: str | None, scratch: Path, report: Reporter, trust_model_code: bool = False
 ) -> tuple[SavedModel, torch.dtype]:
     """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
 
@@ -97,7 +98,7 @@ def open_model(
     """
     give_back_at_once()
     if is_checkpoint(folder):
-        folder = exported(folder, scratch, dtype, progress, trust_model_code)
+        folder = exported(folder, scratch, dtype, report, trust_model_code)
     saved = open_saved(folder, trust_model_code)
     kept = saved.weights.dtype
-    return saved, DTYPES[dtype] if dtype else kept if kept in DTYPES.values() else torch.float32
+    return saved, DTYPES[dtype] if dtype else kept if kept in NAMES else torch.float32

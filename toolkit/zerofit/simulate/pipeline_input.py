@@ -8,9 +8,10 @@ import torch
 
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
-from zerofit.train.build import DTYPES, example
+from zerofit.train.build import example
 from zerofit.train.pipeline import PipelineTrainer
 
 

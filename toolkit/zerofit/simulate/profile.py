@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerofit.models.build import forward_logits
 from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.simulate.fake_kernels import KERNEL_SCRATCH, as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, cost_of, layer_of
@@ -19,7 +20,6 @@ from zerofit.simulate.profile_recorder import ProfileRecorder
 from zerofit.simulate.traced_model import TracedModel, first_tensor, make_subject, takes_labels, watched
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.spec.task import Task
-from zerofit.train.build import DTYPES
 from zerofit.train.loss import part_of, weighted_cross_entropy
 
 

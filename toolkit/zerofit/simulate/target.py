@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
-from zerofit.spec.layout import Batch, Layout
-from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import Run
+from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.run_folder import Job
 
 
@@ -25,35 +22,12 @@ class SimulationTarget:
     steps: int = 2  # ZeRO-3 keeps more alive once it knows the order of the layers: from the second step on
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        job = self.job
-        return {
-            "run": job.run.model_dump(mode="json"),
-            "layout": asdict(job.layout),
-            "batch": asdict(job.batch),
-            "steps_of_run": job.steps,
-            "facts": asdict(job.facts),
-            "ds_config": job.ds_config,
-            "inputs": {"kind": type(self.inputs).__name__, **asdict(self.inputs)},
-            "rank": self.rank,
-            "accelerator": self.accelerator,
-            "device_bytes": self.device_bytes,
-            "workspaces": list(self.workspaces),
-            "steps": self.steps,
-        }
+        """Return it as plain JSON."""
+        plain = {name: getattr(self, name) for name in ("rank", "accelerator", "device_bytes", "workspaces", "steps")}
+        return {"job": self.job.to_dict(), "inputs": inputs_to_dict(self.inputs), **plain}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
-        """The target that `as_dict` gave."""
-        inputs = dict(value["inputs"])
-        kind = {"ImageInputs": ImageInputs, "TextInputs": TextInputs}[inputs.pop("kind")]
-        job = Job(
-            run=Run(**value["run"]),
-            layout=Layout(**value["layout"]),
-            batch=Batch(**value["batch"]),
-            steps=value["steps_of_run"],
-            facts=ModelFacts(**value["facts"]),
-            ds_config=value["ds_config"],
-        )
-        plain = {name: value[name] for name in ("rank", "accelerator", "device_bytes", "steps")}
-        return cls(job=job, inputs=kind(**inputs), workspaces=tuple(value["workspaces"]), **plain)
+        """Return the target that `as_dict` described."""
+        job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
+        return cls(**{**value, "job": job, "inputs": inputs, "workspaces": tuple(value["workspaces"])})

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.simulate.tensor_parallel import shard
-from zerofit.train.build import DTYPES, batch_norm_in_fp32
+from zerofit.train.build import batch_norm_in_fp32
 
 TRACED_BLOCKS = 2  # the first may make what all share, so the second stands for all
 Mark = Callable[[int, Any], None]  # of a unit that begins, and the tensors it gets

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from zerofit.spec.files import write_json
 from zerofit.spec.layout import Batch, Layout
@@ -78,6 +81,28 @@ class Job:
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but `start` as JSON."""
+        return {
+            "run": self.run.model_dump(mode="json"),
+            "layout": asdict(self.layout),
+            "batch": asdict(self.batch),
+            "steps": self.steps,
+            "facts": asdict(self.facts),
+            "ds_config": self.ds_config,
+        }
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Job:
+        """Return the job that `to_dict` described. Raises ValueError for anything else.
+
+        Fields of the run that this version does not know are left out, so that older checkpoints can be read.
+        """
+        run = value.get("run") if isinstance(value, dict) else None
+        if isinstance(run, dict):
+            value = value | {"run": {name: run[name] for name in run if name in Run.model_fields}}
+        return _schema().validate_python(value)
+
     def write(self, folder: RunFolder, ds_source: str | dict[str, Any]) -> None:
         """Write run.json, profile.json, plan.json and ds_config.json.
 
@@ -95,14 +120,12 @@ class Job:
 
     @classmethod
     def read(cls, folder: RunFolder) -> Job:
-        """The job that `write` left in this folder."""
+        """Read the job that `write` left in this folder."""
         plan = json.loads(folder.plan.read_text())
-        return cls(
-            run=Run(**json.loads(folder.run.read_text())),
-            layout=Layout(**plan["layout"]),
-            batch=Batch(**plan["batch"]),
-            steps=plan["steps"],
-            facts=ModelFacts(**json.loads(folder.profile.read_text())),
-            ds_config=json.loads(folder.ds_config.read_text()),
-            start=Start(**plan["start"]) if plan.get("start") else None,
-        )
+        facts, ds_config = (json.loads(path.read_text()) for path in (folder.profile, folder.ds_config))
+        return cls.from_dict(plan | {"run": json.loads(folder.run.read_text()), "facts": facts, "ds_config": ds_config})
+
+
+@cache
+def _schema() -> TypeAdapter[Job]:
+    return TypeAdapter(Job)

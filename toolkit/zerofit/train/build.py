@@ -15,8 +15,6 @@ from zerofit.models.catalog import ModelSource, find
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.run_folder import Job
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     """The whole model, on the CPU in fp32; a transformers model at ZeRO stage 3 is partitioned as it is built.

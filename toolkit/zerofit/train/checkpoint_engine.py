@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from zerofit.checkpoint import safe_load
-from zerofit.checkpoint.manifest import FileMark, mark_of
+from zerofit.checkpoint.store import FileMark, mark_of
 from zerofit.spec.files import sync_file
 from zerofit.train.snapshot import Snapshots
 

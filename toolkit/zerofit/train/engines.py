@@ -17,10 +17,11 @@ from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.models.build import forward_logits
 from zerofit.models.checkpointing import keep_on_host
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import IGNORE_INDEX
-from zerofit.train.build import DTYPES, build_whole, parameter_groups
+from zerofit.train.build import build_whole, parameter_groups
 from zerofit.train.loss import counts, part_of, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.schedule import make_scheduler

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import IGNORE_INDEX
-from zerofit.train.build import DTYPES, batch_norm_in_fp32
+from zerofit.train.build import batch_norm_in_fp32
 from zerofit.train.engines import Batch, start_engine
 from zerofit.train.rank_coords import RankCoords
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, as_layers, materialise
 from zerofit.spec.run_folder import Job
-from zerofit.train.build import DTYPES, batch_norm_in_fp32, example
+from zerofit.train.build import batch_norm_in_fp32, example
 from zerofit.train.engines import Batch, start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.compatible import piece_by_piece
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.manifest import Manifest, read
+from zerofit.checkpoint.store import Manifest, read_manifest
 from zerofit.spec.run_folder import Start
 from zerofit.train import rank_state
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
@@ -36,14 +36,14 @@ def resume(driver: EngineTrainer, start: Start, progress: Callable[[str], None])
     if start.same_layout and not piece_by_piece(driver.job.ds_config):
         _load(driver, checkpoint)
     else:
-        restore(driver, {tag: FullState(checkpoint, tag) for tag in asked}, progress)
+        restore(driver, {tag: FullState(checkpoint, {tag: ""}) for tag in asked}, progress)
     if start.same_layout:
         state = safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False)
         rank_state.give_back(driver, state)
     for one in asked.values():
         one.give_back()
     dist.barrier()
-    return read(checkpoint)
+    return read_manifest(checkpoint)
 
 
 def _load(driver: EngineTrainer, checkpoint: Path) -> None:

@@ -17,11 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerofit.checkpoint.job import job_json
-from zerofit.checkpoint.manifest import FileMark, Manifest, files_of, marks_of
-from zerofit.checkpoint.model_card import inputs_json
-from zerofit.checkpoint.names import STATE
-from zerofit.checkpoint.store import Store
+from zerofit.checkpoint.store import STATE, FileMark, Manifest, Store, files_of, marks_of
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.files import sync_file, write_json
@@ -60,7 +56,7 @@ class Saver:
         """
         self.wait()
         start = time.monotonic()
-        aside = self._store.aside(step)
+        aside = self._store.staging_path(step)
         problem = self._shared(lambda: self._make_room(aside))
         if problem:
             return self._failed(step, problem)
@@ -175,7 +171,8 @@ class Saver:
             world_size=self._world,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions(),
-            job=job_json(self._job) | {"inputs": inputs_json(self._inputs)},
+            job=self._job,
+            inputs=self._inputs,
             figures=figures,
             files=dict(sorted(marks.items())),
         )

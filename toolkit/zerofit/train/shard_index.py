@@ -47,7 +47,7 @@ def engines(driver: EngineTrainer) -> dict[str, Any]:
 
 
 def describe(driver: EngineTrainer) -> dict[str, Any]:
-    """This rank's index of the files that `engine.save_checkpoint` writes, as JSON (see `checkpoint.reader`)."""
+    """This rank's index of the files that `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
     found = {tag: _describe(driver, engine, tag) for tag, engine in engines(driver).items()}
     return {"world_size": dist.get_world_size(), "engines": found}
 

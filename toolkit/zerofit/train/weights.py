@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from zerofit.checkpoint.model_card import about_run, write_about
+from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -42,8 +42,8 @@ def save_model(driver: EngineTrainer, job: Job, inputs: Inputs, folder: Path) ->
                 load_transformers(job.run.tokenizer).save_pretrained(folder)
         else:
             save_file(_without_shared(weights), folder / "model.safetensors")
-        said = about_run(job.run, job.facts.task, inputs, job.steps, str(dtype).removeprefix("torch."))
-        write_about(folder, said)
+        said = ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, str(dtype).removeprefix("torch."))
+        said.write(folder)
     dist.barrier()
 
 

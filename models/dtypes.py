@@ -1,0 +1,13 @@
+"""Torch's types for the precisions that a run can name."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def torch_name(dtype: torch.dtype) -> str:
+    """Return torch's own name of a type, such as "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,225 @@
+"""Checkpoints of runs, for the command line (`zerofit ckpt`) and from Python."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerofit.checkpoint.staging import refuse_existing
+from zerofit.checkpoint.store import (
+    CheckpointEntry,
+    Damage,
+    Manifest,
+    Store,
+    locate,
+    manifest_of,
+    quick_look,
+    step_of,
+    store_of,
+    verify,
+)
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.units import parse_bytes
+
+if TYPE_CHECKING:
+    from zerofit.checkpoint.diff import CheckpointDiff
+    from zerofit.checkpoint.export import ExportResult
+    from zerofit.checkpoint.universal import ConvertResult
+    from zerofit.spec.run import Precision
+
+SHARD_SIZE = "1GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """One checkpoint of a list; None stands for what a damaged manifest does not tell."""
+
+    step: int
+    path: Path
+    samples: int | None
+    created: str | None  # ISO 8601, UTC
+    world_size: int | None
+    bytes: int | None
+    layout: Layout | None
+    problems: list[Damage]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is known to be wrong with it."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one row of what `zerofit ckpt ls --json` prints."""
+        return {**asdict(self), "path": str(self.path), "whole": self.whole}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointList:
+    """The checkpoints of a run, by step."""
+
+    folder: Path
+    checked: str  # "sizes" or "checksums"
+    checkpoints: list[CheckpointSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit ckpt ls --json` prints."""
+        rows = [row.to_dict() for row in self.checkpoints]
+        return {"folder": str(self.folder), "checked": self.checked, "checkpoints": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDescription(CheckpointSummary):
+    """What a checkpoint is of."""
+
+    model: str
+    model_args: dict[str, Any]
+    parameters: int
+    task: str
+    data: str | None
+    precision: str | None
+    optimizer: str | None
+    batch: Batch
+    steps: int  # of the whole run
+    figures: dict[str, Any]  # of the last step: loss, lr, ...
+    versions: dict[str, str]
+    files: dict[str, int]  # bytes, by path within the checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """Whether every byte of a checkpoint is as it was written."""
+
+    path: Path
+    step: int | None
+    problems: list[Damage]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit ckpt verify --json` prints."""
+        return {"path": str(self.path), "step": self.step, "ok": self.ok, "problems": [vars(d) for d in self.problems]}
+
+
+class Checkpoint:
+    """A checkpoint of a run: one of its `checkpoints/step-...` folders, or the run's folder for its newest whole one.
+
+    No method needs a GPU, the ranks or the layout that wrote the checkpoint, and none runs code that lies in it.
+    `on_event` gets progress and warnings. Bad input raises UserError.
+
+        checkpoint = zerofit.Checkpoint.latest("runs/llama")
+        if checkpoint.verify().ok:
+            checkpoint.export("llama-hf", dtype="bf16")
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    @classmethod
+    def latest(cls, run_folder: str | Path, *, on_event: OnEvent | None = None) -> Checkpoint:
+        """Return a run's newest checkpoint whose files are there in their sizes; see `verify` for their bytes."""
+        return cls(locate(Path(run_folder), report=Reporter(on_event)))
+
+    @staticmethod
+    def list(run_folder: str | Path, *, deep: bool = False, on_event: OnEvent | None = None) -> CheckpointList:
+        """List the checkpoints of a run, damaged ones too; with `deep` every byte is compared with its checksum."""
+        path, report = Path(run_folder), Reporter(on_event)
+        store = store_of(path, "RUN") or Store(path.absolute().parent)
+        rows = []
+        for entry in store.entries():
+            damage = entry.damage or (verify(entry.path, report.status) if deep else [])
+            rows.append(CheckpointSummary(**_summary(entry, damage)))
+        return CheckpointList(folder=store.folder, checked="checksums" if deep else "sizes", checkpoints=rows)
+
+    def describe(self, *, on_event: OnEvent | None = None) -> CheckpointDescription:
+        """Return what the checkpoint is of: step, model, layout, precision, versions, size."""
+        path = locate(self.path, report=Reporter(on_event))
+        manifest = manifest_of(path)
+        job, facts, run = manifest.job, manifest.job.facts, manifest.job.run
+        entry = CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
+        return CheckpointDescription(
+            **_summary(entry, []),
+            **{name: getattr(run, name) for name in ("model", "model_args", "data", "precision", "optimizer")},
+            parameters=facts.parameters,
+            task=facts.task,
+            batch=job.batch,
+            steps=job.steps,
+            figures=manifest.figures,
+            versions=manifest.versions,
+            files={name: mark.bytes for name, mark in manifest.files.items()},
+        )
+
+    def verify(self, *, on_event: OnEvent | None = None) -> VerifyResult:
+        """Read every file of the checkpoint (of a run's newest, damaged or not) and compare checksums."""
+        store = store_of(self.path)
+        path = self.path if store is None else store.entries()[-1].path
+        manifest, _ = quick_look(path)
+        damage = verify(path, Reporter(on_event).status)
+        return VerifyResult(path=path, step=manifest.step if manifest else step_of(path.absolute()), problems=damage)
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        dtype: Precision | None = None,
+        max_shard_size: str = SHARD_SIZE,
+        trust_model_code: bool = False,
+        on_event: OnEvent | None = None,
+    ) -> ExportResult:
+        """Write the model as a Hugging Face folder, other models as one safetensors file, after verifying every byte.
+
+        `dtype` is that of the parameters (by default the run's precision), `max_shard_size` the largest file of a
+        transformers model. A model `package.module:callable` of somebody's own is imported and called only with
+        `trust_model_code`.
+        """
+        shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
+        report.status("importing torch ...")
+        from zerofit.checkpoint.export import export
+
+        refuse_existing(Path(out))
+        path = locate(self.path, deep=True, report=report)
+        return export(path, Path(out), dtype, shard_bytes, trust_model_code=trust_model_code, report=report)
+
+    def convert(self, out: str | Path, *, on_event: OnEvent | None = None) -> ConvertResult:
+        """Write a universal checkpoint of DeepSpeed, which its engines load on any number of ranks."""
+        report = Reporter(on_event)
+        report.status("importing torch ...")
+        from zerofit.checkpoint.universal import convert
+
+        refuse_existing(Path(out))
+        return convert(locate(self.path, deep=True, report=report), Path(out), report)
+
+    def diff(
+        self, other: Checkpoint | str | Path, *, states: bool = False, on_event: OnEvent | None = None
+    ) -> CheckpointDiff:
+        """Compare tensor by tensor with another checkpoint, an exported folder or a safetensors file.
+
+        With `states` the optimizers' states too, which only checkpoints hold.
+        """
+        report = Reporter(on_event)
+        report.status("importing torch ...")
+        from zerofit.checkpoint.diff import diff
+
+        return diff(self.path, other.path if isinstance(other, Checkpoint) else Path(other), states, report)
+
+
+def _summary(entry: CheckpointEntry, damage: list[Damage]) -> dict[str, Any]:
+    """Return the fields of CheckpointSummary."""
+    manifest: Manifest | None = entry.manifest
+    return {
+        "step": entry.step,
+        "path": entry.path,
+        "samples": manifest and manifest.samples,
+        "created": manifest and manifest.created,
+        "world_size": manifest and manifest.world_size,
+        "bytes": manifest and manifest.total_bytes,
+        "layout": manifest and manifest.job.layout,
+        "problems": damage,
+    }
