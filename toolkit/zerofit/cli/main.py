@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import click
 
 from zerofit.cli.answer import fail_internally
-from zerofit.cli.calibrate import calibrate
-from zerofit.cli.check import check, schema
-from zerofit.cli.ckpt import ckpt
-from zerofit.cli.compare import compare
-from zerofit.cli.doctor import doctor
-from zerofit.cli.eval import evaluate
-from zerofit.cli.generate import generate
-from zerofit.cli.launch import launch
-from zerofit.cli.models import models
-from zerofit.cli.plan import plan
-from zerofit.cli.plot import plot
-from zerofit.cli.simulate import simulate
-from zerofit.cli.train import train
-from zerofit.cli.tune import tune
 from zerofit.spec.errors import Problem
+
+# name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
+COMMANDS = {
+    "calibrate": ("calibrate", "Measure this machine's speeds for `zerofit plan` (half a minute)."),
+    "check": ("check", "Find everything that is wrong in a DeepSpeed JSON, before anything starts."),
+    "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
+    "compare": ("compare", "Measure ways to train on the same model, data, weights and order of samples."),
+    "doctor": ("doctor", "Check this machine, or all hosts of a hostfile, and measure what they reach."),
+    "eval": ("eval", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
+    "generate": ("generate", "Continue a prompt with a run, a checkpoint or a causal language model."),
+    "launch": ("launch", "Train on many hosts, through the deepspeed launcher."),
+    "models": ("models", "List the models known by name, with parameter counts."),
+    "plan": ("plan", "Rank the layouts of a model that fit a cluster, with memory and speed."),
+    "plot": ("plot", "Draw loss, throughput and memory of run folders into one picture."),
+    "schema": ("check", "Print a JSON Schema of DeepSpeed's configuration, for editors."),
+    "simulate": ("simulate", "Forecast to the byte what one rank allocates, without a GPU."),
+    "train": ("train", "Train a model on the devices of this machine."),
+    "tune": ("tune", "Measure short real runs, and write the fastest configuration that fits."),
+}
 
 
 class Commands(click.Group):
-    """A group whose usage errors are JSON too where a command is asked for it."""
+    """A group that imports a command when it is called, and whose errors are JSON too where that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = import_module(f"zerofit.cli.{COMMANDS[cmd_name][0]}")
+        return getattr(module, "evaluate" if cmd_name == "eval" else cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands for --help without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Remember whether `--json` stands among the arguments."""
@@ -49,9 +71,3 @@ class Commands(click.Group):
 @click.version_option(package_name="zerofit")
 def main() -> None:
     """Train CNNs and Transformers that no longer fit, through the DeepSpeed engine."""
-
-
-RUNS = (train, launch, tune, compare, ckpt, evaluate, generate, plot, models)
-JUDGES = (plan, simulate, check, schema, doctor, calibrate)
-for command in (*RUNS, *JUDGES):
-    main.add_command(command)
