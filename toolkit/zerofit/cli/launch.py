@@ -1,24 +1,41 @@
-"""`zerofit launch`: a run on many hosts, begun again when something dies."""
+"""`zerofit launch`: a run on many hosts, started again when something dies."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
+from zerofit.app.clusters.hosts import HostRequest, find_hosts, launcher_command
+from zerofit.app.clusters.job_files import JobFile, JobFileRequest, write_job_file
 from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.training_result import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.host_options import host_options
-from zerofit.cli.launch_files import file_options, write_file
+from zerofit.cli.host_options import add_options, host_options
 from zerofit.cli.options import run_options
 from zerofit.cli.train import show
 from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
+
+file_options = add_options(
+    click.option("--slurm", type=click.Path(path_type=Path), metavar="FILE", help="write a job for sbatch instead"),
+    click.option("--kubernetes", type=click.Path(path_type=Path), metavar="FILE", help="write a Kubeflow manifest"),
+    click.option("--job-name", help="of either [zerofit]"),
+    click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help="of either: of a rank [gpu]"),
+    click.option("--time", help="--slurm: time limit, as sbatch takes it (12:00:00); saved before, then queued again"),
+    click.option("--save-before-limit", "save_s", type=click.IntRange(min=1), help="--slurm: seconds [300]"),
+    click.option("--partition", help="--slurm: partition"),
+    click.option("--account", help="--slurm: account"),
+    click.option("--setup", help="--slurm: shell line that makes zerofit available [. VENV/bin/activate]"),
+    click.option("--image", help="--kubernetes: container image with zerofit in it"),
+    click.option("--claim", help="--kubernetes: PersistentVolumeClaim for run folders and data"),
+    click.option("--kind", type=click.Choice(["trainjob", "pytorchjob"]), default="trainjob", help="[trainjob]"),
+)
 
 
 @click.command()
@@ -29,7 +46,7 @@ from zerofit.spec.run import Run
 @click.option("--nodes", type=click.IntRange(min=1), help="with --no-ssh, --slurm, --kubernetes: how many there are")
 @click.option("--slots", type=click.IntRange(min=1), help="with --nodes: ranks on each")
 @click.option("--master-addr", help="address where rank 0 listens [of the first host]")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="begin again so often after a failure [0]")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="start again so often after a failure [0]")
 @click.option("--min-nodes", type=click.IntRange(min=1), help="go on without lost nodes while so many are left")
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
 @file_options
@@ -39,41 +56,52 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
     """Train on many hosts, through the deepspeed launcher.
 
     Before the start every host is asked whether it can take part; while the ranks run each has a heartbeat; when one
-    dies or hangs all are stopped, and with --max-restarts the run begins again from its newest checkpoint.
+    dies or hangs all are stopped, and with --max-restarts the run starts again from its newest checkpoint.
     """
-    names = [p.name for p in launch.params if p.name not in ("target", "as_json")]
-    own = {k: options.pop(k) for k in names if k not in Run.model_fields}
-    flags = {k: v for k, v in options.items() if v is not None}
-    answer(lambda: _launch(target, flags, own), as_json, _show_launched)
+    own = {name: options.pop(name) for name in list(options) if name not in Run.model_fields}
+    flags = {name: value for name, value in options.items() if value is not None}
+    answer(lambda: _launch(target, flags, own), as_json, _show)
 
 
-def _launch(target: str | None, flags: dict[str, Any], own: dict[str, Any]) -> TrainingResult | dict[str, Any]:
-    from zerofit.app.clusters.hosts import command, find_hosts, wish_of
-    from zerofit.app.clusters.restarts import RestartingRun
-
+def _launch(
+    target: str | None, flags: dict[str, Any], own: dict[str, Any]
+) -> TrainingResult | JobFile | dict[str, Any]:
     if own["slurm"] or own["kubernetes"]:
         activate = Path(sys.prefix, "bin", "activate")
-        return write_file(target, flags, own, f". {shlex.quote(str(activate))}" if activate.exists() else "")
-    hosts, wish = find_hosts(own), wish_of(own)
+        if own["setup"] is None:
+            own["setup"] = f". {shlex.quote(str(activate))}" if activate.exists() else ""
+        values = {field.name: own[field.name] for field in fields(JobFileRequest) if field.name in own}
+        return write_job_file(JobFileRequest(target=target, flags=flags, **values))
+    asked_hosts = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
+    hosts, launch_options = find_hosts(asked_hosts), asked_hosts.options()
     asked = read_request(target, flags)
     if own["dry_run"]:
-        return command(asked.run, hosts, wish)
-    if wish.node_rank:
-        from zerofit.app.clusters.node_agent import follow
-
-        return follow(asked.run, hosts, wish)
-    run_file = Path(target) if target and is_run_file(target) else None
+        return {"command": launcher_command(asked.run, hosts, launch_options)}
     with EventConsole(asked.run.log_every) as console:
-        run = RestartingRun(
-            asked, hosts, wish, Reporter(shielded(console)), run_file, own["max_restarts"], own["min_nodes"], True
-        )
-        return run.run()
+        report = Reporter(shielded(console))
+        if launch_options.node_rank:
+            from zerofit.app.clusters.node_agent import follow
+
+            folder = follow(asked.run, hosts, launch_options, report, handle_signals=True)
+            return {"run_dir": str(folder.path), "node_rank": launch_options.node_rank}
+        from zerofit.app.clusters.restarts import RestartingRun
+
+        return RestartingRun(
+            asked=asked,
+            hosts=hosts,
+            options=launch_options,
+            report=report,
+            run_file=Path(target) if target and is_run_file(target) else None,
+            max_restarts=own["max_restarts"],
+            min_nodes=own["min_nodes"],
+            handle_signals=True,
+        ).run()
 
 
-def _show_launched(result: TrainingResult | dict[str, Any]) -> None:
+def _show(result: TrainingResult | JobFile | dict[str, Any]) -> None:
     if isinstance(result, TrainingResult):
         show(result)
+    elif isinstance(result, JobFile):
+        click.echo(f"{result.written}{'' if result.new else ' (unchanged)'}; submit it with: {result.hand_in}")
     elif "command" in result:
         click.echo(shlex.join(result["command"]))
-    elif "written" in result:
-        click.echo(f"{result['written']}{'' if result['new'] else ' (as it was)'}; hand it in: {result['hand_in']}")

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from zerofit.tune.search import Search
 
 LEAST_S = 20.0  # left of the time, below which no trial is begun
-# flags of `zerofit launch` that a tuning does not take; those of hosts where none is given
-ALONE = {"nodes": None, "slots": None, "no_ssh": False, "node_rank": None, "min_nodes": None, "master_addr": None}
+# the flags of hosts where none is given
 UNASKED = {**dict.fromkeys(NAMES), "runner": "pdsh"}
 
 
@@ -55,13 +54,13 @@ def _tune(
     on_hosts: dict[str, Any],
 ) -> dict[str, Any]:
     click.echo("checking the run, the model and the data ...", err=True)
-    from zerofit.app.clusters.hosts import find_hosts
+    from zerofit.app.clusters.hosts import HostRequest, find_hosts
     from zerofit.app.tuning.job import TuneJob
     from zerofit.app.tuning.result import find_output, write_results
 
     output = find_output(flags.pop("output", None))
     words = host_arguments(on_hosts)
-    hosts = find_hosts({**ALONE, **on_hosts}) if words != host_arguments(UNASKED) else ()
+    hosts = find_hosts(HostRequest(**on_hosts)) if words != host_arguments(UNASKED) else ()
     job = TuneJob.of(read_request(target, flags), space, hosts, words)
     search = tuned(job, most, minutes)
     return write_results(job, search, output).to_dict()

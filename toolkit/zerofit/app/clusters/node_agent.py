@@ -1,13 +1,10 @@
-"""A node that starts its own ranks (`--no-ssh`): it waits for the orders that node 0 writes into the run folder."""
+"""A node that starts its own ranks (`--no-ssh`), on the launch specs that node 0 writes into the run folder."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import click
 
 from zerofit.app.clusters.site import LaunchOptions, filled
 from zerofit.launch.hostfile import Host
@@ -16,6 +13,7 @@ from zerofit.launch.orphans import MARK_NAME, end_all
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.runner import runner, runner_environment
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
@@ -26,8 +24,10 @@ GONE_S = 15.0  # a network file system shows a lock late
 RECENT_S = 600.0  # nodes do not start at the same moment
 
 
-def follow(run: Run, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, Any]:
-    """Start this node's ranks each time node 0 asks for it, until node 0 has ended; what to show.
+def follow(
+    run: Run, hosts: Sequence[Host], options: LaunchOptions, report: Reporter, *, handle_signals: bool = False
+) -> RunFolder:
+    """Start this node's ranks each time node 0 asks for it, until node 0 has ended; return the run folder.
 
     Raises UserError without an output folder, Stopped and RunFailed as node 0's run ended.
     """
@@ -37,12 +37,12 @@ def follow(run: Run, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, An
     folder = RunFolder(run.output.absolute())
     began, done = time.time(), set[str]()
     quiet, patience = time.monotonic(), LEADER_S
-    click.echo(f"node {wish.node_rank}: waiting for node 0 ...", err=True)
+    report.phase(f"node {options.node_rank}: waiting for node 0")
     while time.monotonic() - quiet < patience:
-        orders = _orders(folder)
-        if orders is not None and orders.token not in done:
-            done.add(orders.token)
-            _start(folder, orders, hosts, wish)
+        spec = _launch_spec(folder)
+        if spec is not None and spec.token not in done:
+            done.add(spec.token)
+            _start(folder, spec, hosts, options, report, handle_signals)
             quiet, patience = time.monotonic(), GONE_S
         elif is_held(folder):
             quiet = time.monotonic()
@@ -50,45 +50,52 @@ def follow(run: Run, hosts: Sequence[Host], wish: LaunchOptions) -> dict[str, An
             patience = GONE_S
         time.sleep(POLL_S)
     if _finished(folder, began):
-        return {"run_dir": str(folder.path), "node_rank": wish.node_rank}
+        return folder
     if folder.stopped.exists():
-        word = json.loads(folder.stopped.read_text())
-        message = f"stopped on request after step {word['step']} of {word['steps']}; a checkpoint of it is saved"
+        at = json.loads(folder.stopped.read_text())
+        message = f"stopped on request after step {at['step']} of {at['steps']}; a checkpoint of it is saved"
         raise Stopped(Problem(kind="stopped", message=message, hint="the same command goes on", where=str(folder.path)))
     message = "node 0 ended without a result" if done else "node 0 did not start this run"
     raise RunFailed(Problem(kind="leader", message=message, hint="node 0 says why", where=str(folder.path)))
 
 
 def _finished(folder: RunFolder, began: float) -> bool:
-    """Whether node 0 has come to the end, or found that it had: it touches the result then."""
+    """Return whether node 0 has come to the end, or found that it had: it touches the result then."""
     try:
         return folder.result.stat().st_mtime > began - RECENT_S
     except OSError:
         return False
 
 
-def _orders(folder: RunFolder) -> LaunchSpec | None:
-    """The orders of a start that is going on."""
+def _launch_spec(folder: RunFolder) -> LaunchSpec | None:
+    """Read the launch spec of a start that is under way."""
     try:
         return LaunchSpec.read(folder.orders) if is_held(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _start(folder: RunFolder, orders: LaunchSpec, hosts: Sequence[Host], wish: LaunchOptions) -> None:
-    """This node's ranks, until they end; nothing where the run takes fewer nodes."""
-    used = filled(hosts, orders.world_size)
-    if wish.node_rank is None or wish.node_rank >= len(used):
-        click.echo(f"node {wish.node_rank}: this start needs no ranks here", err=True)
+def _start(
+    folder: RunFolder,
+    spec: LaunchSpec,
+    hosts: Sequence[Host],
+    options: LaunchOptions,
+    report: Reporter,
+    handle_signals: bool,
+) -> None:
+    """Run this node's ranks until they end; nothing where the run takes fewer nodes."""
+    used, node = filled(hosts, spec.world_size), options.node_rank
+    if node is None or node >= len(used):
+        report.note(f"node {node}: this start needs no ranks here")
         return
-    click.echo(f"node {wish.node_rank}: starting its ranks (start {orders.attempt})", err=True)
-    logs = folder.logs / f"node-{wish.node_rank}"
+    report.phase(f"node {node}: starting its ranks, start {spec.attempt}")
+    logs = folder.logs / f"node-{node}"
     logs.mkdir(exist_ok=True)
-    argv = runner("pdsh", used, logs, orders.master, as_argument(folder.orders), node_rank=wish.node_rank)
-    plain = {MARK_NAME: orders.mark, "DS_ACCELERATOR": orders.accelerator}
-    env = {**runner_environment(logs, plain), MARK_NAME: orders.mark}
+    argv = runner("pdsh", used, logs, spec.master, as_argument(folder.orders), node_rank=node)
+    plain = {MARK_NAME: spec.mark, "DS_ACCELERATOR": spec.accelerator}
+    env = {**runner_environment(logs, plain), MARK_NAME: spec.mark}
     try:
-        with started(folder, argv, env, "/") as process:
+        with started(folder, argv, env, "/", handle_signals=handle_signals) as process:
             process.wait()
     finally:
-        end_all(orders.mark)
+        end_all(spec.mark)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.clusters.remote_ops import build_on
-from zerofit.app.clusters.site import LaunchOptions, cluster_site, filled, look, machine_of
+from zerofit.app.clusters.site import LaunchOptions, cluster_site, examine_hosts, filled, machine_of
 from zerofit.app.prepare_folder import find_folder, finished_before, make_ready, prepare
 from zerofit.app.supervision import run_once
 from zerofit.app.training_result import TrainingResult
@@ -42,7 +42,7 @@ class RestartingRun:
 
     asked: RunRequest
     hosts: Sequence[Host]
-    wish: LaunchOptions
+    options: LaunchOptions
     report: Reporter
     run_file: Path | None
     max_restarts: int
@@ -99,20 +99,20 @@ class RestartingRun:
             self.job, self.folder = job, folder
             for note in make_ready(folder, job.start):
                 self.report.note(note)
-            site = cluster_site(self.hosts, job, self.wish, machine, found, folder)
-            if self.wish.over_ssh:
+            site = cluster_site(self.hosts, job, self.options, machine, found, folder)
+            if self.options.over_ssh:
                 used = list(dict.fromkeys(site.hosts))
-                build_on(used, needed_ops(job.ds_config, machine), self.wish.ssh_port, self.report.phase)
+                build_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
             return run_once(folder, site, watch, self.report, attempt=attempt, handle_signals=self.handle_signals)
 
     def _ready(self, port: int) -> Preflight | None:
         """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
-        if not self.wish.over_ssh:
+        if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.asked.run)
         made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
-        found = look(self.hosts, self.wish, folder.path, self.asked.run.model, self.run_file, port)
+        found = examine_hosts(self.hosts, self.options, folder.path, self.asked.run.model, self.run_file, port)
         try:
             self._refuse(found.findings)
         except UserError:
@@ -154,13 +154,13 @@ class RestartingRun:
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
         """The hosts that answer, once all do or the patience is at its end. Raises the failure where too few do."""
-        if not self.wish.over_ssh:
+        if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
         patience_s = self.asked.run.heartbeat_timeout
         deadline = time.monotonic() + patience_s
         while True:
-            found = look(self.hosts, self.wish, self.folder.path, self.asked.run.model, None, None)
+            found = examine_hosts(self.hosts, self.options, self.folder.path, self.asked.run.model, None, None)
             failing = {check.host for check in found.checks if check.status == FAIL}
             there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
             if len(there) == len(self.hosts) or time.monotonic() > deadline:
@@ -170,7 +170,7 @@ class RestartingRun:
             time.sleep(BACK_S)
         if len(there) < (self.min_nodes or len(self.hosts)):
             missing = ", ".join(h.name for h in self.hosts if h not in there)
-            again = f"{self.wish.again} {shlex.quote(str(self.folder.path))}"
+            again = f"{self.options.again} {shlex.quote(str(self.folder.path))}"
             hint = f"mend {missing}, then `{again}` goes on; "
             hint += f"--min-nodes {max(len(there), 1)} goes on without"
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"

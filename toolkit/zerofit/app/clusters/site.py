@@ -1,4 +1,4 @@
-"""Many hosts as a place for ranks: asked beforehand, described for the run, cleared afterwards."""
+"""Many hosts as a launch site: examined beforehand, described for the run, cleared of processes afterwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.doctor.preflight import Preflight, preflight
-from zerofit.doctor.preflight import PreflightRequest as Questions
+from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
 from zerofit.doctor.remote import Conversation, ask_all, conversations
 from zerofit.doctor.software import model_code
 from zerofit.doctor.unreachable import Unreachable
@@ -33,7 +32,7 @@ LOOPBACK = "127."
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How the ranks of many hosts are to be started."""
+    """How the ranks of many hosts are started."""
 
     runner: str = "pdsh"
     runner_args: str = ""
@@ -46,40 +45,48 @@ class LaunchOptions:
 
     @property
     def over_ssh(self) -> bool:
-        """Whether hosts can be asked and cleared over ssh."""
+        """Whether hosts can be examined and cleared over ssh."""
         return self.node_rank is None and self.runner != "slurm"
 
     @property
     def port(self) -> int:
-        """Where rank 0 will listen."""
+        """The port where rank 0 will listen."""
         return self.master_port or DEFAULT_PORT
 
     def argv(self, hosts: Sequence[Host], logs: Path, master: str, orders: str) -> list[str]:
-        """The launcher's command (`launch.runner.runner`)."""
-        options = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
-        return runner(self.runner, hosts, logs, (master, self.port), orders, **options)
+        """Return the launcher's command (`launch.runner.runner`)."""
+        return runner(
+            self.runner,
+            hosts,
+            logs,
+            (master, self.port),
+            orders,
+            runner_args=self.runner_args,
+            ssh_port=self.ssh_port,
+            node_rank=self.node_rank,
+        )
 
 
-def look(
-    hosts: Sequence[Host], wish: LaunchOptions, folder: Path, model: str, run_file: Path | None, port: int | None
+def examine_hosts(
+    hosts: Sequence[Host], options: LaunchOptions, folder: Path, model: str, run_file: Path | None, port: int | None
 ) -> Preflight:
-    """Ask all hosts what a start needs to know; `port`: where this command hears the ranks, if it does by now."""
+    """Ask all hosts what a start needs to know; `port`: where this command listens for the ranks, if it does yet."""
     return preflight(
         hosts,
-        Questions(
+        PreflightRequest(
             run_folder=folder,
             run_file=run_file,
             code=model_code(model),
-            master=wish.master_addr,
-            master_port=wish.port,
+            master=options.master_addr,
+            master_port=options.port,
             callback=(own_address(hosts), port) if port else None,
-            ssh_port=wish.ssh_port,
+            ssh_port=options.ssh_port,
         ),
     )
 
 
 def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
-    """All devices together: GPUs where every host has them, else CPUs. Without answers, hosts like this one."""
+    """Return all devices as one machine: GPUs where every host has them, else CPUs (without answers, like here)."""
     devices = sum(host.slots for host in hosts)
     if found is None:
         return replace(this_machine(), devices=devices)
@@ -95,36 +102,41 @@ def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
 
 
 def cluster_site(
-    hosts: Sequence[Host], job: Job, wish: LaunchOptions, machine: Machine, found: Preflight | None, folder: RunFolder
+    hosts: Sequence[Host],
+    job: Job,
+    options: LaunchOptions,
+    machine: Machine,
+    found: Preflight | None,
+    folder: RunFolder,
 ) -> LaunchSite:
-    """Where the job's ranks run: the hosts in their order, each filled before the next."""
+    """Return the site of the job's ranks: the hosts in their order, each filled before the next."""
     used, problems = filled(hosts, job.layout.world_size), Problems()
-    check(wish.runner, used, wish.runner_args, problems)
+    check(options.runner, used, options.runner_args, problems)
     problems.raise_if_any()
     names = tuple(host.name for host in used for _ in range(host.slots))
-    own = wish.master_addr or "" if wish.node_rank is not None else own_address(used)
-    master = wish.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
+    own = options.master_addr or "" if options.node_rank is not None else own_address(used)
+    master = options.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
     return LaunchSite(
         hosts=names,
         addresses={host.name: _seen_from(host.name, found) or own for host in used},
-        master=(master, wish.port),
+        master=(master, options.port),
         accelerator=machine.accelerator,
-        argv=lambda orders: wish.argv(used, folder.logs, master, orders),
+        argv=lambda orders: options.argv(used, folder.logs, master, orders),
         env=lambda mark: runner_environment(
             folder.logs, {MARK_NAME: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
         ),
         cwd="/",
-        forwarded=wish.forwarded,
+        forwarded=options.forwarded,
         interfaces=found.interfaces if found else {},
-        again=wish.again,
-        coming_s=COMING_S if wish.over_ssh else ALONE_S,
+        again=options.again,
+        coming_s=COMING_S if options.over_ssh else ALONE_S,
         timeout_s=job.run.heartbeat_timeout,
-        sweep=(lambda mark: sweep([h.name for h in used], mark, wish.ssh_port)) if wish.over_ssh else None,
+        sweep=(lambda mark: sweep([h.name for h in used], mark, options.ssh_port)) if options.over_ssh else None,
     )
 
 
 def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """The first hosts with that many slots in all; the last one gives as many as are needed."""
+    """Return the first hosts with that many slots in all, of the last one what is needed. Raises UserError."""
     used, left = [], ranks
     for host in hosts:
         take = min(left, host.slots)
@@ -139,8 +151,10 @@ def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
-    """End every process of a start on its hosts, wherever it can be reached; a line for each host where there was
-    something to do or nothing could be done."""
+    """End every process of a start on the hosts that can be reached.
+
+    Return a line for each host where processes were left, or that could not be reached.
+    """
     return asyncio.run(_sweep(hosts, mark, ssh_port))
 
 
@@ -151,14 +165,14 @@ async def _sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[
     notes = []
     for name, answer in {**opened, **answers}.items():
         if isinstance(answer, Unreachable):
-            notes.append(f"{name} could not be cleared ({answer.message}); its ranks end by themselves")
+            notes.append(f"{name} could not be reached ({answer.message}); its ranks end by themselves")
         elif answer["ended"]:
-            notes.append(f"processes of this run that were still there on {name}: {answer['ended']}; they are ended")
+            notes.append(f"processes of this run that were left on {name}: {answer['ended']}; they have been ended")
     return notes
 
 
 def own_address(hosts: Sequence[Host]) -> str:
-    """This machine's address as the last of the hosts sees it."""
+    """Return this machine's address as the last of the hosts sees it."""
     for host in reversed(hosts):
         own = address_to(host.name)
         if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):
@@ -167,17 +181,17 @@ def own_address(hosts: Sequence[Host]) -> str:
 
 
 def address_of(name: str, hosts: Sequence[Host]) -> str:
-    """The address of a host that others can reach. Raises UserError where its name is not known here."""
+    """Return an address of a host that others can reach. Raises UserError for a name that does not resolve here."""
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        problem = Problem(kind="hostfile", message=f"{name} is not known: {error}", hint="give --master-addr")
+        problem = Problem(kind="hostfile", message=f"{name} does not resolve: {error}", hint="give --master-addr")
         raise UserError(problem) from None
     return own_address(hosts) if address.startswith(LOOPBACK) and len(hosts) > 1 else address
 
 
 def slurm_hosts() -> tuple[Host, ...]:
-    """The hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
+    """Return the hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere give --hostfile"
@@ -193,5 +207,5 @@ def slurm_hosts() -> tuple[Host, ...]:
 
 
 def _seen_from(host: str, found: Preflight | None) -> str | None:
-    """This machine's address as the ssh connection to a host had it."""
+    """Return this machine's address as the ssh connection to a host had it."""
     return found.facts.get(host, {}).get("asked_from", {}).get("there") if found else None
