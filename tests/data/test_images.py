@@ -74,18 +74,29 @@ def test_mnist_that_is_not_there(tmp_path, refused):
     assert "--download" in problem.hint and "--data-root" in problem.hint
 
 
-def test_mnist_from_data_root(tmp_path, opened):
-    raw = tmp_path / "FashionMNIST" / "raw"
+def write_fashion_mnist(root) -> None:
+    raw = root / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for stem, n in (("train", 30), ("t10k", 10)):
         head = lambda *numbers: b"".join(v.to_bytes(4, "big") for v in numbers)  # noqa: E731
         pixels = np.arange(n * 784, dtype=np.uint32).astype(np.uint8).tobytes()
         (raw / f"{stem}-images-idx3-ubyte").write_bytes(head(0x803, n, 28, 28) + pixels)
         (raw / f"{stem}-labels-idx1-ubyte").write_bytes(head(0x801, n) + bytes(i % 10 for i in range(n)))
+
+
+def test_mnist_from_data_root(tmp_path, opened):
+    write_fashion_mnist(tmp_path)
     data = opened("image", data="fashion-mnist", data_root=tmp_path)
     assert (len(data.train), len(data.valid)) == (30, 10)
     assert data.train.batch([3], [0])["inputs"].shape == (1, 1, 28, 28)
     assert data.train.batch([13], [0])["labels"].tolist() == [3]
+
+
+def test_torchvision_sets_lie_in_the_chosen_cache(cache, opened, refused):
+    (problem,) = refused("image", data="fashion-mnist")
+    assert f"is not (or not whole) in {cache / 'data'}:" in problem.message
+    write_fashion_mnist(cache / "data")
+    assert len(opened("image", data="fashion-mnist").train) == 30
 
 
 def test_synthetic_images_are_learnable_and_deterministic(opened):

@@ -12,8 +12,8 @@ from zerofit.spec.run import Run
 
 
 def data_root(run: Run) -> Path:
-    """The folder that holds (or gets) torchvision's data sets: --data-root, else ~/.cache/zerofit/data."""
-    return run.data_root.expanduser() if run.data_root else Path.home() / ".cache" / "zerofit" / "data"
+    """The folder that holds (or gets) torchvision's data sets: --data-root, else data/ in zerofit's cache."""
+    return run.data_root.expanduser() if run.data_root else cache_root() / "data"
 
 
 @contextmanager
