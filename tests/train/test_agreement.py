@@ -229,10 +229,6 @@ def test_bf16_follows_fp32(pools, tmp_path, corpus, references, stage):
 
 
 def test_nvme_offload(pools, tmp_path, corpus, references):
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        pytest.skip("needs libaio (apt-get install libaio-dev)")
     plans, get = references
     config = Path(bundled()["zero3_nvme"]).read_text().replace("/local_nvme", str(tmp_path))
     trained = pools(2).train(tmp_path / "run", **options(plans["llama"], corpus, ds_config=json.loads(config)))

@@ -15,6 +15,7 @@ from zerofit.config.resolve import Decision, decide, resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.machine import this_machine
+from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource, find
 from zerofit.models.inputs import ImageInputs, Inputs
@@ -87,7 +88,7 @@ def resolve_job(
         UserError: with all that is wrong.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
-    machine = machine or this_machine()
+    local, machine = machine is None, machine or this_machine()
     found = problems.attempt(lambda: find_model(asked))
     document = problems.attempt(lambda: ds_document(asked.run))
     if asked.run.data is not None:
@@ -100,6 +101,8 @@ def resolve_job(
     if document is not None:
         decision = decide(asked, document, ds_place(asked.run), machine, problems)
         check_machine(decision.run, decision.layout, machine, problems)
+        if local:
+            problems.extend(libaio_problems(document.config))
     problems.raise_if_any()
     assert found and document and decision
     for warning in decision.warnings:

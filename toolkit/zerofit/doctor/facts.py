@@ -21,14 +21,16 @@ from typing import Any
 from zerofit.doctor import compilers, gpus, network, run_folder_probe, software, system
 from zerofit.doctor.serve import Say, serve
 from zerofit.launch.orphans import end_all
+from zerofit.spec.local_machine import libaio
 
 LIFE_S = 120
 
 
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
     """Everything about this host. What the stack holds is taken away when it closes."""
-    with ThreadPoolExecutor(1) as pool:
-        graphics = pool.submit(gpus.gpus)  # nvidia-smi takes its time
+    with ThreadPoolExecutor(2) as pool:
+        graphics = pool.submit(gpus.gpus)  # nvidia-smi takes its time, and so does the compiler
+        aio = pool.submit(libaio)
         found = {
             "hostname": socket.gethostname(),
             "python": sys.executable,
@@ -42,7 +44,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "shared_memory": system.shared_memory(),
             "limits": system.limits(),
             "tools": system.tools(),
-            "libaio": system.libaio(),
+            "libaio": aio.result(),
             "strays": system.strays(),
             "cores": system.cores(),
             "run_folder": _of(question.get("run_folder"), lambda path: _look(path, str(question["token"]), stack)),

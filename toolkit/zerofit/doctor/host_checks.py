@@ -8,6 +8,7 @@ from typing import Any
 from zerofit.doctor.check import OK, WARN, Check, check
 from zerofit.doctor.clashes import clashes, driver
 from zerofit.spec.hardware import by_name
+from zerofit.spec.local_machine import LIBAIO_HINT
 from zerofit.spec.units import shown_bytes
 
 Facts = dict[str, Any]
@@ -76,7 +77,7 @@ def _compilers(host: str, facts: Facts) -> Iterator[Check]:
 def _libaio(host: str, facts: Facts) -> Check:
     lacks = [part for part, there in facts["libaio"].items() if not there]
     problem = f"no {' and no '.join(lacks)}" if lacks else ""
-    hint = "apt-get install libaio-dev (or libaio-devel); offload to host memory works without"
+    hint = f"{LIBAIO_HINT}; offload to host memory works without"
     return check("libaio", host, problem, "there", WARN, expected="there, for offload to NVMe", hint=hint)
 
 

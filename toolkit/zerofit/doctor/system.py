@@ -18,7 +18,6 @@ from zerofit.launch.orphans import mark_of, others
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
-LIBRARIES = ("/usr/lib/*", "/usr/lib", "/usr/lib64", "/lib64", "/usr/local/lib")
 RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
 
 
@@ -86,15 +85,6 @@ def tools() -> dict[str, str | None]:
     """Where each program lies, on PATH or in its usual place."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, BESIDE)])
     return {name: shutil.which(name, path=path) for name in TOOLS}
-
-
-def libaio() -> dict[str, bool]:
-    """Whether libaio can be compiled against and loaded: NVMe offload needs both."""
-    own = [Path(prefix) for prefix in {sys.prefix, os.environ.get("CONDA_PREFIX", sys.prefix)}]
-    headers = [Path("/usr/include"), Path("/usr/local/include"), *(p / "include" for p in own)]
-    found = [p for folder in LIBRARIES for p in Path("/").glob(f"{folder[1:]}/libaio.so*")]
-    found += [p for prefix in own for p in prefix.glob("lib/libaio.so*")]
-    return {"header": any((p / "libaio.h").exists() for p in headers), "library": bool(found)}
 
 
 def strays() -> list[dict[str, Any]]:

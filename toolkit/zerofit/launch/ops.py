@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,16 +16,18 @@ from filelock import FileLock
 from zerofit.launch.build import end_session
 from zerofit.launch.stale_op_locks import clear
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.local_machine import LIBAIO_HINT, libaio
 from zerofit.spec.model_facts import Machine
 
 POLL_S = 0.5
+OFFLOADS = ("offload_optimizer", "offload_param")
 TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`
 
 
 def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     """Names of the op builders that the engine will ask for under this DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
-    devices = [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")]
+    devices = [zero.get(part, {}).get("device", "none") for part in OFFLOADS]
     kind = config.get("optimizer", {}).get("type", "").lower()
     params = config.get("optimizer", {}).get("params", {})
     ops = []
@@ -38,6 +41,29 @@ def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
     if config.get("compile", {}).get("deepcompile"):
         ops.append("DeepCompileBuilder")
     return ops
+
+
+def libaio_problems(config: Mapping[str, Any], found: Mapping[str, bool] | None = None) -> list[Problem]:
+    """Return what a machine lacks for the NVMe offload of this DeepSpeed JSON; `found` there, by default here."""
+    zero = config.get("zero_optimization")
+    blocks = {part: zero.get(part) for part in OFFLOADS} if isinstance(zero, Mapping) else {}
+    nvme = [part for part, one in blocks.items() if isinstance(one, Mapping) and one.get("device") == "nvme"]
+    if not nvme or _prebuilt("async_io"):
+        return []
+    missing = [part for part, there in (libaio() if found is None else found).items() if not there]
+    if not missing:
+        return []
+    message = f"NVMe offload needs libaio, whose {' and '.join(missing)} the compiler does not find"
+    hint = f"{LIBAIO_HINT}, or offload to the CPU"
+    if missing == ["compiler"]:
+        message, hint = "NVMe offload compiles one of DeepSpeed's C++ ops, but there is no C++ compiler", "install g++"
+    return [Problem(kind="libaio", message=message, hint=hint, where=f"zero_optimization.{nvme[0]}.device")]
+
+
+def _prebuilt(op: str) -> bool:
+    """Return whether DeepSpeed was installed with this op compiled (DS_BUILD_OPS=1)."""
+    spec = importlib.util.find_spec("deepspeed")
+    return bool(spec and spec.origin and list(Path(spec.origin).parent.glob(f"ops/*/{op}_op*.so")))
 
 
 def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None]) -> None:
@@ -83,8 +109,6 @@ def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None
 
 
 def _failure(op: str, output: str) -> Problem:
-    hint = "it needs a C++ compiler, ninja and the Python headers"
-    if op == "AsyncIOBuilder":
-        hint = "NVMe offload needs libaio: apt-get install libaio-dev"
+    hint = LIBAIO_HINT if op == "AsyncIOBuilder" else "it needs a C++ compiler, ninja and the Python headers"
     tail = " | ".join(output.strip().splitlines()[-3:])
     return Problem(kind="op-build", message=f"DeepSpeed's {op} does not build here: {tail}", hint=hint, where=op)

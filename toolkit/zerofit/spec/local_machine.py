@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import psutil
+
+LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
 
 
 def usable_cores() -> int:
@@ -49,3 +53,20 @@ def amd_gpus() -> list[tuple[str, int]]:
 
     found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     return [(one.name, one.total_memory) for one in found]
+
+
+def libaio() -> dict[str, bool]:
+    """Return whether the C++ compiler is there and finds libaio's header and library, which NVMe offload needs."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if not compiler or shutil.which(compiler[0]) is None:
+        return {"compiler": False}
+    flags, libraries = (shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
+
+    def accepts(program: str, *arguments: str) -> bool:
+        argv = [*compiler, *flags, "-x", "c++", "-", *arguments]
+        return subprocess.run(argv, input=program.encode(), capture_output=True, check=False).returncode == 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        main = 'extern "C" int io_submit(); int main() { return io_submit(); }'
+        library = accepts(main, "-o", f"{folder}/program", *libraries, "-laio")
+    return {"header": accepts("#include <libaio.h>", "-fsyntax-only"), "library": library}

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,9 @@ from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
 from zerofit.doctor.shared_folder_checks import disk
 from zerofit.launch.hostfile import Host
-from zerofit.launch.ops import needed_ops
+from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
-from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
+from zerofit.spec.errors import Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
@@ -87,6 +87,7 @@ class RestartingRun:
             if found:
                 room = disk(found.facts, job.facts.checkpoint_bytes(job.run.precision or "fp32"))
                 self._refuse([one for one in room if one.status != OK])
+            _check_libaio(found, job.ds_config)
             finished = finished_before(job, folder)
             if finished:
                 self.report.note(f"all {job.steps} steps of this run are done")
@@ -210,3 +211,14 @@ def _stop_after(problem: Problem, folder: RunFolder) -> None:
 
 def _with(asked: RunRequest, **fields: Any) -> RunRequest:
     return replace(asked, run=asked.run.model_copy(update=fields))
+
+
+def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
+    """Whether NVMe offload can be compiled on every host that was asked, else on this one. Raises UserError."""
+    problems = Problems()
+    for name, facts in found.facts.items() if found else ():
+        for one in libaio_problems(ds_config, facts["libaio"]):
+            problems.add(one.kind, f"{name}: {one.message}", one.hint, one.where)
+    if found is None:
+        problems.extend(libaio_problems(ds_config))
+    problems.raise_if_any()
