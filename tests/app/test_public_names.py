@@ -1,18 +1,29 @@
-"""`import zerofit`: quick, without torch, and its functions keep their names beside packages that are called so too."""
+"""`import zerofit`: quick, without torch, typed, and every name in it with an example that runs."""
 
 from __future__ import annotations
 
+import ast
 import doctest
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import zerofit
 
+SOURCE = ast.parse(Path(zerofit.__file__).read_text())
+
 
 def said(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_it_imports_nothing_else():
+    code = "import sys; before = set(sys.modules); import zerofit; print(sorted(set(sys.modules) - before))"
+    assert not {"pydantic", "yaml", "numpy", "torch"} & set(ast.literal_eval(said(code)))
+    assert {name for name in ast.literal_eval(said(code)) if name.startswith("zerofit")} == {"zerofit"}
 
 
 def test_nothing_heavy_is_imported():
@@ -26,12 +37,30 @@ def test_a_package_does_not_hide_a_function_of_its_name():
     assert names == "[]"
 
 
-@pytest.mark.parametrize("name", [name for name in zerofit.__all__ if name.islower() or name == "Cluster"])
-def test_the_example_of_each_runs(name):
-    found = doctest.DocTestFinder().find(getattr(zerofit, name), name)
-    examples = [one for one in found if one.examples]
-    assert examples
+def test_type_checkers_read_the_names_that_there_are():
+    """`__all__` is a literal list, and each name in it is imported where type checkers look."""
+    imported, listed = set(), []
+    for node in ast.walk(SOURCE):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zerofit."):
+            imported |= {alias.asname for alias in node.names}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    assert listed == sorted(listed) == dir(zerofit)
+    assert imported == set(listed) == set(zerofit._PLACES)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        zerofit.trian  # type: ignore  # noqa: B018
+
+
+@pytest.mark.parametrize("name", zerofit.__all__)
+def test_the_example_of_each_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value = getattr(zerofit, name)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value) and hasattr(value, "to_dict"):
+        return  # a result: what returns it has the example
+    found = [one for one in doctest.DocTestFinder().find(value, name) if one.examples]
+    assert found
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for one in examples:
+    for one in found:
         runner.run(one)
     assert runner.summarize(verbose=False).failed == 0

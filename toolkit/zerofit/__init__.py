@@ -28,6 +28,24 @@ if TYPE_CHECKING:
     from zerofit.spec.events import Event as Event
     from zerofit.spec.run import Run as Run
 
+__all__ = [
+    "Checkpoint",
+    "Cluster",
+    "Comparison",
+    "Event",
+    "Problem",
+    "Run",
+    "RunFailed",
+    "Stopped",
+    "TrainingResult",
+    "TrainingRun",
+    "UserError",
+    "check",
+    "compare_scaling",
+    "compare_sizes",
+    "compare_strategies",
+    "train",
+]
 _PLACES = {
     "Checkpoint": "zerofit.app.checkpoints",
     "Cluster": "zerofit.spec.cluster",
@@ -46,7 +64,6 @@ _PLACES = {
     "compare_strategies": "zerofit.app.comparing.comparisons",
     "train": "zerofit.app.training",
 }
-__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]  # the literal list is _PLACES
 
 
 def __getattr__(name: str) -> object:

@@ -55,13 +55,7 @@ def train(
     >>> result.steps, result.run_dir.endswith("runs/mlp")
     (20, True)
 
-    In the background:
-
-    >>> job = zf.train(run.model_copy(update={"steps": 40}), wait=False)
-    >>> job.result().resumed_from.endswith("step-00000020")
-    True
-    >>> len(job.metrics())
-    40
+    With `wait=False` it goes on in the background (`TrainingRun`).
 
     Args:
         run: what to train.
@@ -108,7 +102,14 @@ def _train(prepared: PreparedRun, report: Reporter, handle_signals: bool) -> Tra
 
 
 class TrainingRun:
-    """A training that goes on in the background (`zerofit.train(run, wait=False)`)."""
+    """A training that goes on in the background, as `zerofit.train(run, wait=False)` returns it.
+
+    >>> import zerofit as zf
+    >>> job = zf.train(zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/later"), wait=False)
+    >>> result = job.result()
+    >>> len(job.metrics()), job.done(), job.folder.name
+    (20, True, 'later')
+    """
 
     def __init__(self, folder: RunFolder, work: Callable[[], TrainingResult]):
         self._folder, self._ended = folder, Future[TrainingResult]()

@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, in the form that `--json` prints."""
+    """One thing that is wrong, in the form that `--json` prints.
+
+    >>> Problem(kind="ranks", message="3 ranks on 2 GPUs", hint="take --ranks 2").as_dict()["kind"]
+    'ranks'
+    """
 
     kind: str  # stable slug: "unknown-key", "batch-size", "bad-image", ...
     message: str  # what was got and what is allowed
@@ -25,7 +29,15 @@ class Problem:
 
 
 class UserError(Exception):
-    """Bad input: exit code 2. Holds every problem found, so that one attempt shows them all."""
+    """Bad input (exit code 2). Holds every problem found, so that one attempt shows them all.
+
+    >>> import zerofit as zf
+    >>> try:
+    ...     zf.Cluster("h1000", gpus=0)
+    ... except UserError as error:
+    ...     [problem.kind for problem in error.problems]
+    ['bad-value', 'unknown-gpu']
+    """
 
     def __init__(self, *problems: Problem):
         assert problems, "a UserError without a problem"
@@ -34,7 +46,11 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """A run that started and could not go on (out of memory, NaN, a rank died): exit code 3."""
+    """A run that started and could not go on: out of memory, NaN, a rank died (exit code 3).
+
+    >>> str(RunFailed(Problem(kind="out-of-memory", message="rank 0: out of memory", hint="lower --micro-batch")))
+    'rank 0: out of memory'
+    """
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -42,7 +58,11 @@ class RunFailed(Exception):
 
 
 class Stopped(Exception):
-    """A run that was asked to stop, and has left a checkpoint to go on from: exit code 75."""
+    """A run that was asked to stop and has saved a checkpoint to go on from (exit code 75).
+
+    >>> Stopped(Problem(kind="stopped", message="stopped on request after step 7 of 9")).problem.kind
+    'stopped'
+    """
 
     def __init__(self, problem: Problem):
         self.problem = problem

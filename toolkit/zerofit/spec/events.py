@@ -28,7 +28,14 @@ TELL_EVERY_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing worth telling."""
+    """One thing that happened: what `on_event` is called with, and what the command line shows.
+
+    >>> event = Event(kind="saved", text="step 20: checkpoint saved in 0.3 s", data={"step": 20, "save_s": 0.3})
+    >>> print(event)
+    step 20: checkpoint saved in 0.3 s
+    >>> event.data["step"]
+    20
+    """
 
     kind: Kind
     text: str = ""

@@ -33,6 +33,10 @@ class Run(BaseModel):
     """One training run, as asked. `None` means: taken from the DeepSpeed JSON, the model or a default when resolved.
 
     Immutable; unknown keys are an error (see `zerofit.spec.load`).
+
+    >>> run = Run(model="gpt2", data="pysource", ds_config="zero3", micro_batch=4, precision="bf16")
+    >>> run.model_copy(update={"seq_len": 512}).seq_len
+    512
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
