@@ -111,9 +111,11 @@ class Checkpoint:
     No method needs a GPU, the ranks or the layout that wrote the checkpoint, and none runs code that lies in it.
     `on_event` gets progress and warnings. Bad input raises UserError.
 
-        checkpoint = zerofit.Checkpoint.latest("runs/llama")
-        if checkpoint.verify().ok:
-            checkpoint.export("llama-hf", dtype="bf16")
+    >>> import zerofit as zf
+    >>> result = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/saved"))
+    >>> checkpoint = zf.Checkpoint.latest(result.run_dir)
+    >>> checkpoint.verify().ok, checkpoint.describe().step
+    (True, 4)
     """
 
     def __init__(self, path: str | Path):
