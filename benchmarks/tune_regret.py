@@ -15,17 +15,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from scipy import stats
 
 from benchmarks.regret.autotuner import autotune
 from benchmarks.regret.failing import STATUS, failing
 from benchmarks.regret.sweep import Sweep
-from zerofit.app.requests import read_request
 from zerofit.app.tuning.job import TuneJob
-from zerofit.cli.tune import tuned
+from zerofit.app.tuning.tune import run_trials
 from zerofit.launch.machine import this_machine
+from zerofit.spec.events import Reporter
+from zerofit.spec.load import RunRequest
 from zerofit.spec.plain_data import plain_data
+from zerofit.spec.run import Run
 from zerofit.tune.search import Search
 from zerofit.tune.trial import Candidate, describe
 
@@ -53,11 +54,9 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
     options, space = JOBS[name]
     with tempfile.TemporaryDirectory(prefix="zerofit-regret-") as folder:
         os.environ["ZEROFIT_CACHE"] = folder
-        file = Path(folder, "space.yaml")
-        file.write_text(yaml.safe_dump(space))
-        job = TuneJob.of(read_request(None, {**options, "ranks": RANKS}), file)
+        job = TuneJob.of(RunRequest.of(Run(**options, ranks=RANKS)), space=space)
         print(f"{name}: {len(job.candidates)} configurations", flush=True)
-        search = tuned(job, trials, minutes=60.0)
+        search = run_trials(job, trials=trials, minutes=60.0, report=Reporter(print))
         assert search.best
         with Sweep(RANKS) as sweep:
             swept = {c.key: told(sweep, job, c) for c in job.candidates}

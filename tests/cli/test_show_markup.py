@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from zerofit.app.comparing.result import Comparison
 from zerofit.app.comparing.rows import StrategyRow
 from zerofit.cli import compare_show, tune_show
+from zerofit.plan.layout import PlannedLayout
+from zerofit.tune.result import TuneResult
+from zerofit.tune.search import Search
+from zerofit.tune.trial import Candidate, Trial
 
 REASONS = ["expected [batch, seq], got [/INST]", "[batch, seq]", "[bold red]x[/]"]
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_trial_that_crashed(reason, capsys):
-    ok = {"configuration": "ZeRO 1", "forecast_step_s": 1.0, "measured_step_s": 1.1, "status": "ok", "spread": 0.01}
-    crash = {"configuration": "ZeRO [2]", "forecast_step_s": 1.0, "measured_step_s": None, "status": "crash"}
-    regret = {"untried": 0}
-    tune_show.show(
-        {
-            "trials": [{**ok, "cut_short": False}, {**crash, "reason": reason}],
-            "best": {"step_s": 1.1, "samples_per_s": 9.0, "tokens_per_s": None},
-            "regret": regret,
-            "written": ["tuned[/b]/run.yaml"],
-        }
-    )
+    good, bad = (Candidate(layout=PlannedLayout(zero_stage=n), forecast_step_s=1.0, peak_bytes=9) for n in (1, 2))
+    ok = Trial(key=good.key, status="ok", forecast_step_s=1.0, measured_step_s=1.1)
+    crash = Trial(key=bad.key, status="crash", forecast_step_s=1.0, reason=reason)
+    result = TuneResult.of(Search([good, bad], [ok, crash]), None)
+    assert result
+    named = replace(result.trials[1], configuration="ZeRO [2]")
+    written = (Path("tuned[/b]/run.yaml"),)
+    tune_show.show(replace(result, trials=(result.trials[0], named), written=written))
     printed = capsys.readouterr().out
     assert reason in printed
     assert "ZeRO [2]" in printed

@@ -40,6 +40,10 @@ def test_everything_that_is_wrong_in_a_space(tmp_path):
     assert len(told) == 6
     assert "zero_stage: 'one' is not a whole number" in told
     assert "compile: 1 is not true or false" in told
+    with pytest.raises(UserError, match="unknown knob 'tepm'") as caught:
+        read_space({"tepm": 3, "micro_batch": 4})
+    assert caught.value.problems[0].where == "space"
+    assert read_space({"micro_batch": 4, "zero_stage": (1, 2)}) == {"micro_batch": [4], "zero_stage": [1, 2]}
     with pytest.raises(UserError, match="no mapping"):
         read(tmp_path, "- 3\n")
     with pytest.raises(UserError, match="cannot read"):

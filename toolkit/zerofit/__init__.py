@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zerofit.app.training import TrainingRun as TrainingRun
     from zerofit.app.training import train as train
     from zerofit.app.training_result import TrainingResult as TrainingResult
+    from zerofit.app.tuning.tune import tune as tune
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from zerofit.spec.errors import UserError as UserError
     from zerofit.spec.events import Event as Event
     from zerofit.spec.run import Run as Run
+    from zerofit.tune.result import TuneResult as TuneResult
 
 __all__ = [
     "Checkpoint",
@@ -57,12 +59,14 @@ _PLACES = {
     "Stopped": "zerofit.spec.errors",
     "TrainingResult": "zerofit.app.training_result",
     "TrainingRun": "zerofit.app.training",
+    "TuneResult": "zerofit.tune.result",
     "UserError": "zerofit.spec.errors",
     "check": "zerofit.app.checking",
     "compare_scaling": "zerofit.app.comparing.comparisons",
     "compare_sizes": "zerofit.app.comparing.comparisons",
     "compare_strategies": "zerofit.app.comparing.comparisons",
     "train": "zerofit.app.training",
+    "tune": "zerofit.app.tuning.tune",
 }
 
 

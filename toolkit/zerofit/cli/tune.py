@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +9,16 @@ import click
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole
 from zerofit.cli.host_options import NAMES, host_arguments, host_options
 from zerofit.cli.options import run_options
+from zerofit.cli.train import DEFAULT_JOB
 
 if TYPE_CHECKING:
-    from zerofit.app.tuning.job import TuneJob
-    from zerofit.tune.search import Search
+    from zerofit.tune.result import TuneResult
 
-LEAST_S = 20.0  # left of the time, below which no trial is begun
 # the flags of hosts where none is given
-UNASKED = {**dict.fromkeys(NAMES), "runner": "pdsh"}
+DEFAULTS = {**dict.fromkeys(NAMES), "runner": "pdsh"}
 
 
 @click.command()
@@ -40,62 +39,20 @@ def tune(target: str | None, trials: int, minutes: float, space: Path | None, as
     """
     from zerofit.cli.tune_show import show
 
-    on_hosts = {name: options.pop(name) for name in NAMES}
-    flags = {k: v for k, v in options.items() if v is not None}
-    answer(lambda: _tune(target, flags, trials, minutes, space, on_hosts), as_json, show)
+    def work() -> TuneResult:
+        click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
+        from zerofit.app.clusters.hosts import HostRequest, find_hosts
+        from zerofit.app.tuning.job import TrialHosts
+        from zerofit.app.tuning.tune import tune
 
+        on = {name: options.pop(name) for name in NAMES}
+        words, output = host_arguments(on), options.pop("output")
+        hosts = TrialHosts(hosts=(), flags=())
+        if words != host_arguments(DEFAULTS):
+            hosts = TrialHosts(hosts=find_hosts(HostRequest(**on)), flags=tuple(words))
+        flags = {name: value for name, value in options.items() if value is not None}
+        run = read_request(target, flags if target or flags else DEFAULT_JOB)
+        with EventConsole() as events:
+            return tune(run, trials=trials, minutes=minutes, space=space, hosts=hosts, output=output, on_event=events)
 
-def _tune(
-    target: str | None,
-    flags: dict[str, Any],
-    most: int,
-    minutes: float,
-    space: Path | None,
-    on_hosts: dict[str, Any],
-) -> dict[str, Any]:
-    click.echo("checking the run, the model and the data ...", err=True)
-    from zerofit.app.clusters.hosts import HostRequest, find_hosts
-    from zerofit.app.tuning.job import TuneJob
-    from zerofit.app.tuning.result import find_output, write_results
-
-    output = find_output(flags.pop("output", None))
-    words = host_arguments(on_hosts)
-    hosts = find_hosts(HostRequest(**on_hosts)) if words != host_arguments(UNASKED) else ()
-    job = TuneJob.of(read_request(target, flags), space, hosts, words)
-    search = tuned(job, most, minutes)
-    return write_results(job, search, output).to_dict()
-
-
-def tuned(job: TuneJob, most: int, minutes: float) -> Search:
-    """All trials of a job: those that are known, and new ones until there are `most`, or the time is over."""
-    from zerofit.app.tuning.trial import run_trial
-    from zerofit.app.tuning.trial_store import TrialStore
-    from zerofit.cli.progress import StatusLine
-    from zerofit.tune.search import Search
-    from zerofit.tune.trial import describe
-
-    deadline, kept = time.monotonic() + 60 * minutes, TrialStore(job)
-    search = Search(job.candidates, kept.trials())
-    if search.trials:
-        click.echo(f"note: {len(search.trials)} trials of this run are known ({kept.path})", err=True)
-    click.echo(f"{len(job.candidates)} configurations fit by the forecast", err=True)
-    with StatusLine() as line:
-        while len(search.trials) < most and deadline - time.monotonic() > LEAST_S:
-            candidate = search.next()
-            if candidate is None:
-                break
-            name = f"trial {len(search.trials) + 1} of {most}: {describe(candidate, job.candidates)}"
-            best_s = search.best.sample_s * candidate.layout.global_batch if search.best else None
-            trial = run_trial(job, candidate, best_s, deadline, lambda what, name=name: line.show(f"{name}: {what}"))
-            search.add(trial)
-            kept.keep(trial)
-            line.say(f"{name}: {_outcome(trial)}")
-    return search
-
-
-def _outcome(trial: Any) -> str:
-    if trial.status != "ok":
-        return f"{trial.status}: {trial.reason}"
-    sure = "" if trial.spread is None else f" +- {trial.spread:.1%}"
-    short = ", slower than the best: cut short" if trial.cut_short else ""
-    return f"{trial.measured_step_s:.4f} s a step{sure} (forecast {trial.forecast_step_s:.4f}){short}"
+    answer(work, as_json, show)

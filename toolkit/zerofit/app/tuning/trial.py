@@ -1,4 +1,4 @@
-"""One trial: a real, short run of a configuration, in processes of its own that may die as they like."""
+"""One trial: a short real run of a configuration, in processes of its own, whose failure is a result."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from zerofit.tune.trial import Candidate, Status, Trial
 SURE = 0.03  # half the confidence interval, as a share of the mean: then a trial has told enough
 LOSING = 1.1  # times the best step time, beyond which (with all of its interval) a trial is cut short
 START_S, TRAIN_S = 300.0, 60.0  # until the first step, and after it
-OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # kinds that say nothing of a configuration
+OF_HOSTS = (
+    "host",
+    "network",
+    "not-started",
+    "vanished",
+    "launcher",
+)  # kinds of errors that say nothing about a configuration
 TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
 STOP_S = 60.0
@@ -36,13 +43,16 @@ HANGS = ("hang", "rank-stopped")
 def run_trial(
     job: TuneJob, candidate: Candidate, best_s: float | None, deadline: float, show: Callable[[str], None]
 ) -> Trial:
-    """Train with this configuration until its step time is known, or it fails. Raises RunFailed where hosts do.
+    """Train with this configuration until its step time is known, or it fails.
 
-    `best_s`: a step as long as the best one's for as many samples. `deadline`: of `time.monotonic`.
+    `best_s` is the step time at which the candidate would be as fast as the best so far, `deadline` a time of
+    `time.monotonic`.
+
+    Raises:
+        RunFailed: where hosts, not the configuration, are at fault.
     """
     began = time.monotonic()
-    known = {"key": candidate.key, "forecast_step_s": candidate.forecast_step_s}
-    shared = Path.cwd() if job.hosts else None  # hosts must see it, too
+    shared = Path.cwd() if job.hosts else None  # hosts must see it too
     with tempfile.TemporaryDirectory(prefix=TRIALS, dir=shared, ignore_cleanup_errors=True) as place:
         folder = RunFolder(Path(place) / "run")
         metrics, records = JsonlTail(folder.metrics), list[dict[str, Any]]()
@@ -55,15 +65,20 @@ def run_trial(
         records += metrics.read()
         peak = max((record["memory_bytes"] for record in records), default=None)
         error = _error(Path(place))
-    seconds = round(time.monotonic() - began, 1)
+    trial = Trial(
+        key=candidate.key,
+        status="ok",
+        forecast_step_s=candidate.forecast_step_s,
+        peak_bytes=peak,
+        seconds=round(time.monotonic() - began, 1),
+    )
     if found is not None:
         spread = found.spread if math.isfinite(found.spread) else None
-        measured = {"measured_step_s": found.step_s, "spread": spread, "steps": found.steps, "cut_short": cut_short}
-        return Trial(status="ok", peak_bytes=peak, seconds=seconds, **known, **measured)
+        return replace(trial, measured_step_s=found.step_s, spread=spread, steps=found.steps, cut_short=cut_short)
     if job.hosts and not late and error.get("kind", "").startswith(OF_HOSTS):
         raise RunFailed(Problem(**{name: error.get(name) or "" for name in ("kind", "message", "hint", "where")}))
     status, reason = _why(process.returncode, error, late)
-    return Trial(status=status, reason=reason, peak_bytes=peak, seconds=seconds, **known)
+    return replace(trial, status=status, reason=reason)
 
 
 def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[str]:
@@ -86,9 +101,9 @@ def _watch(
     deadline: float,
     show: Callable[[str], None],
 ) -> tuple[Timing | None, bool]:
-    """The timing once it is sure or clearly worse than the best; None where the run ends or the time does before.
+    """Return the timing once it is sure, or (with True) clearly worse than the best; None if the run ends first.
 
-    `records`: takes the steps as they are read.
+    None also where the time is over first. The steps that are read are added to `records`.
     """
     began, first = time.monotonic(), None
     while process.poll() is None:
@@ -111,7 +126,7 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Stop the run if it is there still, without saving."""
+    """Stop the run without saving, if it has not ended."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -122,7 +137,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _error(place: Path) -> dict[str, str]:
-    """What the command says went wrong; empty where it says nothing."""
+    """Return the error that the command printed; empty where it printed none."""
     lines = (place / "out").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     try:
         return json.loads(lines[-1])["error"]
@@ -131,7 +146,7 @@ def _error(place: Path) -> dict[str, str]:
 
 
 def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, str]:
-    """Status and reason of a trial that has given no step time; `late`: it was running when its time was over."""
+    """Return status and reason of a trial without a step time; `late`: it was still running when its time was over."""
     if late:
         return "stopped", "its time was over before its step time was known"
     kind, message = error.get("kind", ""), error.get("message") or f"it ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""Trials that are kept: by what is run, on what, with which versions, so that a tuner that was killed goes on."""
+"""Trials on the disk, by what is run, on what and with which versions: a tuning that was killed goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerofit.spec.cache import cache_root
 from zerofit.spec.versions import versions
 from zerofit.tune.trial import Trial
 
-# what a candidate sets, or what does not change a step's time
+# fields of the run that a candidate sets, or that do not change the time of a step
 FREE = {
     *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline", "sequence_parallel"),
     *("activation_checkpointing", "precision", "global_batch", "compile", "steps", "epochs", "output", "resume"),
@@ -27,14 +27,14 @@ class TrialStore:
         run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
         config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
         hosts = [[host.name, host.slots] for host in job.hosts]
-        place = [job.device, job.candidates[0].layout.world_size, hosts, [w for w in job.host_flags if "--env" in w]]
-        content = [run, config, place, versions()]
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:20]
+        environment = [flag for flag in job.host_flags if "--env" in flag]
+        place = [job.device, job.candidates[0].layout.world_size, hosts, environment]
+        content = json.dumps([run, config, place, versions()], sort_keys=True, default=str)
         self._keys = {candidate.key for candidate in job.candidates}
-        self.path: Path = cache_root() / "tune" / f"{digest}.jsonl"
+        self.path: Path = cache_root() / "tune" / f"{hashlib.sha256(content.encode()).hexdigest()[:20]}.jsonl"
 
     def trials(self) -> list[Trial]:
-        """Those of before, of configurations that may be tried now; a line that a kill has cut is left out."""
+        """Return earlier trials of the candidates, without a line that a kill has cut."""
         if not self.path.exists():
             return []
         found = {}
@@ -48,13 +48,10 @@ class TrialStore:
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add one; not where only the time was over, which says nothing of the configuration."""
+        """Add a trial, unless only its time was over, which says nothing about the configuration."""
         if trial.status == "stopped":
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * self._cut() + json.dumps(trial.to_dict()) + "\n")
-
-    def _cut(self) -> bool:
-        """Whether the last line has no end."""
-        return self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
+            file.write("\n" * cut + json.dumps(trial.to_dict()) + "\n")
