@@ -20,7 +20,9 @@ REASONS = ["expected [batch, seq], got [/INST]", "[batch, seq]", "[bold red]x[/]
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_trial_that_crashed(reason, capsys):
-    good, bad = (Candidate(layout=PlannedLayout(zero_stage=n), forecast_step_s=1.0, peak_bytes=9) for n in (1, 2))
+    good, bad = (
+        Candidate(layout=PlannedLayout(zero_stage=n, micro_batch=4), forecast_step_s=1.0, peak_bytes=9) for n in (1, 2)
+    )
     ok = Trial(key=good.key, status="ok", forecast_step_s=1.0, measured_step_s=1.1)
     crash = Trial(key=bad.key, status="crash", forecast_step_s=1.0, reason=reason)
     result = TuneResult.of(Search([good, bad], [ok, crash]), None)
