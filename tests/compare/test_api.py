@@ -1,19 +1,11 @@
-"""Comparisons from Python: the examples of the functions, what is refused, and a result in a notebook."""
+"""Comparisons from Python: what is refused, and a result in a notebook."""
 
 from __future__ import annotations
-
-import doctest
 
 import pytest
 
 import zerofit as zf
-from zerofit.app.comparing import comparisons
 from zerofit.app.comparing.rows import ScalingRow
-
-
-def test_the_examples_of_the_functions_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert doctest.testmod(comparisons) == (0, 10)
 
 
 def test_fields_that_mean_nothing_to_a_comparison_are_refused(tmp_path, monkeypatch):

@@ -41,12 +41,14 @@ __all__ = [
     "Stopped",
     "TrainingResult",
     "TrainingRun",
+    "TuneResult",
     "UserError",
     "check",
     "compare_scaling",
     "compare_sizes",
     "compare_strategies",
     "train",
+    "tune",
 ]
 _PLACES = {
     "Checkpoint": "zerofit.app.checkpoints",
