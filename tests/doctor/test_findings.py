@@ -208,11 +208,11 @@ def test_a_slow_interface(side):
     assert check.status == WARN and "1 Gbit/s" in check.value and "--master-addr" in check.hint
 
 
-def test_the_table_joins_hosts_with_the_same_finding():
+@pytest.mark.parametrize("markup", [True, False])  # the command line's consoles read none
+def test_the_table_joins_hosts_with_the_same_finding(markup, capsys):
     checks = [Check(name="code", host=f"n{n}", status=FAIL, value="differs [x]", hint="copy") for n in range(6)]
     checks += [Check(name="disk", host=f"n{n}", status=WARN, value="little") for n in range(7)]
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show_checks(checks, 7, console)
-    text = console.export_text()
-    assert "n0, n1, n2, n3 and 2 more" in text and "all 7" in text and "differs [x]" in text
+    show_checks(checks, 7, Console(markup=markup, width=200))
+    text = capsys.readouterr().out
+    assert "n0, n1, n2, n3 and 2 more" in text and "all 7" in text and "differs [x] " in text
     assert text.index("fail code") < text.index("warn disk")

@@ -55,13 +55,12 @@ def _this() -> Any:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
+    from zerofit.cli.console import out
     from zerofit.cli.preflight_show import show_checks
     from zerofit.doctor.check import Check
 
     checks = [Check(**check) for check in result["checks"]]
-    show_checks(checks, result["hosts"], Console())
+    show_checks(checks, result["hosts"], out())
     count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
-    click.echo(f"{count['ok']} well, {count['warn']} to look at, {count['fail']} that fail")
+    click.echo(f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
     click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")
