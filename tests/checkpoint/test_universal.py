@@ -18,6 +18,7 @@ def load(path):
     return torch.load(path, weights_only=False)  # what the converter writes holds a loss scaler
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["zero2", "zero3-bf16"])
 def test_as_deepspeed_converts_it(runs, name, tmp_path):
     from deepspeed.checkpoint import ds_to_universal

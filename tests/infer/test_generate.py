@@ -56,6 +56,7 @@ def ids_of(model, asked: GenerationRequest) -> list[int]:
     return list(seen)
 
 
+@pytest.mark.versions
 def test_greedy_is_the_likeliest_token_each_time(model, folder):
     got = ids_of(model, wish())
     theirs = model.generate(

@@ -20,6 +20,7 @@ VISION = ("simplecnn", f"{OWN}:tiny_vit", f"{OWN}:tiny_swin", f"{OWN}:tiny_dense
 FLAWLESS = {"rel": 1e-6, "abs": 1e-7}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("key", ["llama tied, scaled rope", "gpt2", "bert", "mixtral", "vit"])
 def test_transformers_models_from_the_disk(key, tmp_path):
     model = save_small(tmp_path / "model", key)

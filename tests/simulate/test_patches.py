@@ -10,6 +10,8 @@ import torch
 
 from zerofit.simulate import patches
 
+pytestmark = pytest.mark.versions
+
 # patch -> where it reaches in: module and attribute
 REPLACED = {
     "module_apply": [("torch.nn", "Module._apply")],

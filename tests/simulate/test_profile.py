@@ -77,6 +77,7 @@ def test_a_checkpointed_block_keeps_its_input_and_computes_twice(llama):
     assert kept.backward_flops.per_sample == plain.backward_flops.per_sample + again
 
 
+@pytest.mark.versions
 def test_tensor_parallel_blocks_are_halves(llama):
     whole, half = (costs(llama, "bf16", False, tp, 1) for tp in (1, 2))
     assert half["block"].forward_flops.at(1) == whole["block"].forward_flops.at(1) / 2
