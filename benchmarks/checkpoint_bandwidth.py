@@ -135,6 +135,7 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
         begin = Start(checkpoint=str(newest.path), step=newest.step, samples=0, same_layout=True)
         note(times, "load_s", partial(resume, driver, begin, print))
     medians = {name: statistics.median(all_times[1:] or all_times) for name, all_times in times.items()}
+    assert first.manifest
     gib = first.manifest.total_bytes / 2**30
     shutil.rmtree(folder.checkpoints) if dist.get_rank() == 0 else None
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Stream(Dataset):
     def __init__(self, job: Job):
         data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         order, count = Order(len(data.train), job.run.seed), job.steps * job.batch.total
-        samples = data.train.batch(order.indices(0, count), order.keys(0, count))
+        samples = data.train.batch(order.indices(0, count).tolist(), order.keys(0, count).tolist())
         self.inputs: Inputs = data.inputs
         self._x, self._labels = samples["inputs"], samples["labels"]
         self._name = "input" if job.facts.task == "image" else "input_ids"  # as the model's forward calls it
@@ -61,7 +61,8 @@ class Stream(Dataset):
         return {self._name: self._x[positions], "labels": self._labels[positions]}
 
 
-def as_it_is(batch: Batch) -> Batch:
+def as_it_is(batch: Any) -> Any:
+    """The stream's batches are whole: nothing is put together."""
     return batch
 
 
@@ -69,8 +70,9 @@ def make_model(job: Job, inputs: Inputs) -> nn.Module:
     """The weights that zerofit starts from."""
     torch.manual_seed(job.run.seed)
     model = build(find(job.run.model), inputs, dict(job.run.model_args))
-    if hasattr(model, "config"):
-        model.config.use_cache = False
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
     return model.train()
 
 
@@ -79,7 +81,7 @@ def cross_entropy(output: Any, labels: Tensor, reduction: str = "mean") -> Tenso
     return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction=reduction)
 
 
-def falling(job: Job) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+def falling(job: Job) -> Any:  # DeepSpeed's annotation of such a function takes its own schedulers only
     return lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / job.steps)
 
 
@@ -89,7 +91,7 @@ def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
     starts = range(rank * micro, len(stream), job.batch.total)
     loader = DataLoader(stream, batch_sampler=[list(range(s, s + micro)) for s in starts], collate_fn=as_it_is)
     model = make_model(job, stream.inputs)
-    groups = parameter_groups(model.parameters(), decay=False)
+    groups: Any = parameter_groups(model.parameters(), decay=False)  # DeepSpeed's annotation knows no groups
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=job.ds_config, lr_scheduler=falling(job)
     )
@@ -161,9 +163,7 @@ def accelerate(job: Job, folder: RunFolder, player: Player) -> list[float]:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.ds_config))
     stream = Stream(job)
     model = make_model(job, stream.inputs)
-    optimizer = DummyOptim(
-        parameter_groups(model.parameters(), decay=False), lr=job.run.lr, weight_decay=job.run.weight_decay
-    )
+    optimizer: Any = DummyOptim(parameter_groups(model.parameters(), decay=False), lr=job.run.lr or 0.0)
     scheduler = DummyScheduler(optimizer, lr_scheduler_callable=falling(job))
     loader = DataLoader(stream, batch_size=job.batch.micro, collate_fn=as_it_is)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -203,9 +203,9 @@ def trainer(job: Job, folder: RunFolder, player: Player) -> list[float]:
         deepspeed=job.ds_config,
         per_device_train_batch_size=job.batch.micro,
         max_steps=job.steps,
-        learning_rate=job.run.lr,
-        weight_decay=job.run.weight_decay,
-        max_grad_norm=job.run.gradient_clipping,
+        learning_rate=job.run.lr or 0.0,
+        weight_decay=job.run.weight_decay or 0.0,
+        max_grad_norm=job.run.gradient_clipping or 0.0,
         lr_scheduler_type="linear",
         logging_steps=LOG_EVERY,
         train_sampling_strategy="sequential",

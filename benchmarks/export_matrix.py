@@ -163,7 +163,7 @@ def _compare(trained: Trained, out: Path) -> dict[str, Any]:
     close = True
     if trained.job.facts.task != "gan" and not trained.job.facts.own:
         row |= {"engine_loss": trained.result["eval"]["loss"], "loaded_loss": _eval_loss(_load(out, trained), trained)}
-        close = abs(row["engine_loss"] - row["loaded_loss"]) <= TOLERANCE[trained.job.run.precision]
+        close = abs(row["engine_loss"] - row["loaded_loss"]) <= TOLERANCE[trained.job.run.precision or "fp32"]
     return row | {"status": "equal" if same and close else "different"}
 
 
@@ -185,6 +185,7 @@ def _load(out: Path, trained: Trained) -> nn.Module:
         assert not any(found.values()), found
         return model
     about = read_model_info(out)
+    assert about
     model = build(find(about.model), about.inputs, about.model_args)
     model.load_state_dict(_tensors(out))
     # weights of a narrower type are computed with in it, batch norm in fp32, as training does

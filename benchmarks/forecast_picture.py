@@ -24,7 +24,7 @@ CONFIGURATION = "llama zero3 bf16 mb8 x2"
 
 def main() -> int:
     """Run, simulate and draw; print the largest difference of a phase's peak."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULT)
     out = parser.parse_args().out
     job = target(CONFIGURATION)

@@ -18,6 +18,7 @@ from zerofit.cli.progress import StatusLine
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import simulate
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.load import load_run
 
@@ -52,7 +53,11 @@ def main() -> None:
     ]
     with StatusLine() as line:
         found = simulate(targets, line.show, exact=True)
-    rows = [_row(name, one.answer) for name, one in zip(LAYOUTS, found, strict=True)]
+    rows = []
+    for name, one in zip(LAYOUTS, found, strict=True):
+        if isinstance(one, Problem):
+            raise RunFailed(one)
+        rows.append(_row(name, one.answer))
     for row in rows:
         print(f"{row['layout']:32} peak {row['peak_bytes'] / GIB:6.2f} GiB, needs +{row['needed_share']:.1%}, ", end="")
         print(f"reserves +{row['reserved_share']:.1%} where there is room")

@@ -73,7 +73,7 @@ def run(names: list[str]) -> Iterator[Comparison]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--configs", nargs="*", default=[], help="only those with all these words, e.g. llama zero3")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], help="only those with so many ranks")
     parser.add_argument("--out", type=Path, help=f"write JSON and plot into this folder (ours: {RESULTS.name}/)")

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.launch.machine import this_machine
@@ -113,13 +114,15 @@ def save(name: str, folder: Path) -> Path:
     if name == "llama":
         inputs = TextInputs(vocab_size=VOCABULARY, seq_len=SEQ_LEN)
         run = Run(model="llama-tiny", model_args=LLAMA, data=f"synthetic:{VOCABULARY}", seq_len=SEQ_LEN)
-        build(find(run.model), inputs, LLAMA).save_pretrained(folder)
+        model = build(find(run.model), inputs, LLAMA)
+        assert isinstance(model, PreTrainedModel)
+        model.save_pretrained(folder)
         ModelInfo.of_run(run, "causal-lm", inputs, 0, "float32").write(folder)
     else:
         images = ImageInputs(channels=3, size=SIZE, classes=CLASSES)
         run = Run(model="vit_l_16", data=f"synthetic:{CLASSES}", image_size=SIZE)
         model = build(find(run.model), images, {})
-        torch.nn.init.normal_(model.heads.head.weight, std=0.02)  # torchvision begins with zeros
+        torch.nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)  # torchvision begins with zeros
         save_file(model.state_dict(), folder / "model.safetensors")
         ModelInfo.of_run(run, "image", images, 0, "float32").write(folder)
     return folder

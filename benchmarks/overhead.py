@@ -57,7 +57,7 @@ class Workload:
 
     def amount(self, job: Job) -> int:
         """Units in one step."""
-        return job.batch.total * (job.run.seq_len if self.unit == "tokens" else 1)
+        return job.batch.total * ((job.run.seq_len or 1) if self.unit == "tokens" else 1)
 
 
 # a turn is long enough for several of zerofit's exchanges of losses (one in half a second) and of the others' log lines
@@ -306,7 +306,7 @@ def by_cpu(result: dict[str, Any], name: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
     parser.add_argument("--launches", type=int, default=3, help="times that all ranks are started anew (default 3)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of a launch that are counted (default 8)")

@@ -66,7 +66,7 @@ def main() -> None:
         rows = {"from the name": timed([arguments.model, *LENGTH, *CLUSTER, *BATCH], cache)}
         profile = rows["from the name"]["profile"]
         rows["from the kept profile"] = timed([arguments.model, *LENGTH, *CLUSTER, *BATCH], cache)
-        rows["from a profile file"] = timed(["--profile", profile, *CLUSTER, *BATCH], cache)
+        rows["from a profile file"] = timed(["--profile", str(profile), *CLUSTER, *BATCH], cache)
     for words, row in rows.items():
         del row["profile"]
         print(f"{arguments.model} {words}: " + ", ".join(f"{k} {v}" for k, v in row.items()))

@@ -22,7 +22,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
 
 from tests.ranks.pool import RankPool, Trained
 from tests.train.small import GPT2, LLAMA

@@ -124,7 +124,7 @@ def correlations(job: TuneJob, search: Search, measured: dict[str, float]) -> di
         "learned": [learned.expected(c)[0] for c in found],
     }
     there = [measured[c.key] for c in found]
-    return {name: round(float(stats.spearmanr(one, there).statistic), 4) for name, one in forecasts.items()}
+    return {name: round(float(stats.spearmanr(one, there)[0]), 4) for name, one in forecasts.items()}
 
 
 def entry(job: TuneJob, candidate: Candidate, found: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def row(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--faults", nargs="*", choices=STATUS, default=list(STATUS))
     parser.add_argument("--trials", type=int, default=8)

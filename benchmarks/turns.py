@@ -102,4 +102,6 @@ def synchronize() -> None:
     """Wait until the device has done all that it was told to do."""
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().synchronize()
+    accelerator = get_accelerator()
+    assert accelerator
+    accelerator.synchronize()

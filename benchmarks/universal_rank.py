@@ -24,7 +24,8 @@ def main() -> None:
     """Every source at every stage; rank 0 writes the rows."""
     start(timedelta(minutes=5))
     out, *sources = sys.argv[1:]
-    rows = [load(*source.split("=", 1), stage) for source in sources for stage in STAGES]
+    named = [(layout, folder) for layout, _, folder in (source.partition("=") for source in sources)]
+    rows = [load(layout, folder, stage) for layout, folder in named for stage in STAGES]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
 
@@ -66,7 +67,7 @@ def make(folder: str, stage: int, ranks: int) -> Any:
         "checkpoint": {"load_universal": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     }
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config)[0]
 
 
@@ -80,7 +81,7 @@ def all_same(engine: Any, universal: Path) -> bool:
             else:
                 found = safe_get_full_optimizer_state(parameter, kind)
             wanted = torch.load(universal / tag / "zero" / name / f"{kind}.pt")["param"]
-            same &= torch.equal(found.cpu().view_as(wanted), wanted)
+            same &= found is not None and torch.equal(found.cpu().view_as(wanted), wanted)
     return same
 
 

@@ -44,6 +44,8 @@ class Ranks:
                 stderr=log,
                 text=True,
             )
+        assert self._server.stdin and self._server.stdout
+        self._to, self._from = self._server.stdin, self._server.stdout
         self._receive("starting the server of ranks")
 
     def real(self, target: SimulationTarget) -> list[dict[str, Any]]:
@@ -68,8 +70,8 @@ class Ranks:
     def _ask(self, call: str, targets: list[SimulationTarget], doing: str) -> list[dict[str, Any]]:
         port = free_port()
         tasks = [{"call": call, "target": target.as_dict(), "port": port} for target in targets]
-        self._server.stdin.write(json.dumps(tasks) + "\n")
-        self._server.stdin.flush()
+        self._to.write(json.dumps(tasks) + "\n")
+        self._to.flush()
         answers = self._receive(f"{doing} {len(tasks)} rank{'s' * (len(tasks) > 1)}")
         for rank, answer in enumerate(answers):
             if "error" in answer:
@@ -78,12 +80,12 @@ class Ranks:
 
     def _receive(self, doing: str) -> Any:
         start = time.monotonic()
-        while not select.select([self._server.stdout], [], [], POLL_S)[0]:
+        while not select.select([self._from], [], [], POLL_S)[0]:
             waited_s = time.monotonic() - start
             self.show(f"{doing} ({waited_s:.0f} s)")
             if waited_s > TIMEOUT_S:
                 raise RuntimeError(f"{doing}: no answer in {TIMEOUT_S} s")
-        line = self._server.stdout.readline()
+        line = self._from.readline()
         if not line:
             raise RuntimeError(f"the server of ranks ended:\n{(self._folder / 'server.log').read_text()[-4000:]}")
         return json.loads(line)
@@ -92,7 +94,7 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._server.stdin.close()
+        self._to.close()
         try:
             self._server.wait(10)
         except subprocess.TimeoutExpired:

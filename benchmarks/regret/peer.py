@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import deepspeed
 import torch
@@ -25,10 +26,11 @@ def main() -> None:
     inputs = TextInputs(vocab_size=asked.classes, seq_len=asked.seq_len) if tokens else image(asked)
     torch.manual_seed(0)
     model = build(find(asked.model), inputs, json.loads(asked.model_args)).train()
-    engine, *_ = deepspeed.initialize(args=asked, model=model, model_parameters=model.parameters())
+    parameters: Any = model.parameters()  # DeepSpeed's annotation takes a module only
+    engine, *_ = deepspeed.initialize(args=asked, model=model, model_parameters=parameters)
     micro = engine.train_micro_batch_size_per_gpu()
     for _ in range(STEPS * engine.gradient_accumulation_steps()):
-        if tokens:
+        if isinstance(inputs, TextInputs):
             x = torch.randint(asked.classes, (micro, asked.seq_len))
             labels = x
         else:
