@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return count(*args, **kwargs, out_val=out) if count else 0
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of attention; torch's counter does not know the CPU's kernel. Nothing is taken off for a causal mask."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of attention; nothing is taken off for a causal mask."""
+    return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
 
 
-def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, *_ungrouped(query, key, value))
+
+
+def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of keys and values with a head for each head of the queries: torch 2.11's counter knows no groups."""
+    return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
@@ -29,8 +35,7 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
-_MORE = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
-    torch.ops.aten._grouped_mm: _grouped,
-}
+_MORE: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: _grouped}
+for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
