@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from zerofit.cli.preflight_show import show_checks
-from zerofit.doctor import compare, routes, shared_folder_checks
+from zerofit.doctor import compare, routes, run_folder
 from zerofit.doctor.check import FAIL, OK, WARN, Check
-from zerofit.doctor.clocks import clock
+from zerofit.doctor.compare import clock
 from zerofit.doctor.preflight import PreflightRequest, preflight
 from zerofit.launch.hostfile import Host
 
@@ -113,15 +113,15 @@ FOLDERS = [
 @pytest.mark.parametrize(("change", "seen", "status", "value"), FOLDERS)
 def test_run_folders(change, seen, status, value):
     told = {"b": {"run_folder": FOLDER | change}}
-    (check,) = shared_folder_checks.folders(told, Path("/runs/x"), {"b"} if seen else set())
+    (check,) = run_folder.folders(told, Path("/runs/x"), {"b"} if seen else set())
     assert check.status == status and value in check.value
     assert ("--output" in check.hint or "right to write" in check.hint) == (status == FAIL)
 
 
 def test_room_for_checkpoints():
     told = {"b": {"run_folder": FOLDER}}
-    status = {size: shared_folder_checks.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
-    assert status == {10: OK, 60: WARN, 101: FAIL} and shared_folder_checks.disk(told, None) == []
+    status = {size: run_folder.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
+    assert status == {10: OK, 60: WARN, 101: FAIL} and run_folder.disk(told, None) == []
 
 
 def test_clocks():

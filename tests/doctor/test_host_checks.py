@@ -10,7 +10,7 @@ from tests.doctor.test_findings import put
 from zerofit.doctor import host_checks, rated_speeds
 from zerofit.doctor.check import FAIL, OK, WARN
 from zerofit.doctor.clashes import CLASHES, clashes, driver, version
-from zerofit.doctor.compilers import compilers
+from zerofit.doctor.system import compilers
 from zerofit.spec.devices import DEVICES
 
 

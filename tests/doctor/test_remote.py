@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-import time
+import threading
 from pathlib import Path
 
 import psutil
@@ -51,19 +51,6 @@ def test_no_ssh_here(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
     assert {check.host for check in found.findings} == {"a", "b"} and "openssh-client" in found.checks[0].hint
-
-
-def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, monkeypatch):
-    from zerofit.doctor import conversation
-
-    monkeypatch.setattr(conversation, "PATIENCE_S", 4.0)
-    stand_in('test "$FAKE_HOST" = b && exec sleep 600')
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
-    check = one(found)
-    assert check.host == "b" and "no answer in 4 s" in check.value and set(found.facts) == {"a"}
-    after = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert not [p for p in after if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_what_a_remote_shell_prints_is_passed_over(stand_in):
@@ -124,15 +111,14 @@ def test_the_ssh_port_and_no_prompt(stand_in):
     assert all("-p 2222" in line and "BatchMode=yes" in line for line in log.read_text().splitlines())
 
 
-# a host that answers from a file after a second each time, as one does that is far away
+# a host that answers from a file; before it tells its facts, it runs `wait`
 REPLAY = """
 clock() {{ now=$(date +%s.%N); printf '"clock": [%s, %s]}}\\n' "$now" "$now"; }}
 say() {{ printf 'zerofit-answers %s' "$1"; clock; }}
 printf 'zerofit-answers {{"greeting": true}}\\n'
 while read -r question; do
-  sleep 1
   case "$question" in
-    *'"facts"'*) say "$(cat {facts})" ;;
+    *'"facts"'*) {wait}; say "$(cat {facts})" ;;
     *'"listen"'*) say '{{"error": null, "port": 29500, ' ;;
     *'"reach"'*) say '{{"reached": [{{"error": null, "seconds": 0.001, "interface": "eth0"}}], ' ;;
   esac
@@ -141,18 +127,50 @@ exit 0
 """
 
 
-def test_64_hosts_are_asked_at_once(stand_in, true_facts, tmp_path, monkeypatch):
+@pytest.fixture
+def replay(true_facts, tmp_path):
+    """The script of a host that answers at once, whatever this machine is busy with."""
     usable = {"interface": "eth0", "address": "10.0.0.1", "prefix": 24, "mtu": 1500, "speed_mbit": 100_000}
     told = {**true_facts, "addresses": [{**usable, "loopback": False, "link_local": False}], "strays": []}
     (tmp_path / "facts").write_text(json.dumps(told)[:-1] + ", ")
-    stand_in(REPLAY.format(facts=tmp_path / "facts"))
+    return lambda wait=":": REPLAY.format(facts=tmp_path / "facts", wait=wait)
+
+
+def test_64_hosts_are_asked_at_once(stand_in, replay, tmp_path, monkeypatch):
+    """None answers before all have been asked."""
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    wait = f'touch "{asked}/$FAKE_HOST"; until [ -e "{asked}/all" ]; do sleep 0.2; done'
+    stand_in(replay(wait))
     hosts = [Host(f"node{n}", 1) for n in range(64)]
-    start = time.perf_counter()
-    found = preflight(hosts, PreflightRequest(master_port=29500))
-    taken = time.perf_counter() - start
+    seen, ended = [], threading.Event()
+
+    def let_go() -> None:
+        while len(seen) < 64 and not ended.wait(0.05):
+            seen[:] = [path.name for path in asked.iterdir()]
+        (asked / "all").touch()
+
+    watching = threading.Thread(target=let_go)
+    watching.start()
+    try:
+        found = preflight(hosts, PreflightRequest(master_port=29500))
+    finally:
+        ended.set()
+        watching.join()
+    assert len(seen) == 64
     assert not found.findings, found.findings[:3]
     assert len(found.facts) == 64 and len(found.interfaces) == 64 and found.master_address == "10.0.0.1"
-    assert 3 < taken < 60, taken  # three rounds of a second each; one host after the other: 192 s
+
+
+def test_a_host_that_hangs_does_not_hold_the_others_up(stand_in, replay, monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE_S", 4.0)  # for the greeting
+    stand_in('test "$FAKE_HOST" = b && exec sleep 600\n' + replay())
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    found = preflight([Host("a", 1), Host("b", 1)], PreflightRequest())
+    check = one(found)
+    assert check.host == "b" and "no answer in 4 s" in check.value and set(found.facts) == {"a"}
+    after = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not [p for p in after if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_nothing_is_left_when_the_asking_command_is_killed(stand_in, tmp_path):

@@ -47,7 +47,7 @@ def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, q
 
 def _this() -> Any:
     """This machine with the ranks that `zerofit train` would start on it."""
-    from zerofit.doctor.gpus import gpus
+    from zerofit.doctor.system import gpus
     from zerofit.launch.hostfile import Host
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
@@ -62,5 +62,6 @@ def _show(result: dict[str, Any]) -> None:
     checks = [Check(**check) for check in result["checks"]]
     show_checks(checks, result["hosts"], out())
     count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
-    click.echo(f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
+    warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
+    click.echo(f"{count['ok']} ok, {warnings}, {count['fail']} failed")
     click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")

@@ -18,7 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import compilers, gpus, network, run_folder_probe, software, system
+from zerofit.doctor import network, software, system
+from zerofit.doctor.run_folder import RunFolderProbe
 from zerofit.doctor.serve import Say, serve
 from zerofit.launch.orphans import end_all
 from zerofit.spec.local_machine import libaio
@@ -29,7 +30,7 @@ LIFE_S = 120
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
     """Everything about this host. What the stack holds is taken away when it closes."""
     with ThreadPoolExecutor(2) as pool:
-        graphics = pool.submit(gpus.gpus)  # nvidia-smi takes its time, and so does the compiler
+        graphics = pool.submit(system.gpus)  # nvidia-smi takes its time, and so does the compiler
         aio = pool.submit(libaio)
         found = {
             "hostname": socket.gethostname(),
@@ -50,7 +51,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "run_folder": _of(question.get("run_folder"), lambda path: _look(path, str(question["token"]), stack)),
         }
         if question.get("compilers"):
-            found["compilers"] = compilers.compilers(found["tools"])
+            found["compilers"] = system.compilers(found["tools"])
         return found | graphics.result()
 
 
@@ -59,7 +60,7 @@ def _of(path: str | None, work: Any) -> Any:
 
 
 def _look(path: Path, token: str, stack: ExitStack) -> dict[str, Any]:
-    place = run_folder_probe.RunFolderProbe(path, token)
+    place = RunFolderProbe(path, token)
     stack.callback(place.clear)
     return place.look()
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerofit.doctor.disk import measure_disk
-from zerofit.doctor.measured import MeasurementJob
+from zerofit.doctor.measured import MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)

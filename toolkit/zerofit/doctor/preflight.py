@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import compare, routes, shared_folder_checks
+from zerofit.doctor import compare, routes, run_folder
 from zerofit.doctor.check import FAIL, OK, Check
-from zerofit.doctor.clocks import clock
+from zerofit.doctor.compare import clock
 from zerofit.doctor.facts import collect
-from zerofit.doctor.remote import Conversation, ask_all, conversations
-from zerofit.doctor.run_folder_probe import left_token
-from zerofit.doctor.unreachable import Unreachable
+from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
+from zerofit.doctor.run_folder import left_token
 from zerofit.launch.hostfile import Host
 
 MARK_S = 3.0  # for a file of another host's to be seen here; network file systems hold names back for a while
@@ -91,8 +90,8 @@ async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Prefligh
         checks = [_unreached(name, lost[name]) for name in names if name in lost]
         checks += compare.checks(hosts, facts, await own, asked.accelerator)
         if asked.run_folder is not None:
-            checks += shared_folder_checks.folders(facts, asked.run_folder, seen)
-            checks += shared_folder_checks.disk(facts, asked.checkpoint_bytes)
+            checks += run_folder.folders(facts, asked.run_folder, seen)
+            checks += run_folder.disk(facts, asked.checkpoint_bytes)
         checks += [clock(name, one.clock_s, one.clock_error_s) for name, one in there.items()]
         checks += found.checks
     order = {name: number for number, name in enumerate(names)}

@@ -7,22 +7,138 @@ about host keys and users is the user's own configuration (~/.ssh/config), as fo
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shlex
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from zerofit.doctor import network
-from zerofit.doctor.conversation import PATIENCE_S, Conversation
-from zerofit.doctor.unreachable import Unreachable
+from zerofit.doctor.serve import MARK
 from zerofit.launch.hostfile import NAME
 
+SSH_FAILED = 255  # man ssh, EXIT STATUS
+# what is said, which kind it is, how to mend it
+SAID = (
+    (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "host-key", "ssh-keygen -R {host}, if you know why its key is new"),
+    (
+        r"Host key verification failed",
+        "host-key",
+        "its key is not known here: run `ssh {host} true` once and accept it",
+    ),
+    (r"Permission denied|Too many authentication failures", "password", "give it your key: ssh-copy-id {host}"),
+    (r"Could not resolve hostname|Name or service not known", "name", "correct the name, or add it to /etc/hosts"),
+    (r"Connection refused", "refused", "start sshd there, or name its port with --ssh-port"),
+    (
+        r"timed out|No route to host|Network is unreachable",
+        "unreachable",
+        "is it up, and may this host reach its port 22?",
+    ),
+    (
+        r"Connection closed by|Connection reset|kex_exchange_identification",
+        "refused",
+        "sshd ends it: see its log there",
+    ),
+    (r"No module named", "zerofit", "install the same zerofit there, in the same place ({python})"),
+    (r"No such file or directory|not found|Permission denied.*python", "python", "{python} has to be there too"),
+)
+PATIENCE_S = 20.0  # of one answer; a cold network file system takes seconds to start Python
+END_S = 2.0
 CONNECT_S = 5  # of one attempt of ssh's
 LINE_BYTES = 2**22
 FACTS, INSIDE = "zerofit.doctor.facts", "zerofit.doctor.torch_probe"  # without torch, and with it
 HERE = ("localhost", "127.0.0.1", "::1")
+
+
+class Unreachable(Exception):
+    """A host that cannot be asked: `kind` is a stable slug, `hint` says how to mend it."""
+
+    def __init__(self, kind: str, message: str, hint: str):
+        self.kind, self.message, self.hint = kind, message, hint
+        super().__init__(message)
+
+
+def why(host: str, code: int | None, said: str) -> Unreachable:
+    """From the exit code of ssh (255: its own failure, else the remote command's) and its standard error."""
+    kinds = SAID[:-2] if code == SSH_FAILED else SAID[-2:]
+    for pattern, kind, hint in kinds:
+        line = next((one.strip() for one in said.splitlines() if re.search(pattern, one)), None)
+        if line is not None:
+            return Unreachable(kind, line[:300], hint.format(host=host, python=sys.executable))
+    last = [line.strip() for line in said.splitlines() if line.strip()][-1:]
+    words = f"it ended with exit code {code}" + (f": {last[0][:300]}" if last else "")
+    return Unreachable("ssh", words, f"try: ssh -o BatchMode=yes {host} true")
+
+
+@dataclass
+class Conversation:
+    """One process on one host that answers questions."""
+
+    host: str
+    process: asyncio.subprocess.Process
+    noise: asyncio.Task[bytes]  # its standard error
+    clock_s: float = 0.0  # its clock minus ours at the last answer
+    clock_error_s: float = 0.0  # at most
+
+    async def ask(
+        self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
+    ) -> dict[str, Any]:
+        """The answer; what is said on the way there goes to `say`. Raises Unreachable."""
+        sent = time.time()
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            await self.process.stdin.drain()
+            async with asyncio.timeout(patience_s):
+                while "progress" in (answer := await self._line()):
+                    if say:
+                        say(answer["progress"])
+        except (TimeoutError, OSError) as error:
+            raise await self._failure(error, patience_s) from None
+        got, (heard, answered) = time.time(), answer["clock"]
+        self.clock_s = ((heard - sent) + (answered - got)) / 2  # as in NTP
+        self.clock_error_s = max(0.0, (got - sent) - (answered - heard)) / 2
+        return answer
+
+    async def greeting(self) -> None:
+        """Wait until it is there. Raises Unreachable."""
+        try:
+            await asyncio.wait_for(self._line(), PATIENCE_S)
+        except (TimeoutError, OSError) as error:
+            raise await self._failure(error, PATIENCE_S) from None
+
+    async def _line(self) -> dict[str, Any]:
+        """The next line that is ours: a shell there may print what it likes. Raises ConnectionResetError at the end."""
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            _, mark, answer = line.partition(MARK.encode())
+            if mark:
+                return json.loads(answer)
+        raise ConnectionResetError
+
+    async def _failure(self, error: Exception, patience_s: float) -> Unreachable:
+        if isinstance(error, TimeoutError):
+            return Unreachable("timeout", f"no answer in {patience_s:.0f} s", "look whether it is overloaded or hangs")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), END_S)
+        said = (await self.noise).decode(errors="replace") if self.process.returncode is not None else ""
+        return why(self.host, self.process.returncode, said)
+
+    async def close(self) -> None:
+        """Let it end, or end it."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+            await asyncio.wait_for(self.process.wait(), END_S)
+        finally:
+            if self.process.returncode is None:
+                self.process.kill()
+            self.noise.cancel()
 
 
 def is_here(host: str) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.doctor.check import FAIL, OK, WARN, Check
-from zerofit.doctor.remote import Conversation, ask_all
-from zerofit.doctor.unreachable import Unreachable
+from zerofit.doctor.remote import Conversation, Unreachable, ask_all
 
 LOOPBACK = "127.0.0.1"
 SLOW_MBIT = 10_000  # below it a step of a model that is cut over hosts waits for the network: docs/doctor.md

@@ -1,13 +1,17 @@
-"""Memory, limits, tools and processes of this host."""
+"""What a host is: memory, limits, tools, processes, GPUs as nvidia-smi lists them, compilers. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,11 @@ LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "mem
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
 BESIDE = (Path(sys.prefix) / "bin", Path("/usr/local/cuda/bin"), Path("/usr/sbin"), Path("/usr/local/sbin"))
 RANKS = ("zerofit.worker", "deepspeed.launcher.launch")
+FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "compute_cap", "driver_version")
+USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # a name may have commas: it comes last
+SMI_S = 8.0  # for nvidia-smi: without persistence mode the driver is loaded first, which takes seconds
+MIB = 2**20
+COMPILER_S = 10.0  # for a compiler to say its version
 
 
 def memory() -> dict[str, int]:
@@ -109,3 +118,77 @@ def cores() -> dict[str, Any]:
     """Processor cores that this process may use."""
     usable = len(os.sched_getaffinity(0))
     return {"usable": min(psutil.cpu_count(logical=False) or usable, usable), "machine": platform.machine()}
+
+
+def gpus() -> dict[str, Any]:
+    """`gpus`: one object each with the processes on it; `driver`; `gpu_error` where nvidia-smi is there and fails."""
+    if shutil.which("nvidia-smi") is None:
+        return {"gpus": [], "driver": None, "gpu_error": None}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(_asked, "gpu", FIELDS), pool.submit(_asked, "compute-apps", USERS)]
+        rows, users = (one.result() for one in asked)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stdout", None) or str(error)
+        return {"gpus": [], "driver": None, "gpu_error": " ".join(str(said).split())[:300]}
+    found = [_gpu(row, users) for row in rows]
+    return {"gpus": found, "driver": rows[0]["driver_version"] if rows else None, "gpu_error": None}
+
+
+def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
+    """Rows of one query. Raises OSError and SubprocessError."""
+    argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=SMI_S, check=True)
+    rows = [line.split(", ", len(fields) - 1) for line in done.stdout.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+
+
+def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, Any]:
+    processes = [
+        {"pid": int(one["pid"]), "name": one["process_name"], "used_bytes": _bytes(one["used_memory"])}
+        for one in users
+        if one["gpu_uuid"] == row["uuid"] and one["pid"].isdigit()
+    ]
+    return {
+        "index": int(row["index"]),
+        "uuid": row["uuid"],
+        "name": row["name"],
+        "total_bytes": _bytes(row["memory.total"]),
+        "used_bytes": _bytes(row["memory.used"]),
+        "compute_capability": row["compute_cap"],
+        "processes": processes,
+    }
+
+
+def _bytes(mib: str) -> int | None:
+    """None for "[N/A]", which is shown for parts of a divided GPU and inside containers."""
+    return int(mib) * MIB if mib.isdigit() else None
+
+
+def compilers(tools: Mapping[str, str | None]) -> dict[str, Any]:
+    """Versions of g++ and nvcc, and the newest g++ that this nvcc accepts (from its own crt/host_config.h)."""
+    nvcc = tools["nvcc"]
+    return {
+        "g++": _said(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
+        "nvcc": _said(nvcc, ["--version"], r"release (\d+\.\d+)"),
+        "newest_g++": _limit(Path(nvcc).resolve().parents[1]) if nvcc else None,
+    }
+
+
+def _said(program: str | None, arguments: list[str], pattern: str) -> str | None:
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=COMPILER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(pattern, done.stdout, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _limit(home: Path) -> int | None:
+    for path in (*home.glob("include/crt/host_config.h"), *home.glob("targets/*/include/crt/host_config.h")):
+        found = re.search(r"__GNUC__ > (\d+)", path.read_text(errors="replace"))
+        if found:
+            return int(found[1])
+    return None

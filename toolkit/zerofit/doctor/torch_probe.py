@@ -14,10 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor.disk import nvme_disks
-from zerofit.doctor.gpus import gpus
-from zerofit.doctor.measured import MeasurementJob, measured
+from zerofit.doctor.measured import MeasurementJob, measured, nvme_disks
 from zerofit.doctor.serve import Say, end_with_asker, serve
+from zerofit.doctor.system import gpus
 from zerofit.launch.environment import environment
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from zerofit.doctor.conversation import Conversation
-from zerofit.doctor.ops import BUILD_S
-from zerofit.doctor.remote import INSIDE, ask_all, conversations
-from zerofit.doctor.unreachable import Unreachable
+from zerofit.doctor.examine import BUILD_S
+from zerofit.doctor.remote import INSIDE, Conversation, Unreachable, ask_all, conversations
 from zerofit.spec.errors import Problem, RunFailed
 
 

@@ -21,7 +21,7 @@ from zerofit.checkpoint.store import Store
 from zerofit.config.rebatch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
 from zerofit.doctor.preflight import Preflight
-from zerofit.doctor.shared_folder_checks import disk
+from zerofit.doctor.run_folder import disk
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
-from zerofit.doctor.remote import Conversation, ask_all, conversations
+from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
 from zerofit.doctor.software import model_code
-from zerofit.doctor.unreachable import Unreachable
 from zerofit.launch.hostfile import Host
 from zerofit.launch.launch_site import LaunchSite
 from zerofit.launch.machine import this_machine
