@@ -23,7 +23,7 @@ from benchmarks.regret.sweep import Sweep
 from zerofit.app.tuning.job import TuneJob
 from zerofit.app.tuning.tune import run_trials
 from zerofit.launch.machine import this_machine
-from zerofit.spec.events import Reporter
+from zerofit.spec.events import Event, Reporter
 from zerofit.spec.load import RunRequest
 from zerofit.spec.plain_data import plain_data
 from zerofit.spec.run import Run
@@ -56,7 +56,7 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
         os.environ["ZEROFIT_CACHE"] = folder
         job = TuneJob.of(RunRequest.of(Run(**options, ranks=RANKS)), space=space)
         print(f"{name}: {len(job.candidates)} configurations", flush=True)
-        search = run_trials(job, trials=trials, minutes=60.0, report=Reporter(print))
+        search = run_trials(job, trials=trials, minutes=60.0, report=Reporter(show))
         assert search.best
         with Sweep(RANKS) as sweep:
             swept = {c.key: told(sweep, job, c) for c in job.candidates}
@@ -85,6 +85,12 @@ def compare(name: str, trials: int, autotuner_s: float) -> dict[str, Any]:
         "sweep": [entry(job, c, swept[c.key]) for c in job.candidates],
         "autotuner": peer,
     }
+
+
+def show(event: Event) -> None:
+    """Print each trial when it ends."""
+    if event.kind == "result":
+        print(f"  {event}", flush=True)
 
 
 def theirs(job: TuneJob, config: dict[str, Any], measured: dict[str, float]) -> float | None:

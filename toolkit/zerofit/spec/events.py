@@ -104,10 +104,13 @@ class Reporter:
 
     def __init__(self, on_event: OnEvent | None = None):
         self.on_event: OnEvent = on_event or (lambda event: None)
+        self._status = ""
 
     def status(self, text: str) -> None:
-        """Tell what is being done now."""
-        self.on_event(Event(kind="status", text=text))
+        """Tell what is being done now, unless that was told last."""
+        if text != self._status:
+            self._status = text
+            self.on_event(Event(kind="status", text=text))
 
     def phase(self, text: str) -> None:
         """Tell what a run is doing now."""
