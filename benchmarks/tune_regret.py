@@ -130,7 +130,8 @@ def correlations(job: TuneJob, search: Search, measured: dict[str, float]) -> di
         "learned": [learned.expected(c)[0] for c in found],
     }
     there = [measured[c.key] for c in found]
-    return {name: round(float(stats.spearmanr(one, there)[0]), 4) for name, one in forecasts.items()}
+    rank: Any = stats.spearmanr  # scipy's annotation of the result knows no fields
+    return {name: round(float(rank(one, there).statistic), 4) for name, one in forecasts.items()}
 
 
 def entry(job: TuneJob, candidate: Candidate, found: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.cnn import BUILDERS, PUBLISHED_INPUTS
 from zerofit.models.gan import DCGAN
@@ -33,6 +33,7 @@ __all__ = [
     "count_parameters",
     "forward_logits",
     "max_positions",
+    "model_table",
     "parameter_count",
     "source_max_positions",
 ]
@@ -149,6 +150,20 @@ def count_parameters(source: ModelSource) -> int:
     """Parameters of a named model in its published shape, counted on the meta device."""
     with torch.device("meta"):
         return parameter_count(build(source, None, {}))
+
+
+def model_table(on_progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
+    """One row a known model: name, kind (its task), parameters (counted on the meta device) and source."""
+    everything = names()
+    rows = []
+    for done, name in enumerate(everything, start=1):
+        source = find(name)
+        rows.append(
+            {"name": name, "kind": source.task, "parameters": count_parameters(source), "source": source.origin}
+        )
+        if on_progress:
+            on_progress(done, len(everything))
+    return rows
 
 
 def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:

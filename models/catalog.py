@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,22 +76,6 @@ def torchvision_names() -> list[str]:
     import torchvision
 
     return torchvision.models.list_models(module=torchvision.models)
-
-
-def table(on_progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
-    """One row a known model: name, kind (its task), parameters (counted on the meta device) and source."""
-    from zerofit.models.build import count_parameters
-
-    everything = names()
-    rows = []
-    for done, name in enumerate(everything, start=1):
-        source = find(name)
-        rows.append(
-            {"name": name, "kind": source.task, "parameters": count_parameters(source), "source": source.origin}
-        )
-        if on_progress:
-            on_progress(done, len(everything))
-    return rows
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:

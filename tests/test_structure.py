@@ -29,12 +29,14 @@ MAY_IMPORT = {
     "compare": {"spec", "models", "data", "train"},
     "plan": {"spec", "report"},
     "report": {"spec"},
-    "tune": {"plan", "spec", "report"},
+    "tune": {"spec", "plan", "report"},
     "watch": {"spec", "launch"},
     "worker": {"spec", "config", "launch", "models", "data", "train", "watch"},
 }
 MAY_IMPORT["app"] = {*MAY_IMPORT} - {"worker"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"worker"}
+# what these programs print is read by the process that starts them, or is a rank's log
+PROTOCOLS = {"zerofit.worker", "zerofit.doctor.serve", "zerofit.watch.rank_guard", "zerofit.check.derive"}
 
 
 @cache
@@ -81,12 +83,21 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room != "app"])
+@pytest.mark.parametrize("room", MAY_IMPORT)
 def test_imports_run_one_way(room):
     mine = [name for name in modules() if room_of(name) == room]
     assert mine
     wrong = {name: [i for i in imports_of(name) if room_of(i) not in MAY_IMPORT[room] | {room, ""}] for name in mine}
     assert not {name: imported for name, imported in wrong.items() if imported}
+
+
+def test_imports_run_in_no_circles():
+    left = {name: {i for i in imports_of(name) if i != name} for name in modules() if name != "zerofit"}
+    while leaves := {name for name, imported in left.items() if not imported & left.keys()}:
+        left = {name: imported for name, imported in left.items() if name not in leaves}
+    while ends := set(left) - set().union(*left.values()):  # those that only lead to circles
+        left = {name: imported for name, imported in left.items() if name not in ends}
+    assert not {name: sorted(imported & left.keys()) for name, imported in left.items()}
 
 
 def test_every_room_is_guarded():
@@ -98,6 +109,21 @@ def test_no_two_classes_have_one_name():
         n.name for path in modules().values() for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)
     )
     assert not [name for name, times in classes.items() if times > 1]
+
+
+def test_only_the_command_line_knows_the_terminal():
+    """click, rich and print belong to cli/."""
+    wrong = []
+    for name, path in modules().items():
+        if room_of(name) == "cli":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                wrong += [f"{path}:{node.lineno}" for n in names if n.partition(".")[0] in ("click", "rich")]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and name not in PROTOCOLS:
+                wrong.append(f"{path}:{node.lineno}")
+    assert not wrong
 
 
 def test_every_package_is_installed():

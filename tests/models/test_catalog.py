@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zerofit.models.catalog import ModelError, find, names, table
+from zerofit.models.build import model_table
+from zerofit.models.catalog import ModelError, find, names
 
 # model cards and papers; torchvision's from its own weights' metadata below
 PUBLISHED = {
@@ -41,7 +42,7 @@ AUXILIARY = {"inception_v3": 3_326_696}  # the training head that we leave out; 
 @pytest.fixture(scope="module")
 def rows():
     seen = []
-    rows = table(on_progress=lambda done, total: seen.append((done, total)))
+    rows = model_table(on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(i + 1, len(rows)) for i in range(len(rows))]
     return {row["name"]: row for row in rows}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ def _derived(version: str) -> dict[str, Any]:
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
-    print(f"reading the configuration keys of DeepSpeed {version} (once) ...", file=sys.stderr, flush=True)
+    logging.getLogger(__name__).warning("reading the configuration keys of DeepSpeed %s (once) ...", version)
     done = subprocess.run([sys.executable, "-m", "zerofit.check.derive"], capture_output=True, text=True, check=False)
     if done.returncode:
         message = f"cannot read the configuration keys of DeepSpeed {version}: {done.stderr.strip()[-600:]}"

@@ -20,11 +20,13 @@ def _table() -> dict[str, Any]:
     from rich.progress import Progress
 
     from zerofit.cli.console import err
-    from zerofit.models.catalog import table
+    from zerofit.models.build import model_table
 
     with Progress(console=err(), transient=True) as progress:
         task = progress.add_task("counting parameters on the meta device", total=None)
-        return {"models": table(on_progress=lambda done, total: progress.update(task, completed=done, total=total))}
+        return {
+            "models": model_table(on_progress=lambda done, total: progress.update(task, completed=done, total=total))
+        }
 
 
 def _show(result: dict[str, Any]) -> None:
