@@ -61,3 +61,26 @@ def test_a_run_made_in_python_names_its_own_fields():
     asked = RunRequest.of(run)
     assert (asked.run, asked.place("micro_batch"), asked.place("lr")) == (run, "micro_batch", "--lr")
     assert RunRequest.of(asked) is asked
+
+
+def test_a_run_made_in_python_is_refused_with_all_that_is_wrong():
+    with pytest.raises(UserError) as error:
+        Run(model="mlp", microbatch=4, lr=-1, precision="fp8", save_every="often")
+    problems = {p.where: p for p in error.value.problems}
+    assert set(problems) == {"microbatch", "lr", "precision", "save_every"}
+    assert (problems["microbatch"].kind, problems["lr"].kind) == ("unknown-key", "bad-value")
+    assert "micro_batch" in problems["microbatch"].hint and "peak learning rate" in problems["lr"].hint
+    assert "lr: got -1" in str(error.value) and "--" not in str(error.value)
+
+
+def test_a_run_is_loaded_from_its_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: lenet\nmicro_batch: 4\n")
+    assert Run.load(file, steps=3) == Run(model="lenet", micro_batch=4, steps=3)
+    assert Run.load(str(file), micro_batch=8).micro_batch == 8
+    file.write_text("model: lenet\nmicro_batch: 0\nsteps: many\n1: 2\n")
+    with pytest.raises(UserError) as error:
+        Run.load(file, steps=-1)
+    assert {p.where for p in error.value.problems} == {f"{file}:2", "steps", f"{file}:4"}
+    with pytest.raises(UserError, match="cannot read"):
+        Run.load(tmp_path / "none.yaml")

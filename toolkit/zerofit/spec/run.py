@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -15,8 +17,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
 )
+from pydantic_core import ErrorDetails
 
+from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.interval import Interval
 from zerofit.spec.precision import Precision
 
@@ -32,7 +37,7 @@ Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator
 class Run(BaseModel):
     """One training run, as asked. `None` means: taken from the DeepSpeed JSON, the model or a default when resolved.
 
-    Immutable; unknown keys are an error (see `zerofit.spec.load`).
+    Immutable. Raises UserError with all unknown names (the nearest ones offered) and all bad values.
 
     >>> run = Run(model="gpt2", data="pysource", ds_config="zero3", micro_batch=4, precision="bf16")
     >>> run.model_copy(update={"seq_len": 512}).seq_len
@@ -162,3 +167,62 @@ class Run(BaseModel):
     tensorboard: bool = Field(default=False, description="write TensorBoard events into the run folder")
     wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
     output: Path | None = Field(default=None, description="run folder (default runs/MODEL-DATA-TIME)")
+
+    if not TYPE_CHECKING:  # type checkers see the fields
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise UserError(*map(_problem, error.errors())) from None
+
+    @classmethod
+    def load(cls, path: str | Path, **overrides: Any) -> Run:
+        """Read a run.yaml or run.json, such as a run folder's; `overrides` take the place of its values.
+
+        Raises UserError with all that is wrong, and its lines in the file.
+        """
+        values, places = read_run_file(Path(path))
+        try:
+            return cls(**values | overrides)
+        except UserError as error:
+            places = {key: place for key, place in places.items() if key not in overrides}
+            raise UserError(*(replace(p, where=places.get(p.where, p.where)) for p in error.problems)) from None
+
+
+def _problem(entry: ErrorDetails) -> Problem:
+    """One of pydantic's errors, at its field's name."""
+    field = str(entry["loc"][0])
+    if entry["type"] == "extra_forbidden":
+        hint = nearest(field, Run.model_fields)
+        return Problem(kind="unknown-key", message=f"unknown key {field!r}", hint=hint, where=field)
+    message = f"{field}: got {entry['input']!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}"
+    return Problem(kind="bad-value", message=message, hint=Run.model_fields[field].description or "", where=field)
+
+
+def read_run_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of a YAML (or JSON) mapping with their values, and the place of each. Raises UserError."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
+        raise UserError(
+            Problem(kind="syntax", message=f"{file} does not parse: {error.problem}", where=where)
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(Problem(kind="unreadable", message=f"cannot read {file}: {error}", where=str(file))) from None
+    if not isinstance(values, dict):
+        hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
+        raise UserError(
+            Problem(
+                kind="syntax",
+                message=f"{file} is not a mapping of keys to values",
+                hint=hint,
+                where=str(file),
+            )
+        )
+    values = {str(key): value for key, value in values.items()}
+    return values, {str(k.value): f"{file}:{k.start_mark.line + 1}" for k, _ in node.value}
