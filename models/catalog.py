@@ -89,7 +89,7 @@ def config_task(config: dict[str, Any], where: str) -> Task:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         raise ModelError(
             "model-config",
-            f"{where}: {got} is no causal language model, masked language model or image classifier of transformers",
+            f"{where}: {got} is not a causal language model, masked language model or image classifier of transformers",
             'set "architectures" in the config, e.g. ["LlamaForCausalLM"], or pass package.module:callable',
         )
     return task
@@ -130,9 +130,10 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ModelError("model-config", f"{file} is no JSON: {error}", "give a config.json of transformers") from None
+        message = f"{file} is not valid JSON: {error}"
+        raise ModelError("model-config", message, "give a config.json of transformers") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        message = f'{file} has no key "model_type", so it is no config.json of transformers'
+        message = f'{file} has no key "model_type", so it is not a config.json of transformers'
         raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
     return config
 

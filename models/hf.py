@@ -90,7 +90,7 @@ def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> 
         if key not in known:
             documented = f"see transformers' documentation of {cls.__name__}"
             hint = nearest(key, known - {"model_type", "architectures"}, documented)
-            message = f"{name}: {key!r} is no key of {cls.__name__}"
+            message = f"{name}: {key!r} is not a key of {cls.__name__}"
             raise ModelError("model-args", message, hint)
     if "num_hidden_layers" in {canonical.get(key, key) for key in args} | set(args) and "layer_types" not in args:
         base = {key: value for key, value in base.items() if key != "layer_types"}  # one an old layer
@@ -123,7 +123,7 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
         if patch < 1:
             raise ModelError("model-args", f"{source.name}: patch_size is {patch}", "take one from 1 on")
         if config.image_size % patch:
-            message = f"{source.name}: image size {config.image_size} is no multiple of the patch size {patch}"
+            message = f"{source.name}: image size {config.image_size} is not a multiple of the patch size {patch}"
             nearest_size = max(1, round(config.image_size / patch)) * patch
             hint = f"--image-size {nearest_size}, or another patch: --model-args '{{\"patch_size\": N}}'"
             raise ModelError("model-shape", message, hint)

@@ -54,7 +54,7 @@ def folder(tmp_path) -> Path:
 def test_a_command_as_the_model(checkpoint, folder, tmp_path, words, trusted):
     paths = {"checkpoint": checkpoint, "folder": folder, "out": tmp_path / "out"}
     words = [paths.get(word, word) for word in words]
-    if trusted:  # then it does run, and what it gives is no model
+    if trusted:  # then it does run, and what it gives is not a model
         assert "not a torch.nn.Module" in zerofit(*words, "--trust-model-code", code=2)["error"]["message"]
         assert (tmp_path / "PWNED").exists()
         return

@@ -133,7 +133,7 @@ def test_a_bad_synthetic_size(refused):
 BLOCKS = {
     "shifted": ("image", None, {"data": "digits"}),
     "resized": ("image", None, {"data": "digits", "image_size": 12}),
-    "odd": ("image", None, {"data": "digits", "image_size": 5}),  # samples that are no multiple of 64 bytes
+    "odd": ("image", None, {"data": "digits", "image_size": 5}),  # samples that are not a multiple of 64 bytes
     "gan": ("gan", None, {"data": "digits", "image_size": 32}),
     "text": ("causal-lm", 24, {"data": "text:words.txt"}),
     "masked": ("masked-lm", 24, {"data": "text:words.txt"}),

@@ -63,7 +63,7 @@ def test_names_that_are_none_reach_no_program(stand_in):
     for name in ("-oProxyCommand=touch x", "a;touch x", "$(touch x)", "a b", "", "a\nb"):
         found = preflight([Host(name, 1), Host("b", 1)], PreflightRequest())
         check = one(found)
-        assert check.host == name and "no host name" in check.value
+        assert check.host == name and "not a valid host name" in check.value
     assert "touch" not in log.read_text()
 
 

@@ -68,7 +68,7 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
     damage = verify(path, report.status)
     if damage or manifest is None:
         first = damage[0]
-        message = f"{path} is no whole checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
+        message = f"{path} is not a complete checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
         hint = "give --resume a run folder or one of its checkpoints/step-* (`zerofit ckpt ls` lists them)"
         raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
     return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])

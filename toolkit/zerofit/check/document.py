@@ -60,7 +60,7 @@ class ObjectMember:
 
 
 class SyntaxFault(Exception):
-    """The text is no JSON; says where and what was expected."""
+    """The text is not valid JSON; says where and what was expected."""
 
     def __init__(self, message: str, line: int, column: int):
         super().__init__(message)

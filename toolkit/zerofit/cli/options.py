@@ -33,9 +33,9 @@ class JsonObject(click.ParamType):
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError as error:
-            self.fail(f"{value!r} is no JSON: {error.msg} at column {error.colno}", param, ctx)
+            self.fail(f"{value!r} is not valid JSON: {error.msg} at column {error.colno}", param, ctx)
         if not isinstance(parsed, dict):
-            self.fail(f"{value!r} is no JSON object", param, ctx)
+            self.fail(f"{value!r} is not a JSON object", param, ctx)
         return parsed
 
 

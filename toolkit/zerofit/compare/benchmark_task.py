@@ -81,7 +81,7 @@ class BenchmarkTask:
     def stage(self, number: int, stages: int) -> LayerStage:
         """The layers of one of several stages of about as many parameters. Raises NotHereError."""
         if self.task == "gan":
-            raise NotHereError("a pair of networks is no list of layers")
+            raise NotHereError("a pair of networks is not a list of layers")
         layers = as_layers(self._whole_model())
         if any(layer.tied for layer in layers):
             raise NotHereError("its first and last layers share a parameter, which no two ranks can hold")

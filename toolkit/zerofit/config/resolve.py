@@ -74,7 +74,7 @@ def _layout(
     if ranks % inner:
         problems.add(
             "ranks",
-            f"{ranks} ranks are no multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
+            f"{ranks} ranks are not a multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
             f"take --ranks {max(inner, ranks // inner * inner)}",
             asked.place("ranks"),
         )

@@ -122,7 +122,7 @@ def _gan_style(size: int):
 def _split_folders(root: Path) -> list[Path]:
     """[train, valid], or one folder that is to be divided."""
     if not root.is_dir():
-        what = "is no folder" if root.exists() else "does not exist"
+        what = "is not a folder" if root.exists() else "does not exist"
         message = f"--data imagefolder: {root} {what}"
         hint = "imagefolder:PATH with PATH/CLASS/*.jpg or PATH/train/CLASS/*.jpg"
         raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data"))

@@ -199,7 +199,7 @@ async def conversations(
 
 async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
     if not NAME.fullmatch(host):
-        return Unreachable("name", f"{host!r} is no host name", "give users and ports in ~/.ssh/config")
+        return Unreachable("name", f"{host!r} is not a valid host name", "give users and ports in ~/.ssh/config")
     try:
         found = await start(host, module, ssh_port, local=local)
     except Unreachable as error:

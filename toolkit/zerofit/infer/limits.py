@@ -55,7 +55,9 @@ def _pair(part: str, gpus: int) -> tuple[Device, int]:
     name, equals, size = (word.strip() for word in part.partition("="))
     if not equals:
         hint = "write it like 0=20GiB,cpu=60GiB"
-        raise UserError(Problem(kind="bad-value", message=f"{part!r} is no device and size", hint=hint, where=FLAG))
+        raise UserError(
+            Problem(kind="bad-value", message=f"{part!r} is not a device and a size", hint=hint, where=FLAG)
+        )
     device: Device = int(name) if name.isdigit() else name
     if device not in {*range(gpus), "cpu", "disk"}:
         here = ", ".join([*map(str, range(gpus)), "cpu", "disk"])

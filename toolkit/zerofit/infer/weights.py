@@ -78,7 +78,7 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, f"it is no index of shards ({type(error).__name__}: {error})") from None
+        raise _damaged(index, f"it is not an index of shards ({type(error).__name__}: {error})") from None
     problems = Problems()
     for name in names:
         if not (index.parent / name).is_file():

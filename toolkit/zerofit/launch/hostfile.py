@@ -59,7 +59,7 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
     column = indent + 1
     at = indent + len(name) + len(match["gap"] or "") + 1
     if not NAME.fullmatch(name):
-        message = f"{name!r} is no host name: letters, digits, '.', '-' and '_' are allowed"
+        message = f"{name!r} is not a valid host name: letters, digits, '.', '-' and '_' are allowed"
         hint = "give users, ports and other options of ssh in ~/.ssh/config"
         problems.add("hostfile", message, hint, f"{place}:{column}")
         return None

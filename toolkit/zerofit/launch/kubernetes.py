@@ -162,9 +162,11 @@ def _check(job: KubernetesJob) -> None:
         hint = "write a-z, 0-9 and -, a letter first, no - last, at most 40"
         problems.add("bad-value", f"Kubernetes takes no job called {job.name!r}", hint, "--job-name")
     if not CLAIM.fullmatch(job.claim):
-        problems.add("bad-value", f"{job.claim!r} is no name of a claim", "`kubectl get pvc` lists them", "--claim")
+        problems.add(
+            "bad-value", f"{job.claim!r} is not the name of a claim", "`kubectl get pvc` lists them", "--claim"
+        )
     if not job.image or any(ch.isspace() for ch in job.image):
-        problems.add("bad-value", f"{job.image!r} is no name of an image", "", "--image")
+        problems.add("bad-value", f"{job.image!r} is not the name of an image", "", "--image")
     check_line("--image", job.image, problems)
     words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
     check_texts([*words, *(("--env", value) for value in job.env.values()), ("--mount", job.mount)], problems)

@@ -32,5 +32,5 @@ def check_environment(names: Iterable[str], problems: Problems) -> None:
     """Note names that no shell takes as a variable's."""
     for name in names:
         if not NAME.fullmatch(name):
-            message = f"{name!r} is no name of an environment variable (letters, digits and _, no digit first)"
+            message = f"{name!r} is not the name of an environment variable (letters, digits and _, no digit first)"
             problems.add("bad-value", message, "", "--env")

@@ -105,7 +105,7 @@ def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
     for one in asked:
         name, equals, value = one.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            problems.add("environment", f"{name!r} is no name of a variable", "NAME, or NAME=VALUE", "--env")
+            problems.add("environment", f"{name!r} is not the name of a variable", "NAME, or NAME=VALUE", "--env")
         elif not equals and name not in os.environ:
             problems.add("environment", f"{name} is not set here", f"set it, or give --env {name}=VALUE", "--env")
         else:

@@ -152,7 +152,7 @@ def _check_time(job: SlurmJob, problems: Problems) -> None:
     limit_s = seconds(job.time)
     if limit_s is None:
         hint = 'write minutes ("90"), "hours:minutes:seconds" or "days-hours:minutes:seconds"'
-        problems.add("bad-value", f"{job.time!r} is no time limit of Slurm's", hint, "--time")
+        problems.add("bad-value", f"{job.time!r} is not a time limit of Slurm", hint, "--time")
     elif not 1 <= job.save_s <= LONGEST_LEAD_S:
         message = f"got {job.save_s} s; from 1 to {LONGEST_LEAD_S} are allowed"
         problems.add("bad-value", message, "", "--save-before-limit")

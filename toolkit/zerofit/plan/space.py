@@ -150,7 +150,7 @@ def _batches(
         return
     if request.global_batch % dp:
         below = request.global_batch // dp * dp
-        message = f"global batch {request.global_batch} is no multiple of the data parallel degree {dp}"
+        message = f"global batch {request.global_batch} is not a multiple of the data parallel degree {dp}"
         hint = f"take {below} or {below + dp}" if below else f"take {dp}"
         space.leave_out(Problem(kind="global-batch", message=message, hint=hint, where="--global-batch"))
         return

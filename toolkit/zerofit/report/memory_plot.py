@@ -67,9 +67,9 @@ def draw(timeline: MemoryTimeline, path: Path) -> None:
     """Draw a timeline into a file of the format that its name ends with. Raises UserError where that cannot be."""
     problems = Problems()
     if path.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{path} is no picture", f"end its name in {', '.join(PICTURES)}", "--plot")
+        problems.add("bad-value", f"{path} is not a picture", f"end its name in {', '.join(PICTURES)}", "--plot")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} is no file that can be written", "name one in an existing folder", "--plot")
+        problems.add("bad-value", f"{path} cannot be written", "name one in an existing folder", "--plot")
     problems.raise_if_any()
     figure = _figure(timeline)
     try:

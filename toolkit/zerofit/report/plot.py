@@ -17,9 +17,9 @@ def draw(runs: list[Path], out: Path) -> dict[str, Any]:
     problems = Problems()
     histories = {str(run): _read(run, problems) for run in runs}
     if out.is_dir() or not out.absolute().parent.is_dir():
-        problems.add("bad-value", f"{out} is no file that can be written", "name a PNG in an existing folder", "--out")
+        problems.add("bad-value", f"{out} cannot be written", "name a PNG in an existing folder", "--out")
     if out.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{out} is no picture", f"end its name in {', '.join(PICTURES)}", "--out")
+        problems.add("bad-value", f"{out} is not a picture", f"end its name in {', '.join(PICTURES)}", "--out")
     problems.raise_if_any()
     figure = _figure(histories, {str(run): _evaluations(run) for run in runs})
     try:

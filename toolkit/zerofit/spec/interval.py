@@ -20,7 +20,7 @@ class Interval:
         """Raises ValueError for anything else."""
         match = re.fullmatch(r"(\d+)\s*(s|min|h)?", text.strip())
         if not match or (match[2] and not int(match[1])):
-            raise ValueError("got no interval: give optimizer steps (500), a time (90s, 30min, 2h), or 0 for never")
+            raise ValueError("not an interval: give optimizer steps (500), a time (90s, 30min, 2h), or 0 for never")
         number, unit = int(match[1]), match[2]
         return cls(seconds=number * SECONDS[unit]) if unit else cls(steps=number)
 

@@ -19,7 +19,7 @@ def parse_bytes(text: str, where: str) -> int:
         value = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
     if value <= 0:
         hint = "write it like 80GiB (1024^3), 1TB (1000^4), or in bytes"
-        raise UserError(Problem(kind="bad-size", message=f"{text!r} is no size", hint=hint, where=where))
+        raise UserError(Problem(kind="bad-size", message=f"{text!r} is not a valid size", hint=hint, where=where))
     return value
 
 

@@ -56,7 +56,7 @@ class JsonLineSocket:
             raise ConnectionLost(str(error)) from error
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that have come. Raises Lost where the other side has closed, and for what is no JSON object."""
+        """Return whole lines that have come. Raises Lost where the other side has closed, or for what is not JSON."""
         closed = False
         while True:
             try:

@@ -73,7 +73,7 @@ def from_argument(text: str) -> Path:
     try:
         return Path(os.fsdecode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))))
     except binascii.Error as error:
-        raise ValueError(f"{text!r} is no path made by zerofit") from error
+        raise ValueError(f"{text!r} is not a path encoded by zerofit") from error
 
 
 def rank_of(env: Mapping[str, str], names: Sequence[tuple[str, str]] = RANK_NAMES) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | Non
     parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]
     parts.append(f"data parallel degree {dp}" if dp else "")
     product = " x ".join(p for p in parts if p)
-    wrong = f"is not {product} = {each}" if micro and steps and dp else f"is no multiple of {product}"
+    wrong = f"is not {product} = {each}" if micro and steps and dp else f"is not a multiple of {product}"
     return Finding(
         code="batch-identity",
         severity="error",

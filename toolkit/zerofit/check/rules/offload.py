@@ -215,7 +215,7 @@ def nvme(c: CheckSubject) -> Iterator[Finding]:
             yield Finding(
                 code="nvme-path",
                 severity="warning",
-                message=f"nvme_path {path} is no folder on this machine",
+                message=f"nvme_path {path} is not a folder on this machine",
                 why="DeepSpeed makes it where it may, on whatever disk that is, and fails where it may not",
                 fix="make the folder on the NVMe disk, or offload to the CPU",
                 path=common["path"],

@@ -13,7 +13,7 @@ def train(work: BenchmarkTask):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     micro_batches = 2 * ranks
     if work.job.global_batch % micro_batches:
-        raise NotHereError(f"--global-batch {work.job.global_batch} is no multiple of {micro_batches} micro batches")
+        raise NotHereError(f"--global-batch {work.job.global_batch} is not a multiple of {micro_batches} micro batches")
     layers = work.stage(rank, ranks)
     stage = PipelineStage(layers, rank, ranks, work.device)
     schedule = ScheduleGPipe(stage, micro_batches, loss_fn=work.loss)
