@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import zerofit as zf
+
 HERE = Path(__file__).parent
-CONFIGS = HERE.parent / "ds_configs"
-TIMEOUT_S = 1800
 GIB = 2**30
 
 
@@ -44,46 +42,29 @@ def main() -> None:
         options.output.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
 
 
-def simulate(case: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of `zerofit simulate` for a case; {"error": ...} where it gave none."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command(case, Path(folder)), capture_output=True, text=True, timeout=TIMEOUT_S)
+def simulate(case: dict[str, Any]) -> zf.Simulation | zf.UserError:
+    """Simulate a case, or return what stands in the way."""
+    names = ("model", "model_args", "ds_config", "micro_batch", "seq_len", "precision", "activation_checkpointing")
+    run = zf.Run(**{name: case[name] for name in names if case[name] is not None})
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": {"message": done.stderr.strip()[-400:]}}
-    return answer
+        return zf.simulate(run, zf.Cluster(case["gpu"], gpus=case["gpus"]))
+    except zf.UserError as error:
+        return error
 
 
-def command(case: dict[str, Any], folder: Path) -> list[str]:
-    """The command line of a case; a DeepSpeed JSON of its own is written into the folder."""
-    config = CONFIGS / f"{case['ds_config']}.json" if isinstance(case["ds_config"], str) else folder / "ds_config.json"
-    if not isinstance(case["ds_config"], str):
-        config.write_text(json.dumps(case["ds_config"]))
-    argv = [sys.executable, "-m", "zerofit.cli", "simulate", case["model"]]
-    argv += ["--json", "--no-knobs", "--ds-config", str(config)]
-    for key in ("gpus", "gpu", "micro_batch", "seq_len", "precision"):
-        if case[key] is not None:
-            argv += [f"--{key.replace('_', '-')}", str(case[key])]
-    argv.append("--activation-checkpointing" if case["activation_checkpointing"] else "--no-activation-checkpointing")
-    if case["model_args"]:
-        argv += ["--model-args", json.dumps(case["model_args"])]
-    return argv
+def _after_step(result: zf.Simulation) -> int:
+    return [phase.end_bytes for phase in result.phases if phase.name == "step"][-1]
 
 
-def _after_step(answer: dict[str, Any]) -> int:
-    return [phase["end_bytes"] for phase in answer["phases"] if phase["name"] == "step"][-1]
-
-
-OURS: dict[str, Callable[[dict[str, Any]], int]] = {
-    "peak allocated": lambda answer: answer["peak_bytes"],
-    "peak reserved": lambda answer: answer["reserved_bytes"],
+OURS: dict[str, Callable[[zf.Simulation], int]] = {
+    "peak allocated": lambda result: result.peak_bytes,
+    "peak reserved": lambda result: result.reserved_bytes,
     "allocated after the step": _after_step,
-    "nvidia-smi": lambda answer: answer["smi_bytes"],
+    "nvidia-smi": lambda result: result.smi_bytes,
 }
 
 
-def compare(case: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
+def compare(case: dict[str, Any], result: zf.Simulation | zf.UserError) -> list[dict[str, Any]]:
     """A row for each measured quantity; `ours_bytes` is None, with the reason, where there is no simulation."""
     rows = []
     for measured in case["measured"]:
@@ -93,10 +74,10 @@ def compare(case: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]
             "measured_bytes": measured["bytes"],
         }
         row["at_least"] = measured.get("at_least", False)
-        if "error" in answer:
-            row |= {"ours_bytes": None, "reason": answer["error"]["message"]}
+        if isinstance(result, zf.UserError):
+            row |= {"ours_bytes": None, "reason": result.problems[0].message}
         else:
-            ours = OURS[measured["quantity"]](answer)
+            ours = OURS[measured["quantity"]](result)
             row |= {"ours_bytes": ours, "difference": ours / measured["bytes"] - 1}
         rows.append(row)
     return rows

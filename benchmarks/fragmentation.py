@@ -10,17 +10,17 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.simulation import prepare_target
-from zerofit.cli.progress import StatusLine
+from zerofit.app.simulation import prepare_simulation
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.run import simulate
+from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.events import Reporter
-from zerofit.spec.load import load_run
+from zerofit.spec.errors import Problem
+from zerofit.spec.load import RunRequest
+from zerofit.spec.run import Run
 
 GIB = 2**30
 STEP_BYTES = 64 * 2**20  # how closely the smallest device is looked for
@@ -47,17 +47,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     out = parser.parse_args().out
     cluster = Cluster(KIND, gpus=GPUS, host_memory=2**41)
-    targets = [
-        prepare_target(load_run(None, COMMON | spec), cluster, None, Reporter()).target(0, cluster)
-        for spec in LAYOUTS.values()
-    ]
-    with StatusLine() as line:
-        found = simulate(targets, line.show, exact=True)
-    rows = []
-    for name, one in zip(LAYOUTS, found, strict=True):
-        if isinstance(one, Problem):
-            raise RunFailed(one)
-        rows.append(_row(name, one.answer))
+    runs = [RunRequest.of(Run(**(COMMON | spec))) for spec in LAYOUTS.values()]
+    targets = [prepare_simulation(run, cluster).target(0) for run in runs]
+    found = simulate(targets, lambda text: print(text, end="\r", file=sys.stderr), exact=True)
+    rows = [_row(name, one) for name, one in zip(LAYOUTS, found, strict=True)]
     for row in rows:
         print(f"{row['layout']:32} peak {row['peak_bytes'] / GIB:6.2f} GiB, needs +{row['needed_share']:.1%}, ", end="")
         print(f"reserves +{row['reserved_share']:.1%} where there is room")
@@ -67,8 +60,10 @@ def main() -> None:
         out.write_text(json.dumps({**answer, "rows": rows}, indent=2) + "\n")
 
 
-def _row(name: str, answer: dict[str, Any]) -> dict[str, Any]:
-    peak, events = answer["moments"][0]["bytes"], answer["events"]
+def _row(name: str, rank: SimulatedRank | Problem) -> dict[str, Any]:
+    if isinstance(rank, Problem):
+        raise SystemExit(f"{name}: {rank.message}")
+    peak, events = rank.answer["moments"][0]["bytes"], rank.answer["events"]
     reserved = replay(events).peak_reserved_bytes
     low, high = peak, reserved
     while high - low > STEP_BYTES:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerofit.app.simulation import prepare_target
+from zerofit.app.simulation import prepare_simulation
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.events import Reporter
 from zerofit.spec.hardware import cpu_device, find_device
 from zerofit.spec.load import load_run
 
@@ -33,8 +32,7 @@ def target(
         flags = {"model": "llama-tiny", "model_args": TINY, "seq_len": 16, **flags}
     flags = {"precision": "fp32", "micro_batch": 2, **flags}
     asked = load_run(None, {"ds_config": config, **flags})
-    where = cluster(gpus, kind)
-    return prepare_target(asked, where, image, Reporter()).target(rank, where)
+    return prepare_simulation(asked, cluster(gpus, kind), image=image).target(rank)
 
 
 def end_bytes(answer: dict[str, Any]) -> int:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
     from zerofit.app.comparing.result import Comparison as Comparison
+    from zerofit.app.simulation import simulate as simulate
     from zerofit.app.training import TrainingRun as TrainingRun
     from zerofit.app.training import train as train
     from zerofit.app.training_result import TrainingResult as TrainingResult
     from zerofit.app.tuning.tune import tune as tune
+    from zerofit.simulate.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
@@ -38,6 +40,7 @@ __all__ = [
     "Problem",
     "Run",
     "RunFailed",
+    "Simulation",
     "Stopped",
     "TrainingResult",
     "TrainingRun",
@@ -47,6 +50,7 @@ __all__ = [
     "compare_scaling",
     "compare_sizes",
     "compare_strategies",
+    "simulate",
     "train",
     "tune",
 ]
@@ -58,6 +62,7 @@ _PLACES = {
     "Problem": "zerofit.spec.errors",
     "Run": "zerofit.spec.run",
     "RunFailed": "zerofit.spec.errors",
+    "Simulation": "zerofit.simulate.result",
     "Stopped": "zerofit.spec.errors",
     "TrainingResult": "zerofit.app.training_result",
     "TrainingRun": "zerofit.app.training",
@@ -67,6 +72,7 @@ _PLACES = {
     "compare_scaling": "zerofit.app.comparing.comparisons",
     "compare_sizes": "zerofit.app.comparing.comparisons",
     "compare_strategies": "zerofit.app.comparing.comparisons",
+    "simulate": "zerofit.app.simulation",
     "train": "zerofit.app.training",
     "tune": "zerofit.app.tuning.tune",
 }

@@ -1,44 +1,147 @@
-"""From a run as asked to what is simulated: everything checked as before a training, for any hardware, without data."""
+"""`zerofit.simulate`: what the ranks of a run need, checked as before a training, for any hardware, without data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, resolve_job
 from zerofit.models.inputs import Inputs
+from zerofit.simulate.assess import assess, is_inconclusive
 from zerofit.simulate.context import blas_workspaces
-from zerofit.simulate.knobs import Knob
+from zerofit.simulate.knobs import Knob, knobs
+from zerofit.simulate.result import KnobResult, Simulation, StagePeak
+from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.events import Reporter
+from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.load import RunRequest
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedTarget:
-    """A job that could be trained on the cluster, and the DeepSpeed JSON as it was written."""
+class PreparedSimulation:
+    """A run that could be trained on a cluster."""
 
+    asked: RunRequest
+    cluster: Cluster
+    image: str | None
     job: Job
     inputs: Inputs
-    written: dict[str, Any]
+    ds_source: dict[str, Any]  # the DeepSpeed JSON as it was written
 
-    def target(self, rank: int, cluster: Cluster) -> SimulationTarget:
-        """One of its ranks."""
+    def target(self, rank: int) -> SimulationTarget:
+        """Return one of its ranks."""
         return SimulationTarget(
             job=self.job,
             inputs=self.inputs,
             rank=rank,
-            accelerator="cpu" if cluster.on_cpu else "cuda",
-            device_bytes=cluster.device.memory_bytes,
-            workspaces=tuple(blas_workspaces(cluster.device)),
+            accelerator="cpu" if self.cluster.on_cpu else "cuda",
+            device_bytes=self.cluster.device.memory_bytes,
+            workspaces=tuple(blas_workspaces(self.cluster.device)),
         )
 
+    def turned(self, knob: Knob) -> PreparedSimulation | None:
+        """Return the run with one change; None where zerofit or DeepSpeed would refuse it."""
+        places = {**self.asked.places, **{field: field for field in knob.fields}}
+        run = self.asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
+        try:
+            return prepare_simulation(RunRequest(run=run, places=places), self.cluster, image=self.image)
+        except UserError:
+            return None
 
-def prepare_target(asked: RunRequest, cluster: Cluster, image: str | None, progress: Reporter) -> PreparedTarget:
+
+@dataclass(frozen=True, kw_only=True)
+class KnobSimulations:
+    """The changes that would need less memory, each simulated when it is called."""
+
+    prepared: PreparedSimulation
+    rank: int  # of the same pipeline stage in each
+    exact: bool
+
+    def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Return what each change would bring, the least memory first."""
+        report, cluster = Reporter(on_event), self.prepared.cluster
+        tried = [(knob, self.prepared.turned(knob)) for knob in knobs(self.prepared.job, self.prepared.ds_source)]
+        turned = [(knob, one) for knob, one in tried if one is not None]
+        targets = [one.target(self.rank) for _, one in turned]
+        simulated = simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=self.exact)
+        rows = []
+        for (knob, _), rank in zip(turned, simulated, strict=True):
+            if isinstance(rank, SimulatedRank):
+                found = assess(rank, cluster)
+                names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+                rows.append(KnobResult(change=knob.change, **{name: getattr(found, name) for name in names}))
+        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+
+def simulate(
+    run: Run | RunRequest | str | Path,
+    cluster: Cluster | None = None,
+    *,
+    rank: int | None = None,
+    image: str | None = None,
+    exact: bool = False,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Run the real DeepSpeed engine as one rank of a run, on fake tensors: no memory and no GPU is needed.
+
+    Args:
+        run: what would be trained (a run, a run file or a model's name); the DeepSpeed JSON is its `ds_config`.
+        cluster: where; None: this machine.
+        rank: the rank to simulate; None: the first of each pipeline stage, and the one that needs most is returned.
+        image: "image:3x224x224", the inputs of an image model where the run names no data.
+        exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
+        on_event: hears what is being done.
+
+    Raises:
+        UserError: with all that is wrong with the run, or the place where the model cannot be simulated.
+
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="llama-tiny", ds_config="zero2", micro_batch=2, seq_len=16, precision="bf16")
+    >>> simulation = zf.simulate(run, zf.Cluster("l4", gpus=2))
+    >>> simulation.fits, simulation.peak_bytes == sum(simulation.breakdown.values())
+    (True, True)
+    >>> [phase.name for phase in simulation.phases if phase.step == 1]
+    ['forward', 'backward', 'step']
+    """
+    start, report, asked = time.perf_counter(), Reporter(on_event), as_request(run)
+    if cluster is None:
+        cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
+    prepared = prepare_simulation(asked, cluster, image=image, report=report)
+    targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
+    simulated = simulate_ranks(targets, report.status, exact=exact)
+    for n, found in enumerate(simulated):
+        if not isinstance(found, Problem) and is_inconclusive(found, cluster):
+            simulated[n] = simulate_ranks([targets[n]], report.status, exact=True)[0]
+    failed = [one for one in simulated if isinstance(one, Problem)]
+    if failed:
+        raise UserError(*failed)
+    stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
+    worst = max(stages, key=lambda stage: stage.reserved_bytes)
+    peaks: tuple[StagePeak, ...] = ()
+    if len(stages) > 1:
+        names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+        peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+    return replace(
+        worst,
+        stages=peaks,
+        fits=all(stage.fits for stage in stages),
+        seconds=round(time.perf_counter() - start, 1),
+        simulate_knobs=KnobSimulations(prepared=prepared, rank=worst.rank, exact=exact),
+    )
+
+
+def prepare_simulation(
+    asked: RunRequest, cluster: Cluster, *, image: str | None = None, report: Reporter | None = None
+) -> PreparedSimulation:
     """Check everything that does not need the data. Raises UserError with all that is wrong."""
     problems = Problems()
     resolved = resolve_job(
@@ -46,22 +149,19 @@ def prepare_target(asked: RunRequest, cluster: Cluster, image: str | None, progr
         machine=cluster_machine(cluster),
         inputs="assumed",
         image=image,
-        report=progress,
+        report=report,
         problems=problems,
         check_task=lambda task, problems: _check_task(asked, task, problems),
     )
     assert resolved.inputs is not None
-    return PreparedTarget(job=resolved.job, inputs=resolved.inputs, written=resolved.ds_source)
-
-
-def turned(asked: RunRequest, knob: Knob, cluster: Cluster, image: str | None) -> PreparedTarget | None:
-    """The job with a knob turned; None where zerofit or DeepSpeed would refuse it."""
-    places = {**asked.places, **{field: field for field in knob.fields}}
-    run = asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
-    try:
-        return prepare_target(RunRequest(run=run, places=places), cluster, image, Reporter())
-    except UserError:
-        return None
+    return PreparedSimulation(
+        asked=asked,
+        cluster=cluster,
+        image=image,
+        job=resolved.job,
+        inputs=resolved.inputs,
+        ds_source=resolved.ds_source,
+    )
 
 
 def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
@@ -80,7 +180,7 @@ def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
 
 
 def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunRequest:
-    """One rank a device of the cluster, unless the run names another number."""
+    """Return the run with one rank a device of the cluster, unless it names another number."""
     ranks = asked.run.ranks
     if ranks and ranks > cluster.ranks:
         message = f"{ranks} ranks on {cluster.ranks} devices ({cluster.nodes} x {cluster.gpus})"
@@ -88,14 +188,12 @@ def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunReque
     return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
 
 
-def ranks_of(prepared: PreparedTarget, rank: int | None) -> list[int]:
-    """The ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
-    layout = prepared.job.layout
+def _ranks(job: Job, rank: int | None) -> list[int]:
+    """Return the ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
+    layout = job.layout
     if rank is None:
         return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
-    if rank >= layout.world_size:
-        message = f"rank {rank} of {layout.world_size} ranks"
-        raise UserError(
-            Problem(kind="bad-value", message=message, hint=f"take 0 to {layout.world_size - 1}", where="--rank")
-        )
+    if not 0 <= rank < layout.world_size:
+        message, hint = f"rank {rank} of {layout.world_size} ranks", f"take 0 to {layout.world_size - 1}"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))
     return [rank]

@@ -1,13 +1,14 @@
-"""A simulation for people."""
+"""What `zerofit simulate` prints for people."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from zerofit.cli.console import out
 from zerofit.models.inputs import TextInputs
 from zerofit.simulate.result import SimulatedRun, Simulation
 from zerofit.spec.units import shown_bytes
@@ -17,25 +18,23 @@ FEW = 8  # collectives to print
 
 
 def show(result: Simulation) -> None:
-    """Phases, the peak and what it is made of, the verdict; the knobs come when they are known."""
-    console = _console()
+    """Print phases, the peak and what it is made of, and the verdict; the knobs come when they are known."""
+    console = out(WIDTH)
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1) or "dp 1"
-    console.print(
-        f"\n[bold]{result.run.model}[/bold], rank {result.rank} of {result.world_size} ({layout}, ZeRO "
-        f"{result.layout.zero_stage}) on {result.device}"
-    )
+    rank = f", rank {result.rank} of {result.world_size} ({layout}, ZeRO {result.layout.zero_stage})"
+    console.print(Text.assemble("\n", (result.run.model, "bold"), f"{rank} on {result.device}"))
     console.print(_run(result.run))
     console.print(_phases(result))
     at = result.peak_at
     where = f"{at.line}" + (f" in {at.module}" if at.module else "")
-    console.print(f"\n[bold]peak {shown_bytes(result.peak_bytes)}[/bold] in {_phase_name(result)}: {where}")
+    peak = (f"peak {shown_bytes(result.peak_bytes)}", "bold")
+    console.print(Text.assemble("\n", peak, f" in {_phase_name(result)}: {where}"))
     console.print(_breakdown(result))
     _beside(console, result)
-    if result.stages:
-        for stage in result.stages:
-            console.print(f"  rank {stage.rank}: peak {shown_bytes(stage.peak_bytes)} in {stage.peak_phase}")
+    for stage in result.stages:
+        console.print(f"  rank {stage.rank}: peak {shown_bytes(stage.peak_bytes)} in {stage.peak_phase}")
     colour = {"fits": "green", "does not fit": "red"}.get(result.verdict, "yellow")
-    console.print(f"\n[bold {colour}]{result.verdict.upper()}[/bold {colour}] {result.because}")
+    console.print(Text.assemble("\n", (result.verdict.upper(), f"bold {colour}"), f" {result.because}"))
     if result.comm:
         console.print(_sent(result))
     if result.layers_simulated:
@@ -49,17 +48,13 @@ def show(result: Simulation) -> None:
 
 
 def show_knobs(result: Simulation) -> None:
-    """What each change would bring."""
-    if result.knobs:
-        _console().print(_knobs(result))
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    """Print what each change that was simulated would bring."""
+    if result.tried:
+        out(WIDTH).print(_knobs(result))
 
 
 def _run(run: SimulatedRun) -> str:
-    """What was simulated, in the words of the flags."""
+    """Return what was simulated, in the words of the flags."""
     words = [str(run.precision), f"micro batch {run.micro_batch}"]
     words.append(f"accumulation {run.gradient_accumulation_steps}")
     given = run.input
@@ -113,9 +108,9 @@ def _knobs(result: Simulation) -> Table:
     table = Table("change", "peak", "saves", "", box=None, pad_edge=False, title="knobs, each simulated")
     table.columns[1].justify = table.columns[2].justify = "right"
     table.title_justify = "left"
-    for row in result.knobs:
+    for row in result.tried:
         saved = result.peak_bytes - row.peak_bytes
-        fits = "[green]fits[/green]" if row.fits else "does not fit"
+        fits = Text("fits", "green") if row.fits else "does not fit"
         table.add_row(row.change, shown_bytes(row.peak_bytes), shown_bytes(saved), fits)
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -11,8 +12,9 @@ from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.context import Overhead
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent
 from zerofit.spec.layout import Layout
-from zerofit.spec.plain_data import field_data
+from zerofit.spec.plain_data import field_data, plain_data
 from zerofit.spec.units import shown_bytes
 
 
@@ -84,6 +86,9 @@ class KnobResult:
     fits: bool
 
 
+SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
     """Bytes alive on the device by kind; `t` counts allocations and releases."""
@@ -126,17 +131,25 @@ class Simulation:
     layers_simulated: tuple[int, ...]  # () if all were; the first one checks the extrapolation
     extension_error: float  # of the extrapolation at the layers that check it, relative
     stages: tuple[StagePeak, ...] = ()  # of a pipeline
-    knobs: tuple[KnobResult, ...] = ()
+    tried: tuple[KnobResult, ...] = ()  # the knobs, once they were simulated
     seconds: float = 0.0
     picture: Path | None = None  # that was drawn
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
+    simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
+
+    def knobs(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Simulate what could be changed, each change by itself, when first asked; the least memory first."""
+        if self.simulate_knobs and not self.tried:
+            object.__setattr__(self, "tried", self.simulate_knobs(on_event))
+        return self.tried
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `zerofit simulate --json` prints."""
-        left_out = ["timeline", *(name for name in ("stages", "picture") if not getattr(self, name))]
-        return field_data(self, *left_out)
+        """Return what `zerofit simulate --json` prints; "knobs" are those that were simulated."""
+        left_out = ["tried", "timeline", "simulate_knobs"]
+        left_out += [name for name in ("stages", "picture") if not getattr(self, name)]
+        return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: str | Path) -> None:
         """Draw device memory over the run, by kind.
 
         Raises UserError where `path` is not a writable picture, or the layers were extrapolated instead of simulated.
@@ -158,7 +171,7 @@ class Simulation:
             "device": self.device,
             "device_total_bytes": self.device_total_bytes,
         }
-        draw(timeline, path)
+        draw(timeline, Path(path))
 
     def _repr_html_(self) -> str:
         rows = [(kind, shown_bytes(size), f"{size / self.peak_bytes:.1%}") for kind, size in self.breakdown.items()]

@@ -1,0 +1,85 @@
+"""`zerofit.simulate` from Python: in any process, from any thread, with knobs when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import zerofit as zf
+from tests.simulate.targets import TINY
+
+RUN = {"model": "llama-tiny", "model_args": TINY, "ds_config": "zero2", "micro_batch": 2, "seq_len": 16}
+# no `if __name__ == "__main__"`, torch imported before, and not in the main thread
+SCRIPT = f"""
+import threading
+import torch
+import zerofit as zf
+print("begun")
+def work():
+    print(zf.simulate(zf.Run(**{RUN!r}), zf.Cluster("l4", gpus=2)).peak_bytes)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def simulation(cache) -> zf.Simulation:
+    return zf.simulate(zf.Run(**RUN), zf.Cluster("l4", gpus=2))
+
+
+def test_a_script_without_a_guard_runs_once(simulation, tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["begun", str(simulation.peak_bytes)], done.stderr
+
+
+def test_knobs_are_simulated_when_asked_for(simulation):
+    assert simulation.to_dict()["knobs"] == []
+    heard: list[zf.Event] = []
+    knobs = simulation.knobs(heard.append)
+    assert {"--activation-checkpointing", "ZeRO stage 3"} <= {knob.change for knob in knobs}
+    assert heard and all(event.text.startswith("knobs: ") for event in heard)
+    assert simulation.knobs() is knobs and len(simulation.to_dict()["knobs"]) == len(knobs)
+
+
+def test_a_simulation_that_is_killed_says_so():
+    """The processes that simulate are killed; the one that they are forked from, and so the next call, is not."""
+    answers: list[object] = []
+
+    def work() -> None:
+        with pytest.raises(zf.UserError) as error:
+            zf.simulate(zf.Run(**{**RUN, "model_args": {}, "seq_len": 256}), zf.Cluster("l4", gpus=2))
+        answers.append(error.value.problems[0].kind)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and thread.is_alive() and not answers:
+        for process in psutil.Process().children(recursive=True):
+            grandparent = process.parent() and process.parent().parent()
+            if grandparent and grandparent.parent() and grandparent.parent().pid == os.getpid():
+                process.send_signal(signal.SIGKILL)
+        time.sleep(0.05)
+    thread.join(60)
+    assert answers == ["killed"]
+
+
+def test_a_notebook_shows_a_table(simulation):
+    html = simulation._repr_html_()
+    assert html.startswith("<table>") and "rank 0 of 2 on l4: fits" in html
+
+
+def test_what_is_wrong_comes_at_once():
+    run = zf.Run(model="lama-tiny", tensor_parallel=2, ranks=3)
+    with pytest.raises(zf.UserError) as error:
+        zf.simulate(run, zf.Cluster("l4", gpus=2))
+    assert {p.kind for p in error.value.problems} >= {"unknown-model", "ranks"}
