@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
     from zerofit.app.comparing.result import Comparison as Comparison
+    from zerofit.app.planning.answers import Plan as Plan
+    from zerofit.app.planning.planner import plan as plan
     from zerofit.app.simulation import simulate as simulate
     from zerofit.app.training import TrainingRun as TrainingRun
     from zerofit.app.training import train as train
@@ -37,6 +39,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "Event",
+    "Plan",
     "Problem",
     "Run",
     "RunFailed",
@@ -50,6 +53,7 @@ __all__ = [
     "compare_scaling",
     "compare_sizes",
     "compare_strategies",
+    "plan",
     "simulate",
     "train",
     "tune",
@@ -59,6 +63,7 @@ _PLACES = {
     "Cluster": "zerofit.spec.cluster",
     "Comparison": "zerofit.app.comparing.result",
     "Event": "zerofit.spec.events",
+    "Plan": "zerofit.app.planning.answers",
     "Problem": "zerofit.spec.errors",
     "Run": "zerofit.spec.run",
     "RunFailed": "zerofit.spec.errors",
@@ -72,6 +77,7 @@ _PLACES = {
     "compare_scaling": "zerofit.app.comparing.comparisons",
     "compare_sizes": "zerofit.app.comparing.comparisons",
     "compare_strategies": "zerofit.app.comparing.comparisons",
+    "plan": "zerofit.app.planning.planner",
     "simulate": "zerofit.app.simulation",
     "train": "zerofit.app.training",
     "tune": "zerofit.app.tuning.tune",

@@ -28,15 +28,15 @@ class TunedLayouts:
     measured: tuple[tuple[Candidate, float], ...]  # with their step times in seconds
 
     def correct(self, layout: PlannedLayout, step_s: float) -> float:
-        """The step time of a configuration, forecast `step_s`, as the trials have it."""
+        """Return the step time of a layout, forecast as `step_s`, as the trials have it."""
         return math.exp(self._learned.expected(Candidate(layout=layout, forecast_step_s=step_s, peak_bytes=0))[0])
 
     @cached_property
     def _learned(self) -> StepTimeModel:
         return StepTimeModel(self.measured)
 
-    def as_dict(self) -> dict[str, Any]:
-        """How far forecasts were from what was measured, for --json."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return how far forecasts were from what was measured, as `zerofit plan --json` prints it."""
         errors = forecast_errors(self.measured)
         shares = {
             name: {"median": pair[0], "most": pair[1]} if pair else None for name, pair in errors._asdict().items()
@@ -45,7 +45,7 @@ class TunedLayouts:
 
 
 def read_tuned(path: Path) -> TunedLayouts:
-    """The trials of a tuning, from its folder or its trials.json. Raises UserError."""
+    """Read the trials of a tuning, from its folder or its trials.json. Raises UserError."""
     file = path / FILE if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def read_tuned(path: Path) -> TunedLayouts:
     except OSError as error:
         raise _problem(f"cannot read {file}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise _problem(f"{file} holds no tuning: {type(error).__name__}: {error}") from None
+        raise _problem(f"{file} is not a tuning: {type(error).__name__}: {error}") from None
     if not pairs:
         raise _problem(f"{file} holds no trial that was measured")
     return TunedLayouts(file, model, device, pairs)

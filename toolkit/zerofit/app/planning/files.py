@@ -19,7 +19,7 @@ NAMES = ("ds_config.json", "run.yaml")
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise a UserError where a file of ours would be written over, or the folder cannot be."""
+    """Raise a UserError where a file would be replaced, or the folder is a file."""
     problems = Problems()
     if folder.exists() and not folder.is_dir():
         problems.add("output-exists", f"{folder} is a file", "name a folder", "--write")
@@ -31,23 +31,23 @@ def refuse_existing(folder: Path) -> None:
 
 def write_plan(
     folder: Path, layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, nvme_path: str
-) -> list[str]:
-    """Write both files; their paths. Raises UserError."""
+) -> tuple[Path, Path]:
+    """Write both files, and return their paths. Raises UserError."""
     refuse_existing(folder)
     config, run = (folder / name for name in NAMES)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config.write_text(json.dumps(ds_config(layout, profile, nvme_path), indent=2) + "\n", encoding="utf-8")
-        described = run_yaml(layout, profile, model_args, image, config.absolute())
+        described = {**run_fields(layout, profile, model_args, image), "ds_config": str(config.absolute())}
         run.write_text(yaml.safe_dump(described, sort_keys=False) + data_line(profile, image), encoding="utf-8")
     except OSError as error:
         message = f"cannot write to {folder}: {error.strerror or error}"
         raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
-    return [str(config), str(run)]
+    return config, run
 
 
 def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
-    """The bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
+    """Return the bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
     base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
     config = json.loads(bundled()[base].read_text(encoding="utf-8"))
     zero = config["zero_optimization"]
@@ -74,17 +74,17 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 
 
 def data_line(profile: Profile, image: str | None) -> str:
-    """What the plan cannot know, as a comment to fill in."""
+    """Return what the plan cannot know, as a comment to fill in."""
     if profile.task == "image":
         size = f"{image.rpartition(':')[2]} images" if image else "images"
         return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
     return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
 
 
-def run_yaml(
-    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, config: Path
+def run_fields(
+    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
 ) -> dict[str, Any]:
-    """The run that the plan is for; what it leaves out `zerofit train` decides."""
+    """Return the fields of the run that the plan is for; what it leaves out `zerofit train` decides."""
     path = Path(profile.model)
     degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
     return {
@@ -98,5 +98,4 @@ def run_yaml(
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
         **{name: degree for name, degree in degrees.items() if degree > 1},
-        "ds_config": str(config),
     }

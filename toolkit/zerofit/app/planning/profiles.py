@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from zerofit.models.presets import PRESETS
 from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
@@ -42,19 +43,19 @@ class ProfileRequest:
 
 
 def read_profile(path: Path) -> Profile:
-    """A stored profile. Raises UserError."""
+    """Read a stored profile. Raises UserError."""
     try:
         return Profile.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         message = f"cannot read {path}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{path} holds no profile: {type(error).__name__}: {error}"
+        message = f"{path} is not a profile: {type(error).__name__}: {error}"
     hint = "`zerofit plan MODEL` keeps one and says where"
     raise UserError(Problem(kind="profile", message=message, hint=hint, where="--profile"))
 
 
-def get_profile(wanted: ProfileRequest, say: Callable[[str], None]) -> tuple[Profile, Path | None]:
-    """The kept profile, or one that is traced now and kept; and where it lies (None: a user's own code is not kept).
+def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path | None]:
+    """Return the kept profile, or trace and keep it; and its file (None: that of a user's own code is not kept).
 
     Raises UserError and ModelError.
     """
@@ -64,16 +65,16 @@ def get_profile(wanted: ProfileRequest, say: Callable[[str], None]) -> tuple[Pro
             return Profile.from_dict(json.loads(path.read_text(encoding="utf-8"))), path
         except (ValueError, KeyError, TypeError, AttributeError):
             path.unlink()  # half written, or of another version
-    say(f"tracing {wanted.model} without memory ...")
-    profile = trace(wanted, say)
+    report.status(f"tracing {wanted.model} without memory ...")
+    profile = trace(wanted, report)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, profile.as_dict())
     return profile, path
 
 
-def trace(wanted: ProfileRequest, say: Callable[[str], None]) -> Profile:
-    """Run the model without memory; says which degrees it does not take. Raises UserError and ModelError."""
+def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
+    """Run the model without memory; notes the degrees that it does not take. Raises UserError and ModelError."""
     with _deepspeed_quiet():
         from zerofit.simulate.profile import TraceSetting, profile_model
     from zerofit.models.catalog import find
@@ -97,12 +98,12 @@ def trace(wanted: ProfileRequest, say: Callable[[str], None]) -> Profile:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
                 if error.kind == "model-checkpointing" and len(checkpointings) > 1:
-                    say(f"left out: {error.message}")
+                    report.note(f"left out: {error.message}")
                     checkpointings = (False,)
                     continue
                 if error.kind != "profile-tp" or wanted.degrees or ordered[0].tp == 1:
                     raise
-                say(f"left out: {error.message}")
+                report.note(f"left out: {error.message}")
                 degrees.remove(ordered[0])
 
 

@@ -178,7 +178,7 @@ def _profile(resolved: ResolvedJob, cluster: Cluster, precision: str, report: Re
         image=image,
         model_args=dict(run.model_args),
     )
-    return get_profile(request, report.note)[0]
+    return get_profile(request, report)[0]
 
 
 def _plan_request(run: Run, precision: str, batch: int) -> PlanRequest:

@@ -1,0 +1,86 @@
+"""`zerofit.plan` from Python: typed layouts that are runs, pins, questions; from a stored profile, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import zerofit as zf
+from tests.plan.stub import make_profile
+from zerofit.cli.main import main
+
+H100 = zf.Cluster("h100-80gb", gpus=8)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    path.write_text(json.dumps(replace(make_profile(), model="[/x] [y]").as_dict()))
+    return path
+
+
+def test_layouts_are_runs(profile, tmp_path):
+    plan = zf.plan(profile=profile, cluster=H100, global_batch=64, top=50)
+    assert [one.step_s for one in plan.layouts] == sorted(one.step_s for one in plan.layouts)
+    for one in plan.layouts:
+        run = one.to_run()
+        assert (run.ranks, run.micro_batch, run.ds_config) == (8, one.layout.micro_batch, one.ds_config)
+        assert one.ds_config["zero_optimization"]["stage"] == one.layout.zero_stage
+        assert not zf.check(one.ds_config, cluster=H100).errors
+    config, run_file = plan.write(tmp_path)
+    best = plan.layouts[plan.result.plainest or 0]
+    assert json.loads(config.read_text()) == best.ds_config
+    assert f"micro_batch: {best.layout.micro_batch}" in run_file.read_text()
+    with pytest.raises(zf.UserError, match="exists"):
+        plan.write(tmp_path)
+    assert len(plan.to_dict()["layouts"]) == len(plan.layouts) and plan.considered > len(plan.layouts)
+
+
+def test_the_fields_of_a_run_are_pins(profile):
+    pinned = zf.plan(profile=profile, cluster=H100, global_batch=64, micro_batch=2, tensor_parallel=2)
+    assert {(one.layout.tp, one.layout.micro_batch) for one in pinned.layouts} == {(2, 2)}
+    run = zf.Run(model="llama-tiny", global_batch=64, micro_batch=3)
+    with pytest.raises(zf.UserError, match="does not divide"):
+        zf.plan(run, H100)
+    with pytest.raises(zf.UserError) as error:
+        zf.plan("gpt2", H100, seq_len=5000, micro_batch=0, image="image:3x2")
+    assert {p.where for p in error.value.problems} == {"--seq-len", "--micro-batch", "--input"}
+
+
+def test_questions_and_boxes(profile):
+    small = replace(H100, device_memory="2GiB", host_memory="3GiB")  # less than processes take
+    nothing = zf.plan(profile=profile, cluster=small, minimum="gpus")
+    assert not nothing.layouts and nothing.remedies and nothing.answer.cluster is None
+    assert "not even" in str(nothing.answer)
+    with pytest.raises(zf.UserError, match="nothing to write"):
+        nothing.write("nowhere")
+    fewest = zf.plan(profile=profile, cluster=replace(H100, host_memory="64GiB"), minimum="gpus")
+    assert fewest.cluster.ranks == fewest.answer.cluster.ranks == 1
+    deep = zf.plan(profile=profile, cluster=zf.Cluster("t4", gpus=1), maximum="micro-batch", precision="bf16")
+    assert deep.to_dict()["asked"]["value"] == deep.layouts[0].layout.micro_batch
+
+
+def test_several_clusters_are_compared(profile):
+    plan = zf.plan(profile=profile, cluster=[zf.Cluster("l4", gpus=8), H100], global_batch=64)
+    assert [box.cluster.device.kind for box in plan.boxes] == ["h100-80gb", "l4"] and plan.cluster == H100
+
+
+def test_names_and_reasons_are_text(profile):
+    args = ["plan", "--profile", str(profile), "--gpu", "h100-80gb", "--gpus", "8"]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0 and done.stdout.startswith("[/x] [y] (")
+    done = CliRunner().invoke(main, [*args, "--device-memory", "1GiB", "--host-memory", "3GiB"])
+    assert done.exit_code == 1 and "nothing fits" in done.stdout and done.stdout.startswith("[/x] [y] (")
+    assert "[/x] [y] in bf16" in zf.plan(profile=profile, cluster=H100)._repr_html_()
+
+
+def test_no_torch_for_a_stored_profile(profile):
+    code = f"import sys, zerofit as zf; zf.plan(profile={str(profile)!r}, cluster=zf.Cluster('h100-80gb', gpus=8))"
+    done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=False)
+    assert done.returncode == 0

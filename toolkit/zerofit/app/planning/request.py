@@ -1,0 +1,103 @@
+"""What is asked of a plan, checked before any model is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from zerofit.app.model_inputs import parse_image
+from zerofit.app.planning.corrections import TunedLayouts, read_tuned
+from zerofit.models.presets import PRESETS
+from zerofit.spec.errors import Problems
+from zerofit.spec.load import load_run
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import Precision, Run
+
+Maximum = Literal["seq-len", "micro-batch", "layers"]
+Minimum = Literal["gpus"]
+
+
+class LayoutPins(TypedDict, total=False):
+    """Fields of a run that a plan keeps; what is left out is searched for."""
+
+    model_args: dict[str, Any]
+    seq_len: int | None
+    precision: Precision | None
+    global_batch: int | None
+    micro_batch: int | None
+    gradient_accumulation_steps: int | None
+    activation_checkpointing: bool | None
+    tensor_parallel: int | None
+    pipeline: int | None
+    sequence_parallel: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningRequest:
+    """A model, what is fixed of its run, and the question. Raises UserError with everything that is wrong."""
+
+    model: str | Run | None = None  # None: the profile's
+    pins: LayoutPins
+    profile: Path | None = None  # a stored profile, in place of the model
+    image: str | None = None  # "image:3x224x224", what an image model is fed
+    maximum: Maximum | None = None
+    minimum: Minimum | None = None
+    tuned: Path | None = None  # folder of `zerofit tune`, whose trials correct step times
+    top: int = 10  # layouts to return
+    nvme_path: str = "/local_nvme"  # of layouts that offload to disks
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if isinstance(self.model, Run):
+            fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
+            pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
+            object.__setattr__(self, "pins", {**pins, **self.pins})
+            object.__setattr__(self, "model", self.model.model)
+        given = {name: value for name, value in self.pins.items() if value is not None}
+        problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
+        if (self.model is None) == (self.profile is None):
+            problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
+        if isinstance(self.model, str):
+            self._check_model(self.model, problems)
+        batch = self.pins.get("global_batch") or 0
+        for name in ("micro_batch", "gradient_accumulation_steps") if batch > 0 else ():
+            flag, size = "--" + name.replace("_", "-"), self.pins.get(name) or 0
+            if size > 0 and batch % size:
+                message = f"{flag} {size} does not divide --global-batch {batch}"
+                problems.add("batch-size", message, f"leave {flag} out, or take one that does", flag)
+        if self.maximum and self.minimum:
+            problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
+        if self.image:
+            problems.attempt(lambda: parse_image(self.image or ""))
+        if self.tuned:
+            problems.attempt(lambda: self.corrections)
+        problems.raise_if_any()
+
+    @cached_property
+    def corrections(self) -> TunedLayouts | None:
+        """The trials of a tuning. Raises UserError where they cannot be read."""
+        return read_tuned(self.tuned) if self.tuned else None
+
+    def refuse_meaningless(self, profile: Profile) -> None:
+        """Raise a UserError for what says nothing of such a model."""
+        problems = Problems()
+        if profile.task == "image" and self.pins.get("seq_len"):
+            message = f"{profile.model} takes images, which have no --seq-len"
+            problems.add("flag", message, "leave it out; --input image:CxHxW sets their size", "--seq-len")
+        if profile.seq_len is not None and self.image:
+            message = f"{profile.model} takes tokens, and --input is for images"
+            problems.add("flag", message, "leave it out; --seq-len sets how many tokens", "--input")
+        problems.raise_if_any()
+
+    def _check_model(self, model: str, problems: Problems) -> None:
+        if Path(model).suffix in (".yaml", ".yml"):
+            hint = f"name its model; `zerofit simulate {model}` tells what that run needs"
+            problems.add("usage", f"plan takes a MODEL, and {model} is a run", hint, "MODEL")
+        config = {**PRESETS.get(model, {}), **self.pins.get("model_args", {})}
+        longest = config.get("n_positions") or config.get("max_position_embeddings")
+        seq_len = self.pins.get("seq_len")
+        if seq_len and longest and seq_len > longest:
+            message = f"--seq-len {seq_len} is more than the {longest} positions of {model}"
+            problems.add("seq-len", message, f"take {longest} or less", "--seq-len")
