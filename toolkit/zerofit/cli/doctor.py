@@ -1,4 +1,4 @@
-"""`zerofit doctor`: is this machine, are these hosts fit for training, and what do they reach."""
+"""`zerofit doctor`: whether machines are fit for training, and what they reach."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 import click
 
 from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole, out
+from zerofit.cli.preflight_show import show_checks
+from zerofit.doctor.check import Check
+from zerofit.launch.hostfile import Host, read_hostfile
+from zerofit.spec.events import Reporter
 
 FINDING = 1
 
@@ -35,30 +40,24 @@ def doctor(hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: 
 
 
 def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
-    from zerofit.cli.progress import StatusLine
     from zerofit.doctor.examine import ExamineOptions, examine
-    from zerofit.launch.hostfile import read_hostfile
 
     hosts = read_hostfile(hostfile) if hostfile else [_this()]
-    with StatusLine() as line:
-        checks = examine(hosts, ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick), line.show)
+    with EventConsole() as console:
+        options = ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick)
+        checks = examine(hosts, options, Reporter(console).status)
     return {"checks": [check.as_dict() for check in checks], "hosts": len(hosts)}
 
 
-def _this() -> Any:
-    """This machine with the ranks that `zerofit train` would start on it."""
+def _this() -> Host:
+    """Return this machine with the ranks that `zerofit train` would start on it."""
     from zerofit.doctor.system import gpus
-    from zerofit.launch.hostfile import Host
     from zerofit.spec.local_machine import cpu_ranks, usable_cores
 
     return Host("localhost", len(gpus()["gpus"]) or cpu_ranks(usable_cores()))
 
 
 def _show(result: dict[str, Any]) -> None:
-    from zerofit.cli.console import out
-    from zerofit.cli.preflight_show import show_checks
-    from zerofit.doctor.check import Check
-
     checks = [Check(**check) for check in result["checks"]]
     show_checks(checks, result["hosts"], out())
     count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
