@@ -1,4 +1,7 @@
-"""docs/python.md is run line by line, in one process; what stands behind `# =>` must be the value of its line."""
+"""docs/python.md is run line by line, in one process.
+
+What stands behind `# =>` must be the value of its line; a block that begins with `# name.py` becomes that file.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
 VALUE = re.compile(r"  # => (.+)$")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -20,6 +24,10 @@ def run(page: str, names: dict[str, Any]) -> int:
     """Run all blocks of a page; return how many values were compared."""
     compared = 0
     for block in BLOCK.finditer(page):
+        file = FILE.match(block[1])
+        if file:
+            Path(file[1]).write_text(block[1])
+            continue
         first = page[: block.start(1)].count("\n")
         source = "\n" * first + block[1]  # so that errors name the line of the page
         lines = source.splitlines()
