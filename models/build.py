@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -80,6 +80,15 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     return out.logits, inner.config.router_aux_loss_coef * aux
 
 
+def output_part(output: Any, name: str) -> Tensor:
+    """Return the "loss" or "logits" in what a user's model gave: a key, an attribute, the first of a tuple, or all."""
+    if isinstance(output, Mapping) and name in output:
+        return output[name]
+    if hasattr(output, name):
+        return getattr(output, name)
+    return output[0] if isinstance(output, tuple | list) else output
+
+
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
     """Run a forward without data on a model that is on meta; the FLOPs of one sample, None where nothing is counted.
 
@@ -96,7 +105,7 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     trial = copy.deepcopy(model).bfloat16().eval()
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     try:
-        with _no_data(), counter, torch.no_grad():
+        with fake_tensors(), counter, torch.no_grad():
             logits, _ = forward_logits(trial, x)
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -117,8 +126,8 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
 
 
 @contextmanager
-def _no_data() -> Iterator[None]:
-    """transformers asks masks for their values, which meta tensors refuse; on fake ones it sees that there are none.
+def fake_tensors() -> Iterator[None]:
+    """Within it tensors are fake: nothing is computed, and transformers sees that masks have no values to ask for.
 
     What goes wrong comes as an exception; torch would also log it with a traceback.
     """

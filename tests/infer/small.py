@@ -16,8 +16,7 @@ from zerofit.checkpoint.model_card import ModelInfo
 from zerofit.data import Data, eval_indices, open_data
 from zerofit.infer.evaluate import evaluate
 from zerofit.infer.figures import figures_of
-from zerofit.infer.fit import room
-from zerofit.infer.limits import MemoryLimits
+from zerofit.infer.limits import MemoryLimits, room
 from zerofit.infer.placement import Placement, place
 from zerofit.infer.saved_model import SavedModel, open_saved
 from zerofit.infer.session import InferenceSession
@@ -61,7 +60,7 @@ def save_small(folder: Path, key: str) -> nn.Module:
 
 def data_of(saved: SavedModel) -> Data:
     image = isinstance(saved.inputs, ImageInputs)
-    run = Run(data=saved.about.data, image_size=saved.inputs.size if image else None)
+    run = Run(data=saved.info.data, image_size=saved.inputs.size if image else None)
     return open_data(run, saved.task, None if image else TEXT.seq_len, Reporter())
 
 
@@ -92,8 +91,7 @@ def session(folder: Path, share: float, scratch: Path, dtype: torch.dtype = torc
         dtype=dtype,
         limits=MemoryLimits(memory={"cpu": 0}),
         scratch=Path(mkdtemp(dir=scratch)),
-        progress=Reporter(),
-        say=lambda line: None,
+        report=Reporter(),
     )
     least = place(made.empty, made.limits, WORKING).rows[0].needed
     weights = sum(p.nbytes for p in made.empty.parameters())
@@ -112,4 +110,4 @@ def figures(folder: Path, model: nn.Module) -> dict[str, Any]:
     """What an evaluation in several batches says, the last of them not full."""
     saved = open_saved(folder, trust_model_code=True)
     judged = figures_of(saved, model, torch.float32)
-    return evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, Reporter())
+    return vars(evaluate(model, judged, data_of(saved), 8, SAMPLES, CPU, Reporter()))

@@ -66,7 +66,7 @@ def test_squared_errors(tmp_path):
     saved = open_saved(tmp_path / "model", trust_model_code=True)
     data = data_of(saved)
     judged = EvalFigures(task="image", dtype=torch.float32, own=True, loss="mse")
-    got = evaluate(model, judged, data, 8, SAMPLES, CPU, Reporter())
+    got = vars(evaluate(model, judged, data, 8, SAMPLES, CPU, Reporter()))
     (batch,) = eval_batches(data.valid, 0, 1, SAMPLES, SAMPLES)
     wanted = functional.mse_loss(model(batch["inputs"]), batch["labels"].float())
     assert got["loss"] == pytest.approx(wanted.item(), rel=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tokenizers
 import torch
@@ -9,8 +11,7 @@ import torch
 from tests.infer.small import CPU, loaded, save
 from tests.models.small import TRANSFORMERS
 from zerofit.data.tokenizer import open_tokenizer
-from zerofit.infer.generate import _TextStreamer, generate, working_bytes
-from zerofit.infer.generation_request import GenerationRequest
+from zerofit.infer.generate import GenerationRequest, Prompt, _TextStreamer, generate, working_bytes
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 
@@ -18,17 +19,10 @@ PROMPT = tuple(b"def ")
 ARGS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def wish(**changes) -> GenerationRequest:
+def wish(ends=frozenset([256]), decode=bytes, **changes) -> GenerationRequest:
+    prompt = Prompt(ids=PROMPT, end_ids=ends, decode=decode)
     return GenerationRequest(
-        **{
-            "prompt": PROMPT,
-            "most": 20,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "seed": 1,
-            "ends": frozenset([256]),
-            **changes,
-        }
+        **{"prompt": prompt, "max_new_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 1, **changes}
     )
 
 
@@ -52,7 +46,8 @@ def ids_of(model, asked: GenerationRequest) -> list[int]:
         seen[:] = ids
         return "x" * len(ids)
 
-    assert generate(model, asked, decode, CPU, lambda text: None)["tokens"] in (len(seen), len(seen) + 1)
+    asked = replace(asked, prompt=replace(asked.prompt, decode=decode))
+    assert generate(model, asked, CPU, lambda text: None).tokens in (len(seen), len(seen) + 1)
     return list(seen)
 
 
@@ -92,7 +87,7 @@ def test_an_end_ends(model):
 @pytest.mark.parametrize("text", ["añb€c𝄞d\n\nx\n", "plain"])
 def test_characters_of_several_bytes_come_whole(text):
     said: list[str] = []
-    stream = _TextStreamer(open_tokenizer("bytes").decode, frozenset([256]), said.append)
+    stream = _TextStreamer(wish(decode=open_tokenizer("bytes").decode).prompt, said.append)
     stream.put(torch.tensor([list(b"prompt")]))
     for byte in text.encode():
         stream.put(torch.tensor([byte]))
@@ -119,7 +114,7 @@ def test_a_tokenizer_of_transformers_is_streamed(spaces, tmp_path):
     tokenizer = open_tokenizer(str(tmp_path))
     ids = tokenizer.encode(text)
     said: list[str] = []
-    stream = _TextStreamer(tokenizer.decode, frozenset([tokenizer.eod_id]), said.append)
+    stream = _TextStreamer(wish(frozenset([tokenizer.eod_id]), tokenizer.decode).prompt, said.append)
     stream.put(torch.tensor([ids]))
     for token in [*ids, tokenizer.eod_id]:
         stream.put(torch.tensor([token]))
@@ -130,7 +125,7 @@ def test_a_tokenizer_of_transformers_is_streamed(spaces, tmp_path):
 
 def test_a_character_that_never_ends_is_said_at_the_end():
     said: list[str] = []
-    stream = _TextStreamer(open_tokenizer("bytes").decode, frozenset(), said.append)
+    stream = _TextStreamer(wish(frozenset(), open_tokenizer("bytes").decode).prompt, said.append)
     stream.put(torch.tensor([[1]]))
     stream.put(torch.tensor([0xE2]))
     assert said == []
@@ -147,5 +142,5 @@ def test_the_cache_is_counted(key):
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     a_token = 2 * 4 * heads * (config.hidden_size // config.num_attention_heads) * config.num_hidden_layers
-    short, long = (working_bytes(model, wish(most=most), "cpu") for most in (4, 24))
+    short, long = (working_bytes(model, wish(max_new_tokens=most), "cpu") for most in (4, 24))
     assert long - short == pytest.approx(20 * a_token * (1 + 1 / config.num_hidden_layers), rel=0.01)

@@ -65,7 +65,7 @@ def test_lower_precision_is_the_model_cast(key, share, tmp_path):
     assert bool(list(tmp_path.glob("*/rewritten/*.safetensors"))) == (share < 1)
     data = data_of(open_saved(tmp_path / "model", trust_model_code=True))
     judged = figures_of(open_saved(tmp_path / "model", trust_model_code=True), mine, torch.bfloat16)
-    got = evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, Reporter())
+    got = vars(evaluate(mine, judged, data, SAMPLES, SAMPLES, CPU, Reporter()))
     assert got["loss"] == pytest.approx(reference(model, data)[0], rel=2e-5)
 
 

@@ -9,10 +9,8 @@ import torch
 from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.infer.fit import DoesNotFit, refuse_misfit, room
-from zerofit.infer.limits import MemoryLimits, read_limits
-from zerofit.infer.placement import place
-from zerofit.infer.placement_table import ranges, table
+from zerofit.infer.limits import DoesNotFit, MemoryLimits, read_limits, room
+from zerofit.infer.placement import compact_names, place, refuse_misfit, table_lines
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError
@@ -113,10 +111,10 @@ def test_no_disk_means_no_disk(llama):
 
 
 def test_table(llama):
-    lines = table(place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
+    lines = table_lines(place(llama, MemoryLimits(memory={"cpu": held(llama) // 2 + ROOM + WORKING}), WORKING))
     assert [line.split()[0] for line in lines] == ["device", "cpu", "disk"]
     assert "any" in lines[2]
-    assert ranges(("a.0", "a.1", "a.2", "b", "a.4", "c.d")) == ["a.0-2", "b", "a.4", "c.d"]
+    assert compact_names(("a.0", "a.1", "a.2", "b", "a.4", "c.d")) == ["a.0-2", "b", "a.4", "c.d"]
 
 
 def test_limits():

@@ -36,7 +36,7 @@ def test_a_runs_folder_means_its_model(tmp_path):
     assert find_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"
     assert not is_checkpoint(tmp_path / "run" / "model")
     saved = open_saved(tmp_path / "run" / "model")
-    assert (saved.task, saved.inputs.classes, saved.about.step, saved.weights.dtype) == ("image", 8, 7, torch.float32)
+    assert (saved.task, saved.inputs.classes, saved.info.step, saved.weights.dtype) == ("image", 8, 7, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])

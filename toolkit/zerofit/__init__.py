@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
     from zerofit.app.comparing.result import Comparison as Comparison
+    from zerofit.app.inference import Evaluation as Evaluation
+    from zerofit.app.inference import Generation as Generation
+    from zerofit.app.inference import evaluate as evaluate
+    from zerofit.app.inference import generate as generate
     from zerofit.app.planning.answers import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
     from zerofit.app.simulation import simulate as simulate
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from zerofit.app.training import train as train
     from zerofit.app.training_result import TrainingResult as TrainingResult
     from zerofit.app.tuning.tune import tune as tune
+    from zerofit.infer.limits import DoesNotFit as DoesNotFit
     from zerofit.simulate.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
     from zerofit.spec.errors import Problem as Problem
@@ -38,7 +43,10 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Comparison",
+    "DoesNotFit",
+    "Evaluation",
     "Event",
+    "Generation",
     "Plan",
     "Problem",
     "Run",
@@ -53,6 +61,8 @@ __all__ = [
     "compare_scaling",
     "compare_sizes",
     "compare_strategies",
+    "evaluate",
+    "generate",
     "plan",
     "simulate",
     "train",
@@ -62,7 +72,10 @@ _PLACES = {
     "Checkpoint": "zerofit.app.checkpoints",
     "Cluster": "zerofit.spec.cluster",
     "Comparison": "zerofit.app.comparing.result",
+    "DoesNotFit": "zerofit.infer.limits",
+    "Evaluation": "zerofit.app.inference",
     "Event": "zerofit.spec.events",
+    "Generation": "zerofit.app.inference",
     "Plan": "zerofit.app.planning.answers",
     "Problem": "zerofit.spec.errors",
     "Run": "zerofit.spec.run",
@@ -77,6 +90,8 @@ _PLACES = {
     "compare_scaling": "zerofit.app.comparing.comparisons",
     "compare_sizes": "zerofit.app.comparing.comparisons",
     "compare_strategies": "zerofit.app.comparing.comparisons",
+    "evaluate": "zerofit.app.inference",
+    "generate": "zerofit.app.inference",
     "plan": "zerofit.app.planning.planner",
     "simulate": "zerofit.app.simulation",
     "train": "zerofit.app.training",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zerofit.cli.console import EventConsole
-from zerofit.cli.eval import placement_options, run, say
+from zerofit.cli.eval import answer_or_misfit, placement_options
 from zerofit.cli.options import run_options
-from zerofit.spec.events import Reporter
+from zerofit.spec.events import Event
+
+if TYPE_CHECKING:
+    from zerofit.app.inference import Generation
 
 
 @click.command()
@@ -41,39 +44,26 @@ def generate(ckpt: Path, as_json: bool, **options: Any) -> None:
     The text comes as it is written, on standard output (with --json on standard error). Exit code 0: done, 1: the
     model does not fit into the memory that it may take, 2: bad input.
     """
-    run(lambda: _generate(ckpt, as_json, options), as_json, _show)
+
+    def work() -> Generation:
+        with ExitStack() as until_text:
+            console = until_text.enter_context(EventConsole())
+            console.say("looking at the model ...")  # importing torch alone takes seconds
+            from zerofit.app.inference import generate
+
+            def on_event(event: Event) -> None:
+                if event.kind != "text":
+                    console(event)
+                    return
+                until_text.close()  # progress and text would disturb each other
+                click.echo(event.text, nl=False, err=as_json)
+
+            result = generate(ckpt, on_event=on_event, **options)
+            click.echo(err=as_json)
+            return result
+
+    answer_or_misfit(work, as_json, _show)
 
 
-def _generate(ckpt: Path, as_json: bool, options: dict[str, Any]) -> dict[str, Any]:
-    say("looking at the model ...")  # importing torch alone takes seconds
-    from zerofit.cli.progress import StatusLine
-    from zerofit.infer.eval_data import scratch_folder
-    from zerofit.infer.generate import generate, working_bytes
-    from zerofit.infer.generation_request import make_wish
-    from zerofit.infer.limits import read_limits
-    from zerofit.infer.saved_model import find_folder
-    from zerofit.infer.session import InferenceSession, open_model
-    from zerofit.spec.errors import Problems
-
-    problems, progress = Problems(), Reporter(EventConsole())
-    if not options["prompt"]:
-        problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
-    limits = problems.attempt(lambda: read_limits(options["max_memory"]))
-    with StatusLine():
-        folder = problems.attempt(lambda: find_folder(ckpt, progress))
-    problems.raise_if_any()
-    with scratch_folder(options["offload_folder"]) as scratch:
-        with StatusLine():
-            saved, dtype = open_model(folder, options["dtype"], scratch, progress, options["trust_model_code"])
-        wish, decode = make_wish(saved, options)
-        session = InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, progress=progress, say=say)
-        working = working_bytes(session.empty, wish, session.main)
-        model, placement = session.load(working, "a smaller --max-new-tokens,")
-        write = partial(click.echo, nl=False, err=as_json)
-        result = generate(model, wish, decode, placement.execution_device, write)
-        write("\n")
-        return {**result, **session.facts(placement)}
-
-
-def _show(result: dict[str, Any]) -> None:
-    say(f"{result['tokens']} tokens, {result['tokens_per_s']:.1f} tokens/s")
+def _show(result: Generation) -> None:
+    click.echo(f"{result.tokens} tokens, {result.tokens_per_s:.1f} tokens/s", err=True)

@@ -1,20 +1,19 @@
-"""How much memory a forward takes beside the weights, before anything is loaded: it is run on fake tensors."""
+"""Activation memory of a forward, before anything is loaded: the forward is run on fake tensors."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from zerofit.models.build import fake_tensors
 
 Call = Callable[[nn.Module, torch.device], Iterable[Tensor] | None]
 
@@ -27,8 +26,8 @@ class ActivationMemory:
     kept: int  # of the tensors that it gave back
 
 
-def working(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
-    """What `call(model, device)` takes, run on fake tensors: nothing is computed and nothing allocated.
+def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    """Return what `call(model, device)` takes, run on fake tensors: nothing is computed and nothing allocated.
 
     The model may be on the meta device and stays as it is. What a kernel takes for itself is not seen. Raises what the
     call raises, and RuntimeError where the model asks for values.
@@ -45,7 +44,7 @@ def working(model: nn.Module, device: torch.device, call: Call) -> ActivationMem
 
 def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
     fake = copy.deepcopy(model)
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with fake_tensors(), torch.no_grad():
         for module in fake.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -78,15 +77,3 @@ class _ActivationMeter(TorchDispatchMode):
                     self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What goes wrong comes as an exception; torch would also log it with a traceback."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

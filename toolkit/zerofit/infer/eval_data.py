@@ -1,4 +1,4 @@
-"""What a command line asks of a saved model, held against what the model is: data, tokenizer, shapes."""
+"""Evaluation data of a saved model, checked against what the model takes: tokenizer, shapes, classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @contextmanager
 def scratch_folder(asked: Path | None) -> Iterator[Path]:
-    """A folder for what is written on the way, inside `asked` or the system's place for such; gone afterwards.
+    """Give a folder for what is written on the way, inside `asked` or among temporary files; it is removed afterwards.
 
     Raises UserError where it cannot be made.
     """
@@ -37,8 +37,8 @@ def scratch_folder(asked: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Reporter) -> Data:
-    """The data to evaluate on: that of `flags` (fields of Run), where they are silent that of the training.
+def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
+    """Open the data to evaluate on: that of `fields` (of Run), where they name none that of the training.
 
     Raises UserError with all that does not go with the model.
     """
@@ -46,21 +46,21 @@ def open_asked_data(saved: SavedModel, flags: Mapping[str, Any], progress: Repor
     if saved.task == "gan":
         hint = "the pictures of its run are in drawings.png"
         problems.add("model-task", "a GAN has no labels to be right about", hint, "CKPT")
-    if saved.about is None and "data" not in flags:
+    if saved.info is None and "data" not in fields:
         message = f"{saved.folder} does not say what it was trained on"
         problems.add("data-missing", message, f"--data {default_data(saved.task)}, for one", "--data")
-    reads = is_text(saved.task) and not flags.get("data", "").startswith("synthetic")
-    tokenizer = problems.attempt(lambda: tokenizer_name(saved, flags)) if reads else None
-    seq_len = flags.get("seq_len") or _seq_len(saved)
+    reads = is_text(saved.task) and not fields.get("data", "").startswith("synthetic")
+    tokenizer = problems.attempt(lambda: fields.get("tokenizer") or default_tokenizer(saved)) if reads else None
+    seq_len = fields.get("seq_len") or _seq_len(saved)
     if saved.longest is not None and seq_len > saved.longest:
         message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
-    trained = {name: getattr(saved.about, name) for name in ("data", "text_field", "seed")} if saved.about else {}
+    trained = {name: getattr(saved.info, name) for name in ("data", "text_field", "seed")} if saved.info else {}
     image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
     words = {"tokenizer": tokenizer} if tokenizer else {}
-    run = Run(**{**trained, **image, **flags, **words})
-    data = open_data(run, saved.task, seq_len, progress)
+    run = Run(**{**trained, **image, **fields, **words})
+    data = open_data(run, saved.task, seq_len, report)
     check_data(saved, data)
     return data
 
@@ -79,28 +79,23 @@ def check_data(saved: SavedModel, data: Data) -> None:
 
 
 def too_many_ids(mine: TextInputs, ids: int) -> Problem:
-    """A tokenizer that gives ids which the model has no embedding for."""
+    """Return the problem of a tokenizer that gives ids which the model has no embedding for."""
     message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer gives {ids}"
     hint = "--tokenizer with the one that the model was trained with"
     return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
 
 
 def _seq_len(saved: SavedModel) -> int:
-    if saved.about and saved.about.seq_len:
-        return saved.about.seq_len
+    if saved.info and saved.info.seq_len:
+        return saved.info.seq_len
     return min(DEFAULT_SEQ_LEN, saved.longest or DEFAULT_SEQ_LEN)
 
 
-def tokenizer_name(saved: SavedModel, flags: Mapping[str, Any]) -> str:
-    """The tokenizer that was asked for, else the one beside the model, else the training's. Raises UserError."""
-    if "tokenizer" in flags:
-        return flags["tokenizer"]
+def default_tokenizer(saved: SavedModel) -> str:
+    """Return the tokenizer beside the model, else the training's. Raises UserError where there is none."""
     if any((saved.folder / name).is_file() for name in TOKENIZER_FILES):
         return str(saved.folder)
-    if saved.about:
-        return saved.about.tokenizer
-    message = f"{saved.folder} holds no tokenizer"
-    problem = Problem(
-        kind="tokenizer", message=message, hint="name it: --tokenizer FOLDER, or bytes", where="--tokenizer"
-    )
-    raise UserError(problem)
+    if saved.info:
+        return saved.info.tokenizer
+    message, hint = f"{saved.folder} holds no tokenizer", "name it: --tokenizer FOLDER, or bytes"
+    raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))

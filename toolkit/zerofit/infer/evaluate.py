@@ -1,16 +1,16 @@
-"""A trained model over validation samples: loss, accuracy, perplexity, as the training engine's evaluation has them."""
+"""Evaluation over validation samples: loss, accuracy, perplexity, as the training engine's evaluation has them."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zerofit.data import Data, default_workers, eval_batches, eval_indices
-from zerofit.infer.activation_memory import working
+from zerofit.infer.activation_memory import activation_memory
 from zerofit.infer.failures import failures, guarded
 from zerofit.infer.figures import EvalFigures
 from zerofit.infer.limits import Device
@@ -21,6 +21,19 @@ from zerofit.spec.events import Reporter
 LONGEST_LOSS = 700.0  # exp() of more overflows
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvalScores:
+    """How good a model is on its validation samples, and how fast they were evaluated."""
+
+    loss: float
+    accuracy: float | None  # None where nothing is right or wrong
+    top5_accuracy: float | None  # of images
+    perplexity: float | None  # of text
+    samples: int
+    samples_per_s: float
+    tokens_per_s: float | None  # of text
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -29,18 +42,17 @@ def evaluate(
     micro: int,
     limit: int | None,
     device: torch.device,
-    progress: Reporter,
-) -> dict[str, Any]:
-    """The model's figures over all validation samples, or `limit` of them, `micro` at a time.
+    report: Reporter,
+) -> EvalScores:
+    """Evaluate the model over all validation samples, or `limit` of them, `micro` at a time.
 
-    loss, accuracy (None where nothing is right or wrong), top5_accuracy (images), perplexity (text), samples,
-    samples_per_s, tokens_per_s (text). Raises RunFailed out of memory, and where the loss is not finite.
+    Raises RunFailed out of memory, and where the loss is not finite.
     """
     count = len(eval_indices(len(data.valid), limit))
     batches = eval_batches(data.valid, 0, 1, micro, limit, default_workers(data, 1))
     start = time.perf_counter()
     with (
-        progress.task(f"evaluating {data.name}", count, "samples") as task,
+        report.task(f"evaluating {data.name}", count, "samples") as task,
         failures("a smaller --micro-batch"),
         guarded(model),
     ):
@@ -49,13 +61,13 @@ def evaluate(
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             total += _counts(model, figures, batch["inputs"][:real], batch["labels"][:real], device)
             task.advance(real)
-    return _shown(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
+    return _scores(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
 
 def working_bytes(
     model: nn.Module, figures: EvalFigures, inputs: Inputs, micro: int, device: Device, whose: str
 ) -> int:
-    """Bytes that evaluating `micro` samples takes beside the weights of this empty model; 0 where it cannot be known.
+    """Return bytes that evaluating `micro` samples takes beside the weights; 0 where it cannot be known.
 
     Raises UserError where the model cannot take such samples.
     """
@@ -65,7 +77,7 @@ def working_bytes(
         figures(fake, x, labels)
 
     try:
-        return working(model, torch.device("cpu" if device == "cpu" else "cuda"), call).peak
+        return activation_memory(model, torch.device("cpu" if device == "cpu" else "cuda"), call).peak
     except Exception as error:  # what a forward raises on a shape that it cannot take, or on values that are not there
         if figures.own:
             return 0
@@ -90,7 +102,7 @@ def _example(inputs: Inputs, micro: int, dtype: torch.dtype, device: torch.devic
     return x, torch.zeros_like(x)
 
 
-def _shown(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> dict[str, Any]:
+def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> EvalScores:
     total, targets, right, near = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):
@@ -98,12 +110,12 @@ def _shown(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
     image, answers = isinstance(inputs, ImageInputs), figures.counts_answers
     samples_per_s = samples / max(seconds, 1e-9)
-    return {
-        "loss": loss,
-        "accuracy": right / max(targets, 1.0) if answers else None,
-        "top5_accuracy": near / max(targets, 1.0) if answers and image else None,
-        "perplexity": None if image else math.exp(min(loss, LONGEST_LOSS)),
-        "samples": samples,
-        "samples_per_s": samples_per_s,
-        "tokens_per_s": None if image else samples_per_s * inputs.seq_len,
-    }
+    return EvalScores(
+        loss=loss,
+        accuracy=right / max(targets, 1.0) if answers else None,
+        top5_accuracy=near / max(targets, 1.0) if answers and image else None,
+        perplexity=None if image else math.exp(min(loss, LONGEST_LOSS)),
+        samples=samples,
+        samples_per_s=samples_per_s,
+        tokens_per_s=None if image else samples_per_s * inputs.seq_len,
+    )

@@ -1,4 +1,4 @@
-"""What can go wrong while a model runs, as run failures that name the knob."""
+"""Failures of a running model, as RunFailed that names the knob."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.spec.errors import Problem, RunFailed
 
 @contextmanager
 def failures(knob: str) -> Iterator[None]:
-    """Turns a lack of memory into RunFailed; `knob` is what makes the work smaller."""
+    """Turn a lack of memory into RunFailed; `knob` is what makes the work smaller."""
     try:
         yield
     except torch.OutOfMemoryError as error:

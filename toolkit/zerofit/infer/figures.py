@@ -1,18 +1,16 @@
-"""What an evaluation counts in a batch: loss and right answers, as the training engine's evaluation counts them."""
+"""Figures of a batch in an evaluation: loss and right answers, as the training engine's evaluation counts them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from zerofit.infer.saved_model import SavedModel
-from zerofit.models.build import forward_logits
+from zerofit.models.build import forward_logits, output_part
 from zerofit.spec.task import IGNORE_INDEX, Task
 
 CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
@@ -35,37 +33,37 @@ class EvalFigures:
         return not self.own_loss and self.loss != "mse"
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        """float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
+        """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
 
         Token ids (batch, seq_len) or images (batch, channels, size, size); labels of -100 do not count.
         """
         if self.own_loss:
             return self._own_mean(model, x, labels)
         logits, _ = forward_logits(model, x)
-        logits = part_of(logits, "logits") if self.own else logits
+        logits = output_part(logits, "logits") if self.own else logits
         if self.loss == "mse":
             return _squared_errors(logits, labels)
         return cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-        """The model's own mean loss, as often as there are samples."""
+        """Return the model's own mean loss, weighted by the samples."""
         if self.task == "causal-lm":  # as transformers has it: labels stand where their tokens do
             out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         else:
             out = model(x, labels=labels)
-        loss, count = part_of(out, "loss").double(), len(x)
+        loss, count = output_part(out, "loss").double(), len(x)
         return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
 
 
 def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype) -> EvalFigures:
-    """How this model is judged, its weights being of this type."""
+    """Return how this model is judged, its weights being of this type."""
     own_loss = saved.own and "labels" in inspect.signature(model.forward).parameters
-    loss = saved.about.loss if saved.about else None
+    loss = saved.info.loss if saved.info else None
     return EvalFigures(task=saved.task, dtype=dtype, own=saved.own, own_loss=own_loss, loss=loss)
 
 
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
-    """float64 (4,) as in Figures, of logits (..., classes) and labels (...), a piece in float32 at a time."""
+    """Return float64 (4,) as EvalFigures does, of logits (..., classes) and labels (...), piece by piece in float32."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
     total = torch.zeros(4, dtype=torch.float64, device=flat.device)
@@ -87,12 +85,3 @@ def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
     real = labels.reshape(-1) != IGNORE_INDEX
     errors = (outputs.float().reshape(labels.shape) - labels.float()).reshape(-1)[real].double().square()
     return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0, errors.sum() * 0])
-
-
-def part_of(output: Any, name: str) -> Tensor:
-    """The "loss" or "logits" in what a user's model gave: a key, an attribute, the first of a tuple, or all of it."""
-    if isinstance(output, Mapping) and name in output:
-        return output[name]
-    if hasattr(output, name):
-        return getattr(output, name)
-    return output[0] if isinstance(output, tuple | list) else output

@@ -1,76 +1,150 @@
-"""Text that a causal language model writes, as it comes."""
+"""Text generation with a causal language model, told as it comes."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from zerofit.infer.activation_memory import working
+from zerofit.data.tokenizer import Tokenizer, load_transformers, open_tokenizer
+from zerofit.infer.activation_memory import activation_memory
+from zerofit.infer.eval_data import default_tokenizer, too_many_ids
 from zerofit.infer.failures import failures, guarded
-from zerofit.infer.generation_request import GenerationRequest
 from zerofit.infer.limits import Device
+from zerofit.infer.saved_model import SavedModel
+from zerofit.models.inputs import TextInputs
+from zerofit.spec.errors import Problem, Problems, UserError
 
 UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratedText:
+    """What a language model wrote."""
+
+    text: str
+    tokens: int  # new ones
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt as its model's tokenizer has it."""
+
+    ids: tuple[int, ...]
+    end_ids: frozenset[int]  # that end the text
+    decode: Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What a language model is to generate."""
+
+    prompt: Prompt
+    max_new_tokens: int
+    temperature: float  # 0: the likeliest token each time
+    top_p: float  # draw among the likeliest tokens that have this probability together
+    seed: int
+
+
+def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max_new_tokens: int) -> Prompt:
+    """Turn a prompt into token ids.
+
+    Raises UserError for a model that writes no text, a tokenizer that is not the model's, and a text too long for it.
+    """
+    if saved.task != "causal-lm" or saved.source.family != "transformers":
+        what = f"a model of the task {saved.task}" if saved.task != "causal-lm" else "a model of your own"
+        hint = "take a causal language model of transformers; `zerofit eval` takes this one"
+        problem = Problem(kind="cannot-generate", message=f"{what} writes no text", hint=hint, where="CKPT")
+        raise UserError(problem)
+    tokenizer = open_tokenizer(tokenizer_name or default_tokenizer(saved))
+    if isinstance(saved.inputs, TextInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
+        raise UserError(too_many_ids(saved.inputs, tokenizer.vocab_size))
+    ids, problems = _encode(saved, tokenizer, prompt), Problems()
+    if not ids:
+        problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
+    if saved.longest is not None and len(ids) + max_new_tokens > saved.longest:
+        message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
+        message += f" that is more than the {saved.longest} that the model takes"
+        room = saved.longest - len(ids)
+        hint = f"--max-new-tokens {room} or less" if room > 0 else "a shorter --prompt"
+        problems.add("too-long", message, hint, "--max-new-tokens")
+    problems.raise_if_any()
+    return Prompt(ids=ids, end_ids=_end_ids(saved, tokenizer), decode=tokenizer.decode)
+
+
+def _encode(saved: SavedModel, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the prompt's token ids; a model from elsewhere gets the special tokens of its tokenizer."""
+    if saved.info is None and tokenizer.name != "bytes":
+        return tuple(load_transformers(tokenizer.name)(text)["input_ids"])
+    return tuple(tokenizer.encode(text))
+
+
+def _end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokenizer's end of a document, and what the model's own generation_config.json names."""
+    try:
+        named = GenerationConfig.from_pretrained(saved.folder, local_files_only=True).eos_token_id
+    except (OSError, ValueError):  # it has none
+        named = None
+    own = named if isinstance(named, list) else [] if named is None else [named]
+    return frozenset([tokenizer.eod_id, *own])
+
+
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    wish: GenerationRequest,
-    decode: Callable[[list[int]], str],
-    device: torch.device,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """What follows the prompt: text, tokens (new ones), tokens_per_s. `say` gets each piece of text as it comes.
+    model: nn.Module, request: GenerationRequest, device: torch.device, on_text: Callable[[str], None]
+) -> GeneratedText:
+    """Generate what follows the prompt; `on_text` gets each piece of text as it comes.
 
     The same seed gives the same text. Raises RunFailed out of memory.
     """
-    stream = _TextStreamer(decode, wish.ends, say)
-    prompt = torch.tensor([wish.prompt], device=device)
-    torch.manual_seed(wish.seed)
+    stream = _TextStreamer(request.prompt, on_text)
+    prompt = torch.tensor([request.prompt.ids], device=device)
+    torch.manual_seed(request.seed)
     start = time.perf_counter()
     with failures("a smaller --max-new-tokens"), guarded(model):
-        model.generate(
+        cast(GenerationMixin, model).generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            generation_config=_config(wish),
+            generation_config=_config(request),
             streamer=stream,
         )
     seconds = time.perf_counter() - start
     count = len(stream.tokens)
-    return {"text": stream.text, "tokens": count, "tokens_per_s": count / max(seconds, 1e-9)}
+    return GeneratedText(text=stream.text, tokens=count, tokens_per_s=count / max(seconds, 1e-9))
 
 
-def _config(wish: GenerationRequest) -> GenerationConfig:
+def _config(request: GenerationRequest) -> GenerationConfig:
     draw: dict[str, Any] = {"do_sample": False}
-    if wish.temperature > 0:
-        draw = {"do_sample": True, "temperature": wish.temperature, "top_p": wish.top_p, "top_k": 0}
-    ends = sorted(wish.ends)
-    pad = ends[0]  # one text a time: nothing is padded, but transformers asks for it
-    return GenerationConfig(max_new_tokens=wish.most, eos_token_id=ends, pad_token_id=pad, use_cache=True, **draw)
+    if request.temperature > 0:
+        draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
+    ends = sorted(request.prompt.end_ids)
+    draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers asks for it
+    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=True, **draw)
 
 
-def working_bytes(model: nn.Module, wish: GenerationRequest, device: Device) -> int:
-    """Bytes beside the weights of this empty model: the forward of the prompt, and the KV cache of all tokens.
+def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
+    """Return bytes beside the weights of this empty model: the forward of the prompt, and the KV cache of all tokens.
 
     While a token is added, the cache of one layer is there twice.
     """
     on = torch.device("cpu" if device == "cpu" else "cuda")
-    first = working(model, on, lambda fake, on: _cached(fake, len(wish.prompt), on))
-    whole = working(model, on, lambda fake, on: _cached(fake, len(wish.prompt) + wish.most, on))
-    layers = max(1, getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    length = len(request.prompt.ids)
+    first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on))
+    whole = activation_memory(model, on, lambda fake, on: _cached(fake, length + request.max_new_tokens, on))
+    layers = max(1, getattr(cast(PreTrainedModel, model).config.get_text_config(), "num_hidden_layers", 1))
     return first.peak - first.kept + whole.kept + whole.kept // layers
 
 
 def _cached(fake: nn.Module, length: int, device: torch.device) -> Iterable[Tensor]:
-    """The tensors of the cache after a forward of so many tokens."""
+    """Return the tensors of the cache after a forward of so many tokens."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
     cache = fake(input_ids=ids, use_cache=True, **last).past_key_values
@@ -79,37 +153,37 @@ def _cached(fake: nn.Module, length: int, device: torch.device) -> Iterable[Tens
 
 
 class _TextStreamer(BaseStreamer):
-    """Takes tokens as transformers draws them and says their text, whole characters only."""
+    """Takes tokens as transformers draws them and tells their text, whole characters only."""
 
-    def __init__(self, decode: Callable[[list[int]], str], ends: frozenset[int], say: Callable[[str], None]):
-        self._decode, self._ends, self._say = decode, ends, say
+    def __init__(self, prompt: Prompt, on_text: Callable[[str], None]):
+        self._decode, self._end_ids, self._on_text = prompt.decode, prompt.end_ids, on_text
         self._prompt_seen = False
         self._from = 0  # tokens before it have been said for good
-        self._said = ""  # what has been said of those from there on
+        self._told = ""  # what has been told of those from there on
         self.tokens: list[int] = []
         self.text = ""
 
     def put(self, value: Tensor) -> None:
-        """The prompt first, then one token at a time."""
+        """Take the prompt first, then one token at a time."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
         self.tokens += value.reshape(-1).tolist()
-        self._speak(final=False)
+        self._tell(final=False)
 
     def end(self) -> None:
-        """Say what was held back."""
-        self._speak(final=True)
+        """Tell what was held back."""
+        self._tell(final=True)
 
-    def _speak(self, final: bool) -> None:
-        written = [token for token in self.tokens[self._from :] if token not in self._ends]
+    def _tell(self, final: bool) -> None:
+        written = [token for token in self.tokens[self._from :] if token not in self._end_ids]
         text = self._decode(written)
         if text.endswith(UNFINISHED) and not final:
             return
-        new = text[len(self._said) :]
-        self._said = text
+        new = text[len(self._told) :]
+        self._told = text
         self.text += new
         if new:
-            self._say(new)
+            self._on_text(new)
         if text.endswith("\n"):  # the last token stays, since decoders look at the one before for spaces
-            self._from, self._said = len(self.tokens) - 1, self._decode(self.tokens[-1:])
+            self._from, self._told = len(self.tokens) - 1, self._decode(self.tokens[-1:])

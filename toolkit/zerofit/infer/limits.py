@@ -1,18 +1,34 @@
-"""How much memory may be taken, and where: `--max-memory`, or what the devices have free."""
+"""Memory limits: `--max-memory`, or what the devices have free."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
 SHARE = 0.95  # of what is free, where nothing was said: others on the machine, and what grows
 FLAG = "--max-memory"
+SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
+WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "t4"))  # of products on GPUs
+
+
+class DoesNotFit(Exception):
+    """Raised when a model does not fit the memory limits (exit code 1).
+
+    >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB, and may take 1 GiB")))
+    'cpu needs 2 GiB, and may take 1 GiB'
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        super().__init__(problem.message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +39,13 @@ class MemoryLimits:
     disk: int | None = None  # of weights that stay on the disk; None: as many as there are
 
 
-def read_limits(text: str | None) -> MemoryLimits:
-    """Limits out of "0=20GiB,cpu=60GiB", or most of what is free where nothing is said.
+def room(device: Device) -> int:
+    """Return the bytes that are kept free where something runs, for what is not counted."""
+    return SCRATCH if device == "cpu" else SCRATCH + WORKSPACE
+
+
+def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits:
+    """Read limits such as "0=20GiB,cpu=60GiB" or {0: "20GiB", "cpu": 60 << 30}; None: most of what is free.
 
     A device that is not named is not used; the disk is, unless "disk=0" is among them. Raises UserError with all that
     is wrong.
@@ -32,11 +53,12 @@ def read_limits(text: str | None) -> MemoryLimits:
     import torch
 
     gpus = torch.cuda.device_count()
-    if text is None:
+    if limits is None:
         free: dict[Device, int] = {n: int(SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(gpus)}
         return MemoryLimits(memory={**free, "cpu": int(SHARE * _free_host())})
     found: dict[Device, int] = {}
     problems = Problems()
+    text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())
     for part in text.split(","):
         pair = problems.attempt(lambda part=part: _pair(part, gpus))
         if pair and pair[0] in found:
@@ -56,7 +78,7 @@ def _pair(part: str, gpus: int) -> tuple[Device, int]:
     if not equals:
         hint = "write it like 0=20GiB,cpu=60GiB"
         raise UserError(
-            Problem(kind="bad-value", message=f"{part!r} is not a device and a size", hint=hint, where=FLAG)
+            Problem(kind="bad-value", message=f"{part!r} does not have the form DEVICE=SIZE", hint=hint, where=FLAG)
         )
     device: Device = int(name) if name.isdigit() else name
     if device not in {*range(gpus), "cpu", "disk"}:
@@ -67,7 +89,7 @@ def _pair(part: str, gpus: int) -> tuple[Device, int]:
 
 
 def _free_host() -> int:
-    """Bytes that this process can still take: of the machine, or of the container that it is in."""
+    """Return the bytes that this process can still take: of the machine, or of the container that it is in."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:

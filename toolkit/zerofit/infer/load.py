@@ -1,4 +1,4 @@
-"""Weights to where a placement has them: read from the model's own files, and from the disk again at each forward."""
+"""Loading weights to where a placement has them; those on disk are read again at each forward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from zerofit.spec.events import Reporter
 
 
 def load_model(
-    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, progress: Reporter
+    saved: SavedModel, empty: nn.Module, placement: Placement, dtype: torch.dtype, scratch: Path, report: Reporter
 ) -> nn.Module:
-    """The model with its weights in place, ready to run on `placement.execution_device`.
+    """Return the model with its weights in place, ready to run on `placement.execution_device`.
 
     What the map has on the disk stays in the model's files, which safetensors maps into memory layer by layer; only
     tensors that lie there otherwise than the model needs them (pickles, single experts) are written to `scratch`.
@@ -32,9 +32,9 @@ def load_model(
     """
     with quiet():
         if saved.source.family == "transformers":
-            with progress.task("loading weights", None, ""):
+            with report.task("loading weights", None, ""):
                 return _transformers(saved, empty, placement, dtype, scratch)
-        return _dispatched(saved, empty, placement, progress)
+        return _dispatched(saved, empty, placement, report)
 
 
 def _transformers(
@@ -43,7 +43,7 @@ def _transformers(
     import transformers
 
     try:
-        model, report = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
+        model, loaded = getattr(transformers, AUTO_CLASSES[saved.task]).from_pretrained(
             saved.folder,
             config=empty.config,
             dtype=dtype,
@@ -60,17 +60,17 @@ def _transformers(
         hint = "are config.json and the weights of one model?"
         problem = Problem(kind="model-weights", message=f"{saved.folder}: {first}", hint=hint, where="CKPT")
         raise UserError(problem) from error
-    _refuse(sorted(report["missing_keys"]), saved)  # transformers would have drawn them at random
+    _refuse(sorted(loaded["missing_keys"]), saved)  # transformers would have drawn them at random
     return model
 
 
-def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, progress: Reporter) -> nn.Module:
-    """Any other model: tensor by tensor to its device, and hooks for what stays on the disk."""
+def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, report: Reporter) -> nn.Module:
+    """Load any other model: tensor by tensor to its device, and hooks for what stays on the disk."""
     stored = _by_name(saved, model)
     ties = find_tied_parameters(model)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     on_disk: dict[str, dict[str, Any]] = {}
-    with progress.task("loading weights", len(stored), "tensors") as task:
+    with report.task("loading weights", len(stored), "tensors") as task:
         for name, (key, where) in stored.items():
             device = device_of(name, placement.device_map)
             if device == "disk" and name in parameters:
@@ -92,7 +92,7 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, progr
 
 
 def _by_name(saved: SavedModel, model: nn.Module) -> dict[str, tuple[str, StoredTensor]]:
-    """Each name in the model's state_dict with its name and place in the files; tied ones may be there once only."""
+    """Return each name in the model's state_dict with its place in the files; tied ones may be there once only."""
     held = saved.weights.tensors
     twins = {name: group for group in find_tied_parameters(model) for name in group}
     found: dict[str, tuple[str, StoredTensor]] = {}

@@ -1,4 +1,4 @@
-"""How much memory this process has taken at most."""
+"""Peak memory of this process and of its GPUs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's names for them
 _LARGE = 1 << 20  # bytes
 
 
-def give_back_at_once() -> None:
-    """Let large blocks go back to the system as soon as they are freed (glibc; elsewhere nothing happens).
+def return_freed_memory_at_once() -> None:
+    """Return large blocks to the system as soon as they are freed (glibc; elsewhere nothing happens).
 
     By default glibc raises that limit to 32 MiB as it sees such blocks freed, and then keeps gaps between smaller ones:
     some 200 MB after a few forwards of a language model.
@@ -30,7 +30,7 @@ def give_back_at_once() -> None:
 
 
 def start_counting(gpus: Iterable[int]) -> int:
-    """Forget former peaks, of these GPUs too; the resident memory of this process now, in bytes."""
+    """Forget former peaks, of these GPUs too, and return the resident memory of this process now, in bytes."""
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     try:
@@ -41,7 +41,7 @@ def start_counting(gpus: Iterable[int]) -> int:
 
 
 def peak_host_bytes() -> int:
-    """The most that was resident since `start_counting`, the interpreter, libraries and mapped files included."""
+    """Return the most that was resident since `start_counting`, with interpreter, libraries and mapped files."""
     if _STATUS.exists():
         return _status("VmHWM")
     unit = 1 if sys.platform == "darwin" else 1024
@@ -49,7 +49,7 @@ def peak_host_bytes() -> int:
 
 
 def peak_device_bytes(gpus: Iterable[int]) -> int | None:
-    """The most that was allocated on one of these GPUs since `start_counting`; None where there are none."""
+    """Return the most that was allocated on one of these GPUs since `start_counting`; None where there are none."""
     return max((torch.cuda.max_memory_allocated(gpu) for gpu in gpus), default=None)
 
 

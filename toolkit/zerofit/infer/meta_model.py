@@ -1,4 +1,4 @@
-"""The model without its weights, and what of it goes together."""
+"""Models without their weights, and which of their modules stay together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerofit.spec.errors import Problem, UserError
 
 
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
-    """The model in evaluation mode, its parameters on the meta device in this type.
+    """Build the model in evaluation mode, its parameters on the meta device in this type.
 
     Batch norms stay in float32, as their kernels take them beside lower precision. Buffers of other than transformers
     models are real, since they may hold what no file does. Raises UserError where it cannot be built.
@@ -29,7 +29,7 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
                 model.config.output_router_logits = False  # the router's loss is a matter of training
             return model.to(dtype).eval()
         with init_empty_weights():
-            model = build(saved.source, saved.inputs, dict(saved.about.model_args))
+            model = build(saved.source, saved.inputs, dict(saved.info.model_args))
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
     return _cast(model, dtype).eval()
@@ -45,7 +45,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def block_classes(model: nn.Module) -> list[str]:
-    """Names of the classes of which a module is never spread over devices.
+    """Return names of the classes of which a module is never spread over devices.
 
     transformers names its own. Elsewhere these are the outermost of those of a model's own classes that occur more
     than once (a ResNet's bottlenecks, a Transformer's layers).
@@ -58,7 +58,7 @@ def block_classes(model: nn.Module) -> list[str]:
 
 
 def loads_whole(model: nn.Module) -> list[str]:
-    """Names of the classes whose modules get all their weights at once from memory or disk, before they run.
+    """Return names of the classes whose modules get all their weights at once from memory or disk, before they run.
 
     transformers' modules only use weights of their own. Others may use those of their parts without calling them
     (torch's attention does), so that a block takes all of its weights.

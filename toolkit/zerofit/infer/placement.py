@@ -1,7 +1,8 @@
-"""Which device holds which part of a model, by accelerate's device map, and whether that fits; nothing is loaded."""
+"""Placement of a model on devices by accelerate's device map, and whether it fits; nothing is loaded."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from accelerate import infer_auto_device_map
 from torch import nn
 
-from zerofit.infer.fit import room
-from zerofit.infer.limits import Device, MemoryLimits
+from zerofit.infer.limits import Device, DoesNotFit, MemoryLimits, room
 from zerofit.infer.meta_model import block_classes, loads_whole
 from zerofit.infer.quiet import quiet
+from zerofit.spec.errors import Problem
+from zerofit.spec.units import shown_bytes
 
 # of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
 SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
@@ -39,8 +41,8 @@ class DeviceRow:
         """Whether it is no more than is allowed."""
         return self.allowed is None or self.needed <= self.allowed
 
-    def as_dict(self) -> dict[str, Any]:
-        """Its figures for scripts."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return its figures as JSON."""
         sizes = ("weights", "layer", "working", "needed", "allowed")
         return {"device": self.device, **{f"{name}_bytes": getattr(self, name) for name in sizes}}
 
@@ -71,7 +73,7 @@ class Placement:
 
 
 def main_device(limits: MemoryLimits) -> Device:
-    """Where a model runs if any of it fits there: the first GPU that may be used, else the CPU."""
+    """Return where a model runs if any of it fits there: the first GPU that may be used, else the CPU."""
     return min((d for d, size in limits.memory.items() if isinstance(d, int) and size), default="cpu")
 
 
@@ -100,10 +102,10 @@ def place(model: nn.Module, limits: MemoryLimits, working: int) -> Placement:
 
 
 def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | None:
-    """accelerate's map; buffers that it leaves out of modules that it takes apart go to the device that runs them.
+    """Return accelerate's map; buffers that it leaves out of modules it takes apart go to the device that runs them.
 
-    So do single parameters, since dispatch_model brings in whole modules. None where it stumbles: accelerate 1.15
-    raises IndexError for some sizes if parameters are tied.
+    So do single parameters, since dispatch_model brings in whole modules. None where accelerate 1.15 raises
+    IndexError, which it does for some sizes if parameters are tied.
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
@@ -150,7 +152,7 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
 
 
 def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device) -> tuple[int, str]:
-    """Bytes and name of the module that takes most to the main device for its forward."""
+    """Return bytes and name of the module that takes most to the main device for its forward."""
     stays = {main} if main == "cpu" else {d for d in device_map.values() if isinstance(d, int)}
     whole = loads_whole(model)
     best = (0, "")
@@ -163,9 +165,61 @@ def _largest_layer(model: nn.Module, device_map: dict[str, Device], main: Device
 
 
 def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
-    """Where the map has a parameter or buffer: the longest of its entries that covers it."""
+    """Return where the map has a parameter or buffer: the longest of its entries that covers it."""
     while name not in device_map:
         if not name:
             return None
         name = name.rpartition(".")[0]
     return device_map[name]
+
+
+def refuse_misfit(placement: Placement, knobs: str) -> None:
+    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller."""
+    for row in placement.rows:
+        if row.fits:
+            continue
+        allowed = shown_bytes(row.allowed or 0)
+        if row.device == "disk":
+            message = f"{shown_bytes(row.weights)} of weights have no place in memory, and the disk may hold {allowed}"
+            hint = "allow the disk (leave disk= out of --max-memory), more memory, or --dtype bf16"
+        else:
+            parts = [f"weights {shown_bytes(row.weights)}"] if row.weights else []
+            parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
+            parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
+            message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
+            hint = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB or more, {knobs} or --dtype bf16"
+        raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
+
+
+def refuse_merging(needed: int, allowed: int | None) -> None:
+    """Raise DoesNotFit where putting together what the files hold in parts takes more than the CPU may take."""
+    if allowed is not None and needed > allowed:
+        message = f"merging one layer's experts takes {shown_bytes(needed)} of host memory, allowed are"
+        message += f" {shown_bytes(allowed)}"
+        hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
+        raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
+
+
+def table_lines(placement: Placement) -> list[str]:
+    """Return lines that show which device holds what, how much that is, and what else it needs."""
+    rows = [("device", "weights", "layer", "working", "needed", "allowed", "modules")]
+    for row in placement.rows:
+        allowed = "any" if row.allowed is None else shown_bytes(row.allowed)
+        sizes = (row.weights, row.layer, row.working, row.needed)
+        rows.append((str(row.device), *map(shown_bytes, sizes), allowed, ", ".join(compact_names(row.modules)) or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    return ["  ".join([*(f"{w:>{n}}" for w, n in zip(row, widths, strict=False)), row[6]]) for row in rows]
+
+
+def compact_names(names: tuple[str, ...]) -> list[str]:
+    """Return names in their order, with runs of numbered ones as one: "model.layers.0-21"."""
+    out: list[tuple[str, int | None, int | None]] = []
+    for name in names:
+        found = re.fullmatch(r"(.*\.)(\d+)", name)
+        if not found:
+            out.append((name, None, None))
+        elif out and out[-1][0] == found[1] and out[-1][2] == int(found[2]) - 1:
+            out[-1] = (found[1], out[-1][1], int(found[2]))
+        else:
+            out.append((found[1], int(found[2]), int(found[2])))
+    return [p if a is None else f"{p}{a}" if a == b else f"{p}{a}-{b}" for p, a, b in out]

@@ -1,4 +1,4 @@
-"""Libraries that would talk into our progress."""
+"""Silence of libraries whose output would disturb the progress shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it no bars, reports and warnings of transformers and accelerate: ours says what goes on and what lacks."""
+    """Within it transformers and accelerate print no bars, reports and warnings; zerofit tells what they would."""
     from transformers.utils import logging as theirs
 
     levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}

@@ -1,4 +1,4 @@
-"""Weights written once as a forward needs them, where it reads them from the disk each time."""
+"""Rewriting weights once into the files that a forward can read from disk each time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halve
 
 
 class WeightRewrite:
-    """What has to be done to a saved model's files so that each forward can read from them; perhaps nothing."""
+    """What a saved model's files lack so that each forward can read from them; perhaps nothing."""
 
     def __init__(self, saved: SavedModel, empty: nn.Module, dtype: torch.dtype):
         self._saved, self._empty, self._dtype = saved, empty, dtype
@@ -43,8 +43,8 @@ class WeightRewrite:
         largest = max((math.prod(shapes[part.source]) for part in self._merged), default=0)
         return COPIES * largest * max(self._saved.weights.dtype.itemsize, self._dtype.itemsize)
 
-    def write(self, scratch: Path, progress: Reporter) -> SavedModel:
-        """The model with its weights in one safetensors file inside `scratch`, a tensor at a time in memory.
+    def write(self, scratch: Path, report: Reporter) -> SavedModel:
+        """Write the model with its weights in one safetensors file inside `scratch`, a tensor at a time in memory.
 
         Raises UserError where the disk is too small, and where a number has no place in the type ("overflow").
         """
@@ -62,7 +62,7 @@ class WeightRewrite:
         def read(name: str) -> Tensor:
             return self._merge(parts[name]) if name in parts else _tensor(self._saved.weights, name)
 
-        with quiet(), progress.task(f"writing the weights to {folder}", total, "bytes") as task:
+        with quiet(), report.task(f"writing the weights to {folder}", total, "bytes") as task:
             write_file(folder / FILE, entries, read, task.advance)
         for config in self._saved.folder.glob("*config.json"):
             shutil.copy(config, folder)
@@ -76,7 +76,7 @@ class WeightRewrite:
         return self._dtype if own is None else own.dtype
 
     def _merge(self, part: PublishedTensor) -> Tensor:
-        """One tensor of the model out of several of the files, as transformers puts them together."""
+        """Return one tensor of the model out of several of the files, as transformers puts them together."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -92,7 +92,7 @@ class WeightRewrite:
 
 
 def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
-    """The tensors of the model that the files hold in several (a mixture's experts, one by one)."""
+    """Return the tensors of the model that the files hold in several (a mixture's experts, one by one)."""
     if saved.source.family != "transformers":
         return []
     several = [part for part in PublishedModel(empty, transformers=True).parts if len(part.outputs) > 1]
@@ -100,7 +100,7 @@ def _merged(saved: SavedModel, empty: nn.Module) -> list[PublishedTensor]:
 
 
 def _tensor(weights: StoredWeights, name: str) -> Tensor:
-    """Opened anew for each tensor: what a mapping has shown stays resident until it is closed."""
+    """Read a tensor from a file opened for it alone: what a mapping has shown stays resident until it is closed."""
     where = weights.tensors[name]
     if weights.pickled:
         return load(where.file)[name]

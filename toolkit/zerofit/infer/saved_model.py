@@ -1,4 +1,4 @@
-"""From the folder that a person names to a trained model on the disk: what it is and takes, where its weights lie."""
+"""Saved models: from a folder that a user names to what the model is and takes, and where its weights lie."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SavedModel:
     task: Task
     inputs: Inputs  # what it takes; its vocabulary can hold more ids than the training's tokenizer gave
     longest: int | None  # tokens it takes at most; None without a limit
-    about: ModelInfo | None  # None for a model that zerofit has not written
+    info: ModelInfo | None  # None for a model that zerofit has not written
     weights: StoredWeights
 
     @property
@@ -72,33 +72,34 @@ def exported(checkpoint: Path, scratch: Path, dtype: str | None, report: Reporte
 
 
 def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
-    """What lies in a model's folder. Raises UserError where it is not known what model that is, or weights lack.
+    """Open a model's folder. Raises UserError where it is not known what model that is, or weights lack.
 
     A model whose zerofit.json names a callable of somebody's own is refused unless `trust_model_code`.
     """
-    about, weights = read_model_info(folder), read_weights(folder)
+    info, weights = read_model_info(folder), read_weights(folder)
     try:
         if (folder / "config.json").is_file():
-            return _transformers(folder, about, weights)
-        if about is None:
+            return _transformers(folder, info, weights)
+        if info is None:
             message = f"{folder} has weights, but neither config.json nor zerofit.json says of which model"
             hint = "write it with `zerofit ckpt export` or transformers' save_pretrained"
             raise UserError(Problem(kind="no-model", message=message, hint=hint, where="CKPT"))
-        source = find(about.model)
-        refuse_untrusted_code(source, about.model_args, folder / CARD, trust_model_code)
+        source = find(info.model)
+        refuse_untrusted_code(source, info.model_args, folder / CARD, trust_model_code)
     except ModelError as error:
         raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
-    facts = {"task": about.task, "inputs": about.inputs, "longest": None, "about": about}
-    return SavedModel(folder=folder, source=source, weights=weights, **facts)
+    return SavedModel(
+        folder=folder, source=source, task=info.task, inputs=info.inputs, longest=None, info=info, weights=weights
+    )
 
 
-def _transformers(folder: Path, about: ModelInfo | None, weights: StoredWeights) -> SavedModel:
-    source = find(str(folder))
+def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
+    source = find(str(folder.absolute()))  # a folder may have the name of a model
     config = make_config(source, None, {})
     longest = None if source.task == "image" else max_positions(config)
-    inputs = about.inputs if about and source.task == "image" else _inputs(source, config, longest)
+    inputs = info.inputs if info and source.task == "image" else _inputs(source, config, longest)
     return SavedModel(
-        folder=folder, source=source, task=source.task, inputs=inputs, longest=longest, about=about, weights=weights
+        folder=folder, source=source, task=source.task, inputs=inputs, longest=longest, info=info, weights=weights
     )
 
 

@@ -1,9 +1,9 @@
-"""From a folder to a model in place: the steps that evaluating and writing text share."""
+"""From a folder to a model in place: the steps that evaluating and generating text share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,41 @@ import torch
 from torch import nn
 
 from zerofit.infer.failures import failures
-from zerofit.infer.fit import refuse_merging, refuse_misfit
 from zerofit.infer.limits import Device, MemoryLimits
 from zerofit.infer.load import load_model
-from zerofit.infer.memory import give_back_at_once, peak_device_bytes, peak_host_bytes, start_counting
+from zerofit.infer.memory import peak_device_bytes, peak_host_bytes, return_freed_memory_at_once, start_counting
 from zerofit.infer.meta_model import empty_model
-from zerofit.infer.placement import Placement, main_device, place
-from zerofit.infer.placement_table import table
+from zerofit.infer.placement import (
+    DeviceRow,
+    Placement,
+    main_device,
+    place,
+    refuse_merging,
+    refuse_misfit,
+    table_lines,
+)
 from zerofit.infer.rewrite import WeightRewrite
 from zerofit.infer.saved_model import SavedModel, exported, is_checkpoint, open_saved
 from zerofit.models.dtypes import DTYPES, NAMES
 from zerofit.spec.events import Reporter
+from zerofit.spec.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementResult:
+    """Where a model's weights lay, and the memory taken since before they were loaded."""
+
+    device_map: dict[str, Device]
+    placement: tuple[DeviceRow, ...]  # what was forecast for each device
+    dtype: Precision  # of the weights
+    step: int | None  # optimizer steps that the model was trained for; None where nobody knows
+    peak_host_bytes: int
+    host_bytes_before: int  # the interpreter, libraries and data; a limit for the CPU is about what comes on top of it
+    peak_device_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**vars(self), "placement": [row.to_dict() for row in self.placement]}
 
 
 @dataclass(kw_only=True)
@@ -32,13 +56,13 @@ class InferenceSession:
     dtype: torch.dtype
     limits: MemoryLimits
     scratch: Path  # for what is written on the way
-    progress: Reporter
-    say: Callable[[str], None]  # a line for people
-    empty: nn.Module = field(init=False)  # the model without weights
+    report: Reporter
     _before: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        self.empty = empty_model(self.saved, self.dtype)
+    @cached_property
+    def empty(self) -> nn.Module:
+        """The model without weights."""
+        return empty_model(self.saved, self.dtype)
 
     @property
     def main(self) -> Device:
@@ -46,57 +70,50 @@ class InferenceSession:
         return main_device(self.limits)
 
     def load(self, working: int, knobs: str) -> tuple[nn.Module, Placement]:
-        """Decide where weights go with `working` bytes left beside them, say so, and bring them there.
+        """Decide where weights go with `working` bytes left beside them, tell it, and bring them there.
 
         Raises DoesNotFit before anything is loaded; `knobs` are the flags that would make the work smaller.
         """
         placement = place(self.empty, self.limits, working)
-        for line in table(placement):
-            self.say(line)
+        self.report.note("\n".join(["where the model's weights go", *table_lines(placement)]))
         refuse_misfit(placement, knobs)
         self._before = start_counting(placement.gpus)
         with failures("nothing else on that device"):
-            model = load_model(
-                self._readable(placement), self.empty, placement, self.dtype, self.scratch, self.progress
-            )
+            model = load_model(self._readable(placement), self.empty, placement, self.dtype, self.scratch, self.report)
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """The model in files that each forward can read from, if any of it stays on the disk."""
+        """Return the model in files that each forward can read from, if any of it stays on the disk."""
         if "disk" not in placement.device_map.values():
             return self.saved
         rewriting = WeightRewrite(self.saved, self.empty, self.dtype)
         if not rewriting.needed:
             return self.saved
         refuse_merging(rewriting.host_bytes, self.limits.memory.get("cpu"))
-        return rewriting.write(self.scratch, self.progress)
+        return rewriting.write(self.scratch, self.report)
 
-    def facts(self, placement: Placement) -> dict[str, Any]:
-        """The device map, what was forecast for each device, and the memory taken since before weights were loaded.
-
-        `host_bytes_before` is what the interpreter, the libraries and the data took; a limit for the CPU is about what
-        comes on top of it.
-        """
-        return {
-            "device_map": placement.device_map,
-            "placement": [row.as_dict() for row in placement.rows],
-            "dtype": NAMES[self.dtype],
-            "step": self.saved.about.step if self.saved.about else None,
-            "peak_host_bytes": peak_host_bytes(),
-            "host_bytes_before": self._before,
-            "peak_device_bytes": peak_device_bytes(placement.gpus),
-        }
+    def result(self, placement: Placement) -> PlacementResult:
+        """Return where weights lay and the peak memory until now."""
+        return PlacementResult(
+            device_map=placement.device_map,
+            placement=placement.rows,
+            dtype=NAMES[self.dtype],
+            step=self.saved.info.step if self.saved.info else None,
+            peak_host_bytes=peak_host_bytes(),
+            host_bytes_before=self._before,
+            peak_device_bytes=peak_device_bytes(placement.gpus),
+        )
 
 
 def open_model(
-    folder: Path, dtype: str | None, scratch: Path, report: Reporter, trust_model_code: bool = False
+    folder: Path, dtype: Precision | None, scratch: Path, report: Reporter, trust_model_code: bool = False
 ) -> tuple[SavedModel, torch.dtype]:
-    """The model in a folder that `find_folder` gave, a checkpoint's exported first, and the type of its weights.
+    """Return the model in a folder that `find_folder` gave, a checkpoint's exported first, and its weights' type.
 
-    Without `dtype` ("fp32", "bf16" or "fp16") it is the type that the weights are saved in. Comes first of all that
-    makes large tensors: a hole that one leaves in the heap would be filled, page by page, by what runs later.
+    Without `dtype` it is the type that the weights are saved in. Comes before all that makes large tensors: a hole that
+    one leaves in the heap would be filled, page by page, by what runs later.
     """
-    give_back_at_once()
+    return_freed_memory_at_once()
     if is_checkpoint(folder):
         folder = exported(folder, scratch, dtype, report, trust_model_code)
     saved = open_saved(folder, trust_model_code)

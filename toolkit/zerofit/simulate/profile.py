@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerofit.models.build import forward_logits
+from zerofit.models.build import forward_logits, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import ImageInputs, Inputs
@@ -20,7 +20,7 @@ from zerofit.simulate.profile_recorder import ProfileRecorder
 from zerofit.simulate.traced_model import TracedModel, first_tensor, make_subject, takes_labels, watched
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.spec.task import Task
-from zerofit.train.loss import part_of, weighted_cross_entropy
+from zerofit.train.loss import weighted_cross_entropy
 
 
 class TraceSetting(NamedTuple):
@@ -187,9 +187,11 @@ def _loss(model: Any, x: Tensor, labels: Tensor, task: Task, one: TraceSetting, 
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
     if not hasattr(model, "config") and takes_labels(model):
-        return part_of(model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels), "loss")
+        return output_part(
+            model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels), "loss"
+        )
     logits, aux = forward_logits(model, x, **extra)
-    logits = part_of(logits, "logits")
+    logits = output_part(logits, "logits")
     recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
     loss = weighted_cross_entropy(logits, labels, 1.0)
     return loss if aux is None else loss + aux

@@ -20,6 +20,7 @@ Kind = Literal[
     "training",  # ranks begin to train: `data` has steps, and done where a run goes on
     "metrics",  # one record of metrics.jsonl
     "saved",  # a checkpoint is visible: step, save_s
+    "text",  # a piece of the text that a model generates
     "evaluated",  # figures of an evaluation: step, loss, accuracy or perplexity
     "checks",  # findings about hosts before a start: `data` has checks (doctor's rows) and the number of hosts
 ]

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
-from zerofit.models.build import forward_logits
+from zerofit.models.build import forward_logits, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import build_whole, parameter_groups
-from zerofit.train.loss import counts, part_of, weighted_cross_entropy
+from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.schedule import make_scheduler
 
@@ -132,7 +132,7 @@ class ZeroTrainer:
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
         if self._own_loss:
-            return part_of(self._call_own(x, labels), "loss")
+            return output_part(self._call_own(x, labels), "loss")
         logits, aux = self._logits(x, extra)
         if self.job.run.loss == "mse":
             return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
@@ -152,7 +152,7 @@ class ZeroTrainer:
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         logits, aux = forward_logits(self.engine, x, **extra)
-        return (part_of(logits, "logits") if self.job.facts.own else logits), aux
+        return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
         """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
@@ -160,7 +160,9 @@ class ZeroTrainer:
         count = real.sum().double()
         if not real.any():
             real, labels = torch.ones_like(real), labels.clamp_min(0)
-        return torch.stack([part_of(self._call_own(x[real], labels[real]), "loss").double() * count, count, count * 0])
+        return torch.stack(
+            [output_part(self._call_own(x[real], labels[real]), "loss").double() * count, count, count * 0]
+        )
 
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
         if self.job.facts.task == "causal-lm":

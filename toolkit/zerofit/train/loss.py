@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,12 +62,3 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
     total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     right = (flat.argmax(-1) == labels) & real
     return torch.stack([total.double(), real.sum().double(), right.sum().double()])
-
-
-def part_of(output: Any, name: str) -> Tensor:
-    """The "loss" or "logits" in what a user's model gave: an attribute, a key, the first of a tuple, or all of it."""
-    if isinstance(output, Mapping) and name in output:
-        return output[name]
-    if hasattr(output, name):
-        return getattr(output, name)
-    return output[0] if isinstance(output, tuple | list) else output

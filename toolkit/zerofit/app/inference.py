@@ -1,0 +1,163 @@
+"""Evaluation and text generation with a trained model, for the command line and from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from zerofit.data import split_name
+from zerofit.infer.eval_data import open_eval_data, scratch_folder
+from zerofit.infer.evaluate import EvalScores
+from zerofit.infer.evaluate import evaluate as evaluate_model
+from zerofit.infer.evaluate import working_bytes as eval_bytes
+from zerofit.infer.figures import figures_of
+from zerofit.infer.generate import GeneratedText, GenerationRequest, check_prompt
+from zerofit.infer.generate import generate as generate_text
+from zerofit.infer.generate import working_bytes as generation_bytes
+from zerofit.infer.limits import Device, read_limits
+from zerofit.infer.saved_model import find_folder
+from zerofit.infer.session import InferenceSession, PlacementResult, open_model
+from zerofit.spec.errors import Problems
+from zerofit.spec.events import Event, OnEvent, Reporter
+from zerofit.spec.load import load_run
+from zerofit.spec.precision import Precision
+
+MICRO_BATCH = 8
+MaxMemory = str | Mapping[Device, str | int] | None
+
+
+class EvalDataOptions(TypedDict, total=False):
+    """Fields of Run that say what a model is evaluated on; by default it is the data that it was trained on."""
+
+    data: str | None
+    data_root: Path | None
+    download: bool | None
+    text_field: str | None
+    tokenizer: str | None
+    image_size: int | None
+    skip_bad: bool | None
+    seed: int | None
+    micro_batch: int | None
+    seq_len: int | None
+    eval_samples: int | None
+
+
+class InferenceOptions(TypedDict, total=False):
+    """Where a model's weights may go, and in which type.
+
+    `max_memory` names all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; by default it is most of
+    what is free. Weights that no file holds as they are needed are written to `offload_folder`. A model
+    `package.module:callable` of somebody's own is imported and called only with `trust_model_code`.
+    """
+
+    max_memory: MaxMemory
+    offload_folder: Path | None
+    dtype: Precision | None
+    trust_model_code: bool
+    on_event: OnEvent | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(EvalScores, PlacementResult):
+    """How good a model is, and where its weights lay."""
+
+    model: str
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(GeneratedText, PlacementResult):
+    """Text that a model wrote, and where its weights lay."""
+
+
+class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
+    """Everything that `evaluate` takes beside the folder."""
+
+
+def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluation:
+    """Evaluate the model of a run's folder, of a checkpoint, or in a Hugging Face model's folder.
+
+    Keyword arguments are those of EvalDataOptions and InferenceOptions.
+
+    >>> import zerofit as zf
+    >>> run = zf.train(zf.Run(model="mlp", data="digits", steps=4, ranks=1, output="runs/evaluated"))
+    >>> result = zf.evaluate(run.run_dir, eval_samples=20, max_memory={"cpu": "1GiB"})
+    >>> result.samples, 0 <= result.accuracy <= 1, result.device_map
+    (20, True, {'': 'cpu'})
+
+    Raises UserError for bad input (all of it at once), DoesNotFit where the weights have no place in the memory that
+    they may take, and RunFailed where the model fails on the way.
+    """
+    report, problems = Reporter(options.get("on_event")), Problems()
+    run_fields = {name: options[name] for name in EvalDataOptions.__annotations__ if options.get(name) is not None}
+    problems.attempt(lambda: load_run(None, run_fields))
+    if "data" in run_fields:
+        problems.attempt(lambda: split_name(run_fields["data"]))
+    with _opened(Path(folder), options, problems, report) as session:
+        data = open_eval_data(session.saved, run_fields, report)
+        micro = run_fields.get("micro_batch", MICRO_BATCH)
+        figures = figures_of(session.saved, session.empty, session.dtype)
+        needed = eval_bytes(session.empty, figures, data.inputs, micro, session.main, str(folder))
+        if not needed:
+            report.note("what this model takes beside its weights cannot be known before it runs")
+        model, placement = session.load(needed, "a smaller --micro-batch, a shorter --seq-len,")
+        device, samples = placement.execution_device, run_fields.get("eval_samples")
+        scores = evaluate_model(model, figures, data, micro, samples, device, report)
+        return Evaluation(model=str(folder), data=data.name, **vars(scores), **vars(session.result(placement)))
+
+
+def generate(
+    folder: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.7,
+    top_p: float = 1.0,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    **options: Unpack[InferenceOptions],
+) -> Generation:
+    """Let a causal language model go on after `prompt`; `on_event` gets each piece as an event of kind "text".
+
+    A `temperature` of 0 takes the likeliest token each time, otherwise one is drawn among the likeliest that have the
+    probability `top_p` together. Further keyword arguments are those of InferenceOptions; raises as `evaluate` does.
+
+    >>> import zerofit as zf
+    >>> text = zf.Run(model="llama-tiny", data="synthetic", seq_len=32, steps=1, ranks=1, output="runs/text")
+    >>> zf.generate(zf.train(text).run_dir, "def ", max_new_tokens=5).tokens <= 5
+    True
+    """
+    report, problems = Reporter(options.get("on_event")), Problems()
+    if not prompt:
+        problems.add("empty-prompt", "--prompt is empty", "give the text's first words", "--prompt")
+    with _opened(Path(folder), options, problems, report) as session:
+        request = GenerationRequest(
+            prompt=check_prompt(session.saved, tokenizer, prompt, max_new_tokens),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        needed = generation_bytes(session.empty, request, session.main)
+        model, placement = session.load(needed, "a smaller --max-new-tokens,")
+        device = placement.execution_device
+        text = generate_text(model, request, device, lambda piece: report.on_event(Event(kind="text", text=piece)))
+        return Generation(**vars(text), **vars(session.result(placement)))
+
+
+@contextmanager
+def _opened(
+    folder: Path, options: InferenceOptions, problems: Problems, report: Reporter
+) -> Iterator[InferenceSession]:
+    """Find and open the model, nothing of its weights yet. Raises UserError with `problems` and what is wrong here."""
+    limits = problems.attempt(lambda: read_limits(options.get("max_memory")))
+    found = problems.attempt(lambda: find_folder(folder, report))
+    problems.raise_if_any()
+    assert limits is not None and found is not None  # else there is a problem
+    with scratch_folder(options.get("offload_folder")) as scratch:
+        trusted = options.get("trust_model_code", False)
+        saved, dtype = open_model(found, options.get("dtype"), scratch, report, trusted)
+        yield InferenceSession(saved=saved, dtype=dtype, limits=limits, scratch=scratch, report=report)
