@@ -1,13 +1,16 @@
-"""Parts of transformers models that take one tensor and give one: masks and positions are made from its shape."""
+"""Blocks of transformers models as modules of one tensor in and out: masks and positions follow from its shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
 
 class RotaryBlock(nn.Module):
@@ -76,9 +79,9 @@ class EncoderBlock(nn.Module):
 
 
 class BertEmbeddingSum(nn.Module):
-    """What BERT adds to word embeddings (batch, seq_len, hidden_size): segment 0, learned positions, a norm."""
+    """The rest of BERT's embedding (batch, seq_len, hidden_size): segment 0, learned positions, a norm."""
 
-    def __init__(self, embeddings: nn.Module):
+    def __init__(self, embeddings: BertEmbeddings):
         super().__init__()
         self.token_type_embeddings = embeddings.token_type_embeddings
         self.position_embeddings = embeddings.position_embeddings
@@ -111,7 +114,7 @@ class Matrix(nn.Module):
 class BertBias(nn.Module):
     """The bias of BERT's output matrix, under both of the names it has when weights are tied."""
 
-    def __init__(self, head: nn.Module):
+    def __init__(self, head: BertLMPredictionHead):
         super().__init__()
         self.decoder_bias, self.bias = head.decoder.bias, head.bias
 

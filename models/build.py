@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,8 @@ from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.vision import torchvision_model
 from zerofit.spec.task import is_text
 
-__all__ = [
-    "build",
-    "check_forward",
-    "count_parameters",
-    "forward_logits",
-    "max_positions",
-    "model_table",
-    "parameter_count",
-    "source_max_positions",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def build(
@@ -77,7 +69,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     aux = getattr(out, "aux_loss", None)
     if aux is None or not inner.training:
         return out.logits, None
-    return out.logits, inner.config.router_aux_loss_coef * aux
+    return out.logits, cast("PreTrainedModel", inner).config.router_aux_loss_coef * aux
 
 
 def output_part(output: Any, name: str) -> Tensor:
@@ -86,7 +78,7 @@ def output_part(output: Any, name: str) -> Tensor:
         return output[name]
     if hasattr(output, name):
         return getattr(output, name)
-    return output[0] if isinstance(output, tuple | list) else output
+    return cast(Tensor, output[0] if isinstance(output, tuple | list) else output)
 
 
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
@@ -162,7 +154,7 @@ def count_parameters(source: ModelSource) -> int:
 
 
 def model_table(on_progress: Callable[[int, int], None] | None = None) -> list[dict[str, Any]]:
-    """One row a known model: name, kind (its task), parameters (counted on the meta device) and source."""
+    """Return name, kind (its task), parameters and source of every model that has a name."""
     everything = names()
     rows = []
     for done, name in enumerate(everything, start=1):
@@ -184,6 +176,7 @@ def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | Non
 
 def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
     wanted = inputs or PUBLISHED_INPUTS[source.name]
+    assert isinstance(wanted, ImageInputs)  # see build
     builder = DCGAN if source.family == "gan" else BUILDERS[source.name]
     known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
     for key in args:
@@ -198,6 +191,7 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
 
 
 def _torchvision(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+    assert inputs is None or isinstance(inputs, ImageInputs)  # see build
     return torchvision_model(source.name, inputs, args)
 
 
@@ -224,7 +218,7 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
 
 def _checkpoint(model: nn.Module) -> None:
     if hasattr(model, "gradient_checkpointing_enable"):
-        _checkpoint_transformers(model)
+        _checkpoint_transformers(cast("PreTrainedModel", model))
     elif isinstance(model, DCGAN):
         checkpoint_model(model.generator)
         checkpoint_model(model.discriminator)
@@ -232,7 +226,7 @@ def _checkpoint(model: nn.Module) -> None:
         checkpoint_model(model)
 
 
-def _checkpoint_transformers(model: nn.Module) -> None:
+def _checkpoint_transformers(model: PreTrainedModel) -> None:
     if not model.supports_gradient_checkpointing:
         message = f"transformers has no activation checkpointing for {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")

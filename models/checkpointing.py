@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,10 @@ from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
+
+TO_HOST = "checkpoint_to_host"  # set on a checkpointed module whose inputs are kept in host memory
 
 
 def checkpoint_model(model: nn.Module) -> nn.Module:
@@ -32,9 +35,9 @@ def keep_on_host(model: nn.Module) -> None:
     for module in model.modules():
         theirs = getattr(module, "_gradient_checkpointing_func", None)  # transformers' place for it
         if getattr(vars(module).get("forward"), "__func__", None) is _forward_checkpointed:
-            module.checkpoint_to_host = True
+            vars(module)[TO_HOST] = True
         elif theirs is not None and getattr(module, "gradient_checkpointing", False):
-            module._gradient_checkpointing_func = partial(_on_host, theirs)
+            vars(module)["_gradient_checkpointing_func"] = partial(_on_host, theirs)
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +46,7 @@ def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def cut_into_blocks(model: nn.Module) -> list[nn.Module]:
+def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The modules to checkpoint: the outermost of a class that occurs more than once, else the model's stages.
 
     A stage is a child with parameters but the last. A long sequence of torch's own layers (AlexNet, VGG) is made to
@@ -84,7 +87,7 @@ def run_checkpointed(module: nn.Module, function: Any, *args: Any, **kwargs: Any
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), _statistics_untouched(module)
 
-    run = partial(_on_host, checkpoint) if getattr(module, "checkpoint_to_host", False) else checkpoint
+    run = partial(_on_host, checkpoint) if getattr(module, TO_HOST, False) else checkpoint
     return run(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -98,7 +101,7 @@ def _statistics_untouched(module: nn.Module) -> Iterator[None]:
 
     The originals are swapped out, not restored by a copy: autograd has saved them and minds changes in place.
     """
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = batch_norms(module)
     originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
@@ -131,7 +134,7 @@ class _Group(nn.Sequential):
     """Layers up to a pooling; not registered with the model, whose names must stay."""
 
 
-def _group_by_pooling(features: nn.Sequential) -> list[nn.Module]:
+def _group_by_pooling(features: nn.Sequential) -> list[_Group]:
     """Let a long sequence run group by group; gives the groups."""
     groups: list[list[nn.Module]] = [[]]
     for layer in features:
@@ -145,7 +148,7 @@ def _group_by_pooling(features: nn.Sequential) -> list[nn.Module]:
 
 
 def _forward_groups(self: nn.Sequential, x: Tensor) -> Tensor:
-    for group in self.groups:
+    for group in vars(self)["groups"]:
         group.train(self.training)
         x = group(x)
     return x

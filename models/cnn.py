@@ -15,10 +15,8 @@ def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
     """Two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer; images of any size."""
     side = -(-inputs.size // 4)  # two poolings that round up
     return _stages(
-        conv1=nn.Sequential(
-            nn.Conv2d(inputs.channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)
-        ),
-        conv2=nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+        conv1=_conv_pool(inputs.channels, width),
+        conv2=_conv_pool(width, 2 * width),
         head=nn.Sequential(nn.Flatten(), nn.Linear(2 * width * side * side, inputs.classes)),
     )
 

@@ -7,7 +7,7 @@ import torch
 from zerofit.spec.precision import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def torch_name(dtype: torch.dtype) -> str:

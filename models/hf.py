@@ -78,6 +78,7 @@ def max_positions(config: Any) -> int | None:
 
 
 def _config_file(source: ModelSource) -> Path:
+    assert source.path is not None  # of a source that is neither a preset nor a name
     path = Path(source.path)
     return path / "config.json" if path.is_dir() else path
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 
@@ -35,15 +38,16 @@ def initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
     """`materialise`, from wherever torch's global random stream stands."""
     from transformers.initialization import guard_torch_init_functions
 
-    tied: dict[str, str] = dict(model.all_tied_weights_keys)
+    transformer = cast("PreTrainedModel", model)
+    tied: dict[str, str] = dict(transformer.all_tied_weights_keys)
     wanted = _wanted(model, tied, keep)
     _untie(model, tied)
     for prefix, module in model.named_modules():
-        module._is_hf_initialized = False
+        vars(module)["_is_hf_initialized"] = False
         _make_real(module, f"{prefix}." if prefix else "", wanted)
     with guard_torch_init_functions(), _drawing_for_meta():
-        _apply(model, model._initialize_weights)
-    model.tie_weights()
+        _apply(model, transformer._initialize_weights)
+    transformer.tie_weights()
     return model
 
 
@@ -122,11 +126,8 @@ def as_without_zero3() -> Iterator[None]:
         with _held_on_cpu(module):
             original(self, module, *more)
 
-    PreTrainedModel._initialize_weights = on_cpu
-    try:
+    with patch.object(PreTrainedModel, "_initialize_weights", on_cpu):
         yield
-    finally:
-        PreTrainedModel._initialize_weights = original
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -13,7 +14,13 @@ from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
 from zerofit.models.initial import materialise
 
+if TYPE_CHECKING:
+    from torchvision.models import VGG, ResNet
+    from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification
+
 __all__ = ["Layer", "as_layers", "materialise"]
+
+Maker = Callable[[Any], list["Layer"]]
 
 
 @dataclass(kw_only=True)
@@ -43,8 +50,8 @@ def as_layers(model: nn.Module, checkpointing: bool = False) -> list[Layer]:
     return layers
 
 
-def _maker(model: nn.Module) -> Callable[[nn.Module], list[Layer]]:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+def _maker(model: nn.Module) -> Maker:
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
     if (model_type, type(model).__name__) in HEADS:
         return HEADS[model_type, type(model).__name__]
     if type(model).__module__.startswith("torchvision.models.") and type(model).__name__ in TORCHVISION:
@@ -61,8 +68,8 @@ def _maker(model: nn.Module) -> Callable[[nn.Module], list[Layer]]:
     )
 
 
-def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: object) -> Layer:
-    """`paths` maps a submodule or parameter of the layer ("" is the layer itself) to its path in the whole model."""
+def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
+    """Make a layer; `paths` maps a submodule or parameter of it ("" is the layer itself) to its path in the model."""
     names = {}
     for key in module.state_dict():
         inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
@@ -71,8 +78,8 @@ def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: object) 
     return Layer(name=name, module=module, names=names, **more)
 
 
-def _own(model: nn.Module, path: str, **more: object) -> Layer:
-    """A submodule that is a layer as it stands."""
+def _own(model: nn.Module, path: str, **more: Any) -> Layer:
+    """Make a layer of a submodule that is a layer as it stands."""
     return _layer(path, model.get_submodule(path), {"": path}, **more)
 
 
@@ -80,7 +87,7 @@ def _tie(tied: bool) -> dict[str, str]:
     return {"tied": "embedding", "tied_attr": "weight"} if tied else {}
 
 
-def _llama(model: nn.Module) -> list[Layer]:
+def _llama(model: LlamaForCausalLM) -> list[Layer]:
     body = model.model
     tie = _tie(model.lm_head.weight is body.embed_tokens.weight)
     decoder = [
@@ -100,7 +107,7 @@ def _llama(model: nn.Module) -> list[Layer]:
     ]
 
 
-def _gpt2(model: nn.Module) -> list[Layer]:
+def _gpt2(model: GPT2LMHeadModel) -> list[Layer]:
     body = model.transformer
     tie = _tie(model.lm_head.weight is body.wte.weight)
     decoder = [
@@ -117,7 +124,7 @@ def _gpt2(model: nn.Module) -> list[Layer]:
     ]
 
 
-def _bert(model: nn.Module) -> list[Layer]:
+def _bert(model: BertForMaskedLM) -> list[Layer]:
     if model.config.is_decoder:
         raise ModelError("pipeline-model", "a BERT with is_decoder set cannot be cut into stages", "unset is_decoder")
     embeddings, head = model.bert.embeddings, model.cls.predictions
@@ -143,7 +150,7 @@ def _bert(model: nn.Module) -> list[Layer]:
     ]
 
 
-def _vit(model: nn.Module) -> list[Layer]:
+def _vit(model: ViTForImageClassification) -> list[Layer]:
     encoder = [
         _layer(f"vit.layers.{i}", blocks.EncoderBlock(block, model.config), {"block": f"vit.layers.{i}"}, block=True)
         for i, block in enumerate(model.vit.layers)
@@ -163,13 +170,13 @@ def _sequential(model: nn.Sequential) -> list[Layer]:
 
 
 def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
-    """Some of the model's submodules in a row, then further modules without state."""
+    """Make a layer of some of the model's submodules in a row, then further modules without state."""
     keys = {path.replace(".", "_"): path for path in paths}
     modules = [(key, model.get_submodule(path)) for key, path in keys.items()]
     return _layer(name, nn.Sequential(OrderedDict([*modules, *more])), keys, **flags)
 
 
-def _resnet(model: nn.Module) -> list[Layer]:
+def _resnet(model: ResNet) -> list[Layer]:
     stages = [
         _own(model, f"layer{n}.{i}", block=True) for n in range(1, 5) for i in range(len(getattr(model, f"layer{n}")))
     ]
@@ -178,10 +185,11 @@ def _resnet(model: nn.Module) -> list[Layer]:
     return [stem, *stages, _layer("fc", flat, {"fc": "fc"})]
 
 
-def _vgg(model: nn.Module) -> list[Layer]:
-    """A layer from each convolution or linear layer to the next."""
+def _vgg(model: VGG) -> list[Layer]:
+    """Make a layer from each convolution or linear layer to the next."""
     features = [
-        _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True) for g in _cuts(model.features)
+        _group(f"features.{g[0]}", model, [f"features.{i}" for i in g], block=True)
+        for g in _cuts(cast(nn.Sequential, model.features))
     ]
     pool = _layer("avgpool", nn.Sequential(model.avgpool, nn.Flatten()), {})
     head = [_group(f"classifier.{g[0]}", model, [f"classifier.{i}" for i in g]) for g in _cuts(model.classifier)]
@@ -197,9 +205,9 @@ def _cuts(layers: nn.Sequential) -> list[list[int]]:
     return groups
 
 
-TORCHVISION: dict[str, Callable[[nn.Module], list[Layer]]] = {"ResNet": _resnet, "VGG": _vgg}
+TORCHVISION: dict[str, Maker] = {"ResNet": _resnet, "VGG": _vgg}
 
-HEADS: dict[tuple[str, str], Callable[[nn.Module], list[Layer]]] = {
+HEADS: dict[tuple[str, str], Maker] = {
     ("llama", "LlamaForCausalLM"): _llama,
     ("qwen2", "Qwen2ForCausalLM"): _llama,
     ("qwen3", "Qwen3ForCausalLM"): _llama,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -53,10 +53,10 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
     new = nn.Conv2d(
         channels,
         old.out_channels,
-        old.kernel_size,
-        old.stride,
-        old.padding,
-        old.dilation,
+        cast(tuple[int, int], old.kernel_size),
+        cast(tuple[int, int], old.stride),
+        cast(tuple[int, int] | str, old.padding),
+        cast(tuple[int, int], old.dilation),
         bias=old.bias is not None,
         padding_mode=old.padding_mode,
     )

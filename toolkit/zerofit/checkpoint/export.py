@@ -27,6 +27,7 @@ from zerofit.models.dtypes import DTYPES, torch_name
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.precision import Precision
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ExportResult:
 def export(
     checkpoint: Path,
     out: Path,
-    dtype: str | None = None,
+    dtype: Precision | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     *,
     trust_model_code: bool = False,
@@ -95,8 +96,8 @@ def export(
 class _Plan:
     """What is to be written, decided and checked before anything is."""
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: str | None, trusted: bool):
-        self.dtype = dtype or manifest.job.run.precision or "fp32"
+    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: Precision | None, trusted: bool):
+        self.dtype: Precision = dtype or manifest.job.run.precision or "fp32"
         self.state = whole_model(checkpoint, manifest.job.facts.task)
         self.model, self.transformers = _meta_model(manifest, checkpoint / MANIFEST, trusted)
         _check_names(self.model, self.state, checkpoint)

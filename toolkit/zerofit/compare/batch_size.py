@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.compare.benchmark_task import BenchmarkTask, batch_norms
+from zerofit.compare.benchmark_task import BenchmarkTask
+from zerofit.models.batch_norm import batch_norms
 
 NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 

@@ -196,11 +196,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
 
-def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Layers over which shares of a batch are another function than the whole of it."""
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-
-
 def tied(model: nn.Module) -> bool:
     """Whether two layers share a parameter."""
     return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))

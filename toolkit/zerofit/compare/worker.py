@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zerofit.compare.batch_size import train_to_target
-from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, batch_norms
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
 from zerofit.compare.catalog import STRATEGIES
 from zerofit.compare.job import CompareJob
+from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 from zerofit.spec.files import write_json
 

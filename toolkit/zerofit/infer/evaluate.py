@@ -108,14 +108,14 @@ def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: in
     if not math.isfinite(loss):
         hint = "--dtype fp32, where fp16 overflows; else the weights themselves are not finite"
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
-    image, answers = isinstance(inputs, ImageInputs), figures.counts_answers
+    answers = figures.counts_answers
     samples_per_s = samples / max(seconds, 1e-9)
     return EvalScores(
         loss=loss,
         accuracy=right / max(targets, 1.0) if answers else None,
-        top5_accuracy=near / max(targets, 1.0) if answers and image else None,
-        perplexity=None if image else math.exp(min(loss, LONGEST_LOSS)),
+        top5_accuracy=near / max(targets, 1.0) if answers and isinstance(inputs, ImageInputs) else None,
+        perplexity=None if isinstance(inputs, ImageInputs) else math.exp(min(loss, LONGEST_LOSS)),
         samples=samples,
         samples_per_s=samples_per_s,
-        tokens_per_s=None if image else samples_per_s * inputs.seq_len,
+        tokens_per_s=None if isinstance(inputs, ImageInputs) else samples_per_s * inputs.seq_len,
     )

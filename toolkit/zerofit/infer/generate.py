@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import BaseStreamer
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from zerofit.data.tokenizer import Tokenizer, load_transformers, open_tokenizer
 from zerofit.infer.activation_memory import activation_memory
@@ -110,7 +110,7 @@ def generate(
     torch.manual_seed(request.seed)
     start = time.perf_counter()
     with failures("a smaller --max-new-tokens"), guarded(model):
-        cast(GenerationMixin, model).generate(
+        cast(Any, model).generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=_config(request),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import dispatch_model
@@ -78,6 +78,7 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
             else:
                 with safe_open(where.file, framework="pt") as file:
                     value = file.get_tensor(key)
+                assert device is not None, name  # the map covers all tensors
                 target = placement.execution_device if device == "disk" else device
                 set_module_tensor_to_device(model, name, target, value=value)
             task.advance()
@@ -85,8 +86,8 @@ def _dispatched(saved: SavedModel, model: nn.Module, placement: Placement, repor
     return dispatch_model(
         model,
         dict(placement.device_map),
-        main_device=placement.main,
-        offload_index=on_disk or None,
+        main_device=cast(Any, placement.main),
+        offload_index=cast(Any, on_disk or None),
         preload_module_classes=loads_whole(model),
     )
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 
 from zerofit.infer.saved_model import SavedModel
+from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
@@ -25,9 +30,11 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
         if saved.source.family == "transformers":
             with torch.device("meta"):
                 model = build(saved.source, None, {})
-            if hasattr(model.config, "output_router_logits"):
-                model.config.output_router_logits = False  # the router's loss is a matter of training
+            config = cast("PreTrainedModel", model).config
+            if hasattr(config, "output_router_logits"):
+                config.output_router_logits = False  # the router's loss is a matter of training
             return model.to(dtype).eval()
+        assert saved.info is not None  # see open_saved
         with init_empty_weights():
             model = build(saved.source, saved.inputs, dict(saved.info.model_args))
     except ModelError as error:
@@ -37,7 +44,7 @@ def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(module, BatchNorm):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)

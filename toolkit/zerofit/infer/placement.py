@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import infer_auto_device_map
@@ -109,14 +109,15 @@ def _infer(model: nn.Module, memory: dict[Device, int]) -> dict[str, Device] | N
     """
     if not any(size > 0 for size in memory.values()):
         return {"": "disk"}
-    asked = {device: max(0, size) for device, size in memory.items()}
+    asked: dict[int | str, int | str] = {device: max(0, size) for device, size in memory.items()}
     try:
         with quiet():  # it warns of devices that a plan names, and of buffers, which are counted here
-            device_map = infer_auto_device_map(
+            found = infer_auto_device_map(
                 model, max_memory=asked, no_split_module_classes=block_classes(model), fallback_allocation=True
             )
     except IndexError:
         return None
+    device_map = cast(dict[str, Device], found)  # of the devices in `memory`, and the disk
     main = next((d for d in device_map.values() if isinstance(d, int)), "cpu")
     left = [name for name in model.state_dict() if device_of(name, device_map) is None]
     modules = {name for name, _ in model.named_modules()}
@@ -129,7 +130,9 @@ def _placed(model: nn.Module, device_map: dict[str, Device], limits: MemoryLimit
     main: Device = gpus[0] if gpus else "cpu"
     weights: dict[Device, int] = dict.fromkeys(device_map.values(), 0) | {main: 0}
     for name, tensor in model.named_parameters():
-        weights[device_of(name, device_map)] += tensor.nbytes
+        device = device_of(name, device_map)
+        assert device is not None, name  # the map covers all parameters
+        weights[device] += tensor.nbytes
     for name, tensor in model.named_buffers():
         device = device_of(name, device_map) or main
         weights[device if isinstance(device, int) else main] += tensor.nbytes  # those are not offloaded
@@ -202,11 +205,12 @@ def refuse_merging(needed: int, allowed: int | None) -> None:
 
 def table_lines(placement: Placement) -> list[str]:
     """Return lines that show which device holds what, how much that is, and what else it needs."""
-    rows = [("device", "weights", "layer", "working", "needed", "allowed", "modules")]
+    rows: list[tuple[str, ...]] = [("device", "weights", "layer", "working", "needed", "allowed", "modules")]
     for row in placement.rows:
         allowed = "any" if row.allowed is None else shown_bytes(row.allowed)
         sizes = (row.weights, row.layer, row.working, row.needed)
-        rows.append((str(row.device), *map(shown_bytes, sizes), allowed, ", ".join(compact_names(row.modules)) or "-"))
+        modules = ", ".join(compact_names(row.modules)) or "-"
+        rows.append((str(row.device), *(shown_bytes(size) for size in sizes), allowed, modules))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
     return ["  ".join([*(f"{w:>{n}}" for w, n in zip(row, widths, strict=False)), row[6]]) for row in rows]
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,9 @@ from zerofit.infer.quiet import quiet
 from zerofit.infer.saved_model import SavedModel
 from zerofit.infer.weights import StoredWeights, read_weights
 from zerofit.spec.events import Reporter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FILE = "model.safetensors"
 COPIES = 4  # of a merged tensor in memory at once: its parts mapped, both halves stacked, the whole
@@ -54,7 +58,7 @@ class WeightRewrite:
         gone = {name for part in self._merged for name in part.outputs}
         shapes = {name: tuple(self._empty.state_dict()[name].shape) for name in parts}
         shapes |= {name: where.shape for name, where in self._stored.items() if name not in gone}
-        types = self._wanted | dict.fromkeys(parts, self._dtype)
+        types = {name: wanted for name, wanted in self._wanted.items() if wanted} | dict.fromkeys(parts, self._dtype)
         entries = [TensorEntry(name=name, shape=shape, dtype=types[name]) for name, shape in shapes.items()]
         total = sum(entry.bytes for entry in entries)
         refuse_small_disk(folder, total, "--offload-folder")
@@ -82,9 +86,10 @@ class WeightRewrite:
         from transformers.modeling_utils import LoadStateDictConfig
 
         pieces = {name: _tensor(self._saved.weights, name) for name in part.outputs}
-        mapping = get_model_conversion_mapping(self._empty)
+        model = cast("PreTrainedModel", self._empty)
+        mapping = cast(Any, get_model_conversion_mapping(model))
         config = LoadStateDictConfig(device_map={"": "cpu"}, dtype=self._dtype, weight_mapping=mapping)
-        convert_and_load_state_dict_in_model(self._empty, pieces, config)
+        convert_and_load_state_dict_in_model(model, pieces, config)
         owner, _, name = part.source.rpartition(".")
         merged = getattr(self._empty.get_submodule(owner), name).detach()
         setattr(self._empty.get_submodule(owner), name, nn.Parameter(merged.to("meta"), requires_grad=False))

@@ -11,12 +11,12 @@ from zerofit.checkpoint.model_card import NAME as CARD
 from zerofit.checkpoint.model_card import ModelInfo, read_model_info, refuse_untrusted_code
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
 from zerofit.infer.weights import StoredWeights, has_weights, read_weights
-from zerofit.models.build import max_positions
 from zerofit.models.catalog import ModelError, ModelSource, find
-from zerofit.models.hf import make_config
+from zerofit.models.hf import make_config, max_positions
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.precision import Precision
 from zerofit.spec.task import Task
 
 MODEL = "model"  # the trained model in a run's folder
@@ -66,7 +66,9 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and not has_weights(folder)
 
 
-def exported(checkpoint: Path, scratch: Path, dtype: str | None, report: Reporter, trust_model_code: bool) -> Path:
+def exported(
+    checkpoint: Path, scratch: Path, dtype: Precision | None, report: Reporter, trust_model_code: bool
+) -> Path:
     """Export the model of a checkpoint into `scratch`, its weights in this type (None: the run's precision)."""
     return export(checkpoint, scratch / MODEL, dtype, trust_model_code=trust_model_code, report=report).out
 
@@ -95,6 +97,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
 
 def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
     source = find(str(folder.absolute()))  # a folder may have the name of a model
+    assert source.task != "custom"  # see catalog.config_task
     config = make_config(source, None, {})
     longest = None if source.task == "image" else max_positions(config)
     inputs = info.inputs if info and source.task == "image" else _inputs(source, config, longest)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerofit.models.batch_norm import batch_norms
+
 
 @torch.no_grad()
 def average_batch_statistics(model: nn.Module, group: Any) -> None:
@@ -17,10 +19,7 @@ def average_batch_statistics(model: nn.Module, group: Any) -> None:
     use; training does not read them.
     """
     statistics = [
-        tensor
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-        for tensor in (module.running_mean, module.running_var)
+        tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None
     ]
     if not statistics or dist.get_world_size(group) == 1:
         return

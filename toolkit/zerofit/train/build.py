@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.models.batch_norm import BatchNorm, batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, find
 from zerofit.models.inputs import ImageInputs, Inputs
@@ -62,7 +63,7 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
     another type than the statistics: DeepSpeed's low-precision ones (one number a channel) are cast in each call.
     """
 
-    def forward(self: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    def forward(self: BatchNorm, x: Tensor) -> Tensor:
         momentum = self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -79,9 +80,9 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
             self.eps,
         )
 
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-            module.forward = types.MethodType(forward, module)
+    for norm in batch_norms(model):
+        if not isinstance(norm, nn.SyncBatchNorm):
+            norm.forward = types.MethodType(forward, norm)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
