@@ -121,3 +121,9 @@ def test_a_scratch_folder_goes_and_the_users_stays(tmp_path):
     assert not list((tmp_path / "mine").iterdir())
     with pytest.raises(UserError, match="nothing can be written"), scratch_folder(Path("/proc/nowhere")):
         pass
+
+
+def test_a_folder_with_the_name_of_a_model(tmp_path, monkeypatch):
+    save_small(tmp_path / "gpt2", "gpt2")
+    monkeypatch.chdir(tmp_path)
+    assert open_saved(Path("gpt2")).longest == 32  # the preset's is 1024
