@@ -25,7 +25,7 @@ class RotaryBlock(nn.Module):
         self.sliding = kinds[index] == "sliding_attention" if kinds else windowed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Positions count from 0; the mask is causal, within the sliding window where the block has one."""
+        """Run the block; positions count from 0, the mask is causal, in a sliding window where the block has one."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
@@ -46,7 +46,7 @@ class GPT2Positions(nn.Module):
         self.wpe, self.drop = wpe, drop
 
     def forward(self, x: Tensor) -> Tensor:
-        """Positions count from 0."""
+        """Add the embeddings of positions, which count from 0."""
         return self.drop(x + self.wpe(torch.arange(x.shape[1], device=x.device).unsqueeze(0)))
 
 
@@ -58,7 +58,7 @@ class GPT2Block(nn.Module):
         self.block, self.config = block, config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Under a causal mask."""
+        """Run the block under a causal mask."""
         from transformers.masking_utils import create_causal_mask
 
         return self.block(x, attention_mask=_mask(create_causal_mask, self.config, x))
@@ -72,7 +72,7 @@ class EncoderBlock(nn.Module):
         self.block, self.config = block, config
 
     def forward(self, x: Tensor) -> Tensor:
-        """Without padding."""
+        """Run the block without padding."""
         from transformers.masking_utils import create_bidirectional_mask
 
         return self.block(x, _mask(create_bidirectional_mask, self.config, x))
@@ -88,7 +88,7 @@ class BertEmbeddingSum(nn.Module):
         self.LayerNorm, self.dropout = embeddings.LayerNorm, embeddings.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Summed in the order in which BERT sums them."""
+        """Sum in the order in which BERT sums."""
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
         x = x + self.token_type_embeddings(segments) + self.position_embeddings(positions)
@@ -107,7 +107,7 @@ class Matrix(nn.Module):
         self.weight = linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Multiply (..., in_features) to (..., out_features)."""
         return functional.linear(x, self.weight)
 
 
@@ -119,7 +119,7 @@ class BertBias(nn.Module):
         self.decoder_bias, self.bias = head.decoder.bias, head.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, seq_len, vocab_size) in and out."""
+        """Add the bias to logits (batch, seq_len, vocab_size)."""
         return x + self.decoder_bias
 
 
@@ -131,7 +131,7 @@ class FirstToken(nn.Module):
         self.classifier = classifier
 
     def forward(self, x: Tensor) -> Tensor:
-        """From the class token."""
+        """Classify from the class token."""
         return self.classifier(x[:, 0, :])
 
 

@@ -1,4 +1,4 @@
-"""Building a model for its inputs, checking that they go together, and calling it the one way that fits all."""
+"""Building models for their inputs, checking that they fit, and calling every model in one way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def build(
     source: ModelSource, inputs: Inputs | None, args: dict[str, Any], *, checkpointing: bool = False
 ) -> nn.Module:
-    """The model in fp32 on the current default device (also meta), fitted to its inputs.
+    """Build the model in fp32 on the current default device (also meta), fitted to its inputs.
 
     Weights are random, drawn from torch's global stream, or a pretrained folder's. `args` override the keys of a
     transformers config, or are keyword arguments of other models. Without inputs a model has its published shape.
@@ -50,7 +50,7 @@ def build(
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:
-    """Logits of token ids (batch, seq_len) or images (batch, channels, size, size), and the loss a router adds.
+    """Return logits of token ids (batch, seq_len) or images (batch, channels, size, size), and a router's loss.
 
     The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called. The
     second value is coefficient * load balancing loss of a mixture of experts in training, else None. `extra` goes to
@@ -113,7 +113,7 @@ def _takes_use_cache(cls: type[nn.Module]) -> bool:
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """FLOPs of a (tokens, k) by (experts, k, n) grouped product, which torch's counter does not know."""
+    """Return FLOPs of a (tokens, k) by (experts, k, n) grouped product, which torch's counter does not know."""
     return 2 * a[0] * a[1] * b[-1]
 
 
@@ -143,12 +143,12 @@ def _check_logits(logits: Tensor, source: ModelSource, inputs: Inputs) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
+    """Count parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
 def count_parameters(source: ModelSource) -> int:
-    """Parameters of a named model in its published shape, counted on the meta device."""
+    """Count the parameters of a named model in its published shape, on the meta device."""
     with torch.device("meta"):
         return parameter_count(build(source, None, {}))
 
@@ -168,7 +168,7 @@ def model_table(on_progress: Callable[[int, int], None] | None = None) -> list[d
 
 
 def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | None:
-    """The longest sequence in tokens before any model is built; None for models without such a limit."""
+    """Return the longest sequence in tokens before any model is built; None for models without such a limit."""
     if not is_text(source.task):
         return None
     return max_positions(make_config(source, None, args))
@@ -196,7 +196,7 @@ def _torchvision(source: ModelSource, inputs: Inputs | None, args: dict[str, Any
 
 
 def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    """What the user's callable returns for `args`; modules of the current folder can be named."""
+    """Return what the user's callable returns for `args`; modules of the current folder can be named."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module_name, _, attribute = source.name.partition(":")

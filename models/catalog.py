@@ -1,4 +1,4 @@
-"""What a model name means: ours, a preset, torchvision's, a file or folder, or a user's own callable.
+"""Model names and what they mean: ours, a preset, torchvision's, a file or folder, or a user's own callable.
 
 Importing this module imports neither torch nor torchvision nor transformers.
 """
@@ -42,7 +42,7 @@ class ModelSource:
 
 
 def find(name: str) -> ModelSource:
-    """The source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
+    """Return the source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
     if name in OWN:
         return ModelSource(
             name=name, family="gan" if OWN[name] == "gan" else "zerofit", origin="zerofit", task=OWN[name]
@@ -61,25 +61,25 @@ def find(name: str) -> ModelSource:
 
 
 def names_callable(name: str) -> bool:
-    """Whether a name has the form package.module:callable."""
+    """Return whether a name has the form package.module:callable."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), attribute))
 
 
 def names() -> list[str]:
-    """Every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
+    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
     return [*OWN, *PRESETS, *torchvision_names()]
 
 
 def torchvision_names() -> list[str]:
-    """torchvision's classification models, without the quantized ones."""
+    """List torchvision's classification models, without the quantized ones."""
     import torchvision
 
     return torchvision.models.list_models(module=torchvision.models)
 
 
 def config_task(config: dict[str, Any], where: str) -> Task:
-    """The task of a transformers config: by its architecture's name, else by what its model_type can be."""
+    """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
     for architecture in (config.get("architectures") or [])[:1]:
         for ending, task in ARCHITECTURE_ENDINGS.items():
             if architecture.endswith(ending):
@@ -121,7 +121,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A transformers config.json as a dict. Raises ModelError where there is none."""
+    """Read a transformers config.json as a dict. Raises ModelError where there is none."""
     if not file.is_file():
         hint = "name the folder that holds config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
@@ -139,7 +139,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """Message and hint for a name that is nothing we know."""
+    """Return message and hint for an unknown name."""
     if name.endswith(".json") or name.startswith((".", "/", "~")):
         return f"there is no model file or folder {name}", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
@@ -150,7 +150,7 @@ def _unknown(name: str) -> tuple[str, str]:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "`zerofit models` lists all names") -> str:
-    """A hint with up to three close names, or what to do without one."""
+    """Return a hint with up to three close names, or what to do without one."""
     close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else otherwise
 

@@ -41,13 +41,13 @@ def keep_on_host(model: nn.Module) -> None:
 
 
 def _on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's checkpoint saves outside the part that is computed again is seen by these hooks, and no more."""
+    """Run a checkpointed function so that what its checkpoint saves, and nothing else, lies in host memory."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return function(*args, **kwargs)
 
 
 def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules to checkpoint: the outermost of a class that occurs more than once, else the model's stages.
+    """Return the modules to checkpoint: the outermost of a class that occurs more than once, else the model's stages.
 
     A stage is a child with parameters but the last. A long sequence of torch's own layers (AlexNet, VGG) is made to
     run in groups up to each pooling, and those are its stages.
@@ -80,7 +80,7 @@ def checkpoint_block(block: nn.Module) -> None:
 
 
 def run_checkpointed(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """function(*args) without keeping activations; batch norms in the module see the batch once, not twice."""
+    """Run function(*args) without keeping activations; batch norms in the module see the batch once, not twice."""
     if not (module.training and is_grad_enabled()):
         return function(*args, **kwargs)
 
@@ -97,7 +97,7 @@ def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 @contextmanager
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
-    """Recomputing updates copies of the running statistics, which are dropped.
+    """Within it forwards update copies of the running statistics, which are dropped.
 
     The originals are swapped out, not restored by a copy: autograd has saved them and minds changes in place.
     """

@@ -55,7 +55,7 @@ class DCGAN(nn.Module):
         self.apply(_initialise)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (batch, 1) of images (batch, channels, size, size)."""
+        """Return logits (batch, 1) of images (batch, channels, size, size)."""
         return self.discriminator(images)
 
 
@@ -65,7 +65,7 @@ def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int)
 
 
 def _initialise(module: nn.Module) -> None:
-    """Normal with standard deviation 0.02: section 4 of the paper; batch norm scales around 1."""
+    """Draw from a normal of standard deviation 0.02 (section 4 of the paper), batch norm's scales around 1."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
         nn.init.normal_(module.weight, 0.0, 0.02)
     elif isinstance(module, nn.BatchNorm2d):

@@ -18,7 +18,7 @@ _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernor
 
 
 def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    """A transformers model in fp32 on the current default device: pretrained, or with random initial weights.
+    """Build a transformers model in fp32 on the current default device: pretrained, or with random initial weights.
 
     Initial weights are drawn as transformers' own `initialize_weights` draws them, on the CPU, and nothing else is
     drawn: so the same numbers come out whole, stage by stage (`materialise`), and partitioned as the model is built
@@ -40,7 +40,7 @@ def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[st
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):
-    """The transformers config: the preset or file, fitted to the inputs, with `args` on top of both.
+    """Make the transformers config: the preset or file, fitted to the inputs, with `args` on top of both.
 
     For images it gets the number of labels and channels and the image size; the patch size stays, unless the image is
     smaller than one patch, which is then a quarter of the image. For text the vocabulary stays as it is and must hold
@@ -69,7 +69,7 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
 
 
 def max_positions(config: Any) -> int | None:
-    """The longest sequence in tokens that a transformers config allows, or None where it names no limit."""
+    """Return the longest sequence in tokens that a transformers config allows, or None where it names no limit."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None or getattr(text, "model_type", None) not in _OFFSET_POSITIONS:
@@ -84,7 +84,7 @@ def _config_file(source: ModelSource) -> Path:
 
 
 def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> dict[str, Any]:
-    """The config's keys with `args` over them, both under the config class's own names."""
+    """Return the config's keys with `args` over them, both under the config class's own names."""
     canonical = getattr(cls, "attribute_map", {})
     known = set(cls().to_dict()) | set(canonical) | {"num_labels"} | set(base)
     for key in args:
@@ -149,7 +149,7 @@ def _auto_class(task: str):
 
 
 def _from_config(source: ModelSource, config: Any) -> nn.Module:
-    """The bare model in fp32; transformers takes sdpa attention wherever the model has it."""
+    """Build the bare model in fp32; transformers takes sdpa attention wherever the model has it."""
     try:
         return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a shape that does not fit shows in many ways
@@ -158,7 +158,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 
 def _pretrained(source: ModelSource, config: Any) -> nn.Module:
-    """Weights from the folder, in fp32; only an image classifier's head may differ, and then starts anew."""
+    """Load weights from the folder, in fp32; only an image classifier's head may differ, and then starts anew."""
     try:
         model, loaded = _auto_class(source.task).from_pretrained(
             source.path,

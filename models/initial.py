@@ -35,7 +35,7 @@ def materialise(model: nn.Module, seed: int, keep: set[str] | None = None) -> nn
 
 @torch.no_grad()
 def initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
-    """`materialise`, from wherever torch's global random stream stands."""
+    """Do what `materialise` does, from wherever torch's global random stream stands."""
     from transformers.initialization import guard_torch_init_functions
 
     transformer = cast("PreTrainedModel", model)
@@ -52,13 +52,13 @@ def initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
 
 
 def _wanted(model: nn.Module, tied: dict[str, str], keep: set[str] | None) -> set[str]:
-    """Names of the parameters to make real, each tied one under the name of its source."""
+    """Return names of the parameters to make real, each tied one under the name of its source."""
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     return (names - set(tied)) | {tied[name] for name in names & set(tied)}
 
 
 def _untie(model: nn.Module, tied: dict[str, str]) -> None:
-    """Each tied parameter is drawn on its own before it is tied, so it needs a tensor of its own."""
+    """Give each tied parameter a tensor of its own, since each is drawn before it is tied."""
     for name in tied:
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -77,7 +77,7 @@ def _make_real(module: nn.Module, prefix: str, wanted: set[str]) -> None:
 
 
 def _apply(module: nn.Module, initialise_one: Any) -> None:
-    """Children first, each model within a model by its own rules: the order of `initialize_weights`."""
+    """Initialise children first, each model within a model by its own rules, as `initialize_weights` does."""
     from transformers import PreTrainedModel
 
     for child in module.children():
@@ -132,7 +132,7 @@ def as_without_zero3() -> Iterator[None]:
 
 @contextmanager
 def _held_on_cpu(module: nn.Module) -> Iterator[None]:
-    """The parameters of a module and its children (which transformers has gathered) as fp32 tensors on the CPU."""
+    """Within it the gathered parameters of a module and its children are fp32 tensors on the CPU."""
     owners = [module, *module.children()]
     parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
     gathered = {key: p.data for key, p in parameters.items()}

@@ -36,7 +36,7 @@ class Layer:
 
 
 def as_layers(model: nn.Module, checkpointing: bool = False) -> list[Layer]:
-    """The model as layers that, run one after the other, give the whole model's logits; on any device, also meta.
+    """Return the model as layers that give its logits when run in order; on any device, also meta.
 
     The submodules stay the model's own. With `checkpointing` each block recomputes its activations in backward.
     What a mixture of experts adds to the loss for the balance of its router is not computed here. BERT adds its

@@ -17,7 +17,7 @@ IMAGENET = ImageInputs(channels=3, size=224, classes=1000)
 
 
 def torchvision_model(name: str, inputs: ImageInputs | None, args: dict[str, Any]) -> nn.Module:
-    """One of torchvision's models with random weights, for these images; `args` are its keyword arguments."""
+    """Build one of torchvision's models with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
     wanted = inputs or IMAGENET
@@ -37,7 +37,7 @@ def torchvision_model(name: str, inputs: ImageInputs | None, args: dict[str, Any
 
 
 def _size_keywords(name: str, size: int | None) -> dict[str, Any]:
-    """What some families must know beforehand: the image size, and that nobody looks at auxiliary heads."""
+    """Return what some families must know beforehand: the image size, and that auxiliary heads are not used."""
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if size is not None and name.startswith("vit_"):
@@ -66,7 +66,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """RegNet computes its widths with tensors that it reads back, which a meta tensor does not allow."""
+    """Within it RegNet computes its widths on the CPU: it reads them back, which a meta tensor does not allow."""
     from torchvision.models.regnet import BlockParams
 
     compute = BlockParams.from_init_params

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import sync_folder
+from zerofit.spec.files import sync_folder, write_text
 from zerofit.spec.run_folder import Job
 
 FORMAT = 1
@@ -81,10 +81,7 @@ class Manifest:
             "files": {name: asdict(mark) for name, mark in self.files.items()},
         }
         text = json.dumps({**content, "checksum": checksum_of(content)}, indent=1)
-        with (checkpoint / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(checkpoint / MANIFEST, text)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""The files that hold a model's weights: which there are, whether they are whole, what is in them."""
+"""Weight files of a model: which there are, whether they are whole, what is in them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_weights(folder: Path) -> StoredWeights:
-    """What the files in a model's folder hold, from their headers alone.
+    """Return what the files in a model's folder hold, from their headers alone.
 
     Raises UserError: "weights-missing", "weights-damaged", or of a pickle "unsafe-file" or "damaged-file".
     """
@@ -74,7 +74,7 @@ def read_weights(folder: Path) -> StoredWeights:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index names. Raises UserError with every one that is not there."""
+    """Return the files that an index names. Raises UserError with every one that is not there."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -89,7 +89,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file; its length must be what the header says, since reading maps it to memory."""
+    """Return a safetensors file's tensors; its length must be as its header says, since reading maps it to memory."""
     size = file.stat().st_size
     try:
         with file.open("rb") as opened:
@@ -112,7 +112,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _pickle(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a torch file, mapped to memory and not read."""
+    """Return the tensors of a torch file, mapped to memory and not read."""
     held = load(file)
     if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
         raise _damaged(file, "it holds something else than tensors by name")
