@@ -59,10 +59,10 @@ def _check(key: str, value: Any, place: str, problems: Problems) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):
         words = {int: "a whole number", bool: "true or false", str: "a word"}[kinds[0]]
         problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
-    elif key == "precision" and value not in PRECISIONS:
-        problems.add("space", f"precision: {value!r}", f"take {', '.join(PRECISIONS)}", place)
     elif key == "global_batch" and value < 1:
         problems.add("space", f"global_batch: {value}", "take 1 or more samples", place)
+    elif key == "precision" and value not in PRECISIONS:
+        problems.add("space", f"precision: {value!r}", f"take {', '.join(PRECISIONS)}", place)
 
 
 def allows(allowed: Mapping[str, list[Any]], row: Mapping[str, Any]) -> bool:
