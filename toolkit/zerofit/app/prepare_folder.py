@@ -61,7 +61,7 @@ def prepare(
 
 
 def find_folder(run: Run) -> RunFolder:
-    """The run folder's path: a new or empty one, or one in which a run was started before that may go on.
+    """Return the run folder: a new or empty one, or one in which a run was started before that may go on.
 
     Raises UserError for any other folder.
     """
@@ -99,7 +99,7 @@ def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
 
 
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
-    """Put away what earlier starts in this folder have left and the next one would trip over; what a user should know.
+    """Set aside what earlier starts left in this folder, and return notes for the user.
 
     The records of steps that will be made again go to logs/, and checkpoints of such steps get another name. Only
     what was never whole is deleted. Call it while no rank is at work in the folder.

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint that is whole, if it is this run's."""
+"""The checkpoint that a run resumes from: the newest whole one, if it is this run's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
 
 
 def _named(path: Path, report: Reporter) -> CheckpointEntry:
-    """The checkpoint that --resume names: its folder, or that of a run, of which the newest is taken."""
+    """Return the checkpoint that --resume names: its own folder, or a run's folder for its newest one."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not (path / "manifest.json").exists() and path.is_dir():

@@ -40,7 +40,7 @@ class JsonObject(click.ParamType):
 
 
 def run_options(fields: Collection[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that adds an option for each of these fields of Run; all but `model`, the argument, if None."""
+    """Return a decorator that adds an option for each of these fields of Run (None: all but `model`, the argument)."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for field, info in reversed(Run.model_fields.items()):
@@ -66,7 +66,7 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
 
 
 def _plain(annotation: Any) -> Any:
-    """The type a value is given as on the command line: Optional and Annotated taken off, str where it may be one."""
+    """Return the type of a value on the command line: without Optional and Annotated, str where it may be one."""
     if get_origin(annotation) is typing.Annotated:
         return _plain(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):

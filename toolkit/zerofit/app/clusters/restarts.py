@@ -1,4 +1,4 @@
-"""A run on many hosts, begun again from its newest checkpoint when something dies."""
+"""A run on many hosts, started again from its newest checkpoint when something dies."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RestartingRun:
             return run_once(folder, site, watch, self.report, attempt=attempt, handle_signals=self.handle_signals)
 
     def _ready(self, port: int) -> Preflight | None:
-        """Ask all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
+        """Examine all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.asked.run)
@@ -154,7 +154,7 @@ class RestartingRun:
             file.write(json.dumps({**restart, "left_out": missing}) + "\n")
 
     def _hosts_back(self, failure: RunFailed) -> list[Host]:
-        """The hosts that answer, once all do or the patience is at its end. Raises the failure where too few do."""
+        """Return the hosts that answer, once all do or the time is up. Raises the failure where too few do."""
         if not self.options.over_ssh:
             return list(self.hosts)
         assert self.folder
@@ -201,7 +201,7 @@ class RestartingRun:
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:
-    """Ranks that were asked to stop have failed instead: raise Stopped if there is a checkpoint to go on from."""
+    """Raise Stopped for ranks that failed after they were asked to stop, if there is a checkpoint to resume from."""
     known = Store(folder.checkpoints).entries()
     if known:
         message = f"asked to stop, and failed before all was saved ({problem.message}); step {known[-1].step} is saved"
