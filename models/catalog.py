@@ -60,6 +60,13 @@ def find(name: str) -> ModelSource:
     raise ModelError("unknown-model", *_unknown(name))
 
 
+def is_cnn(source: ModelSource) -> bool:
+    """Whether a model is a convolutional network of ours or of torchvision's."""
+    if source.family == "torchvision":
+        return not source.name.startswith(("vit_", "swin", "maxvit"))
+    return source.name in ("simplecnn", "lenet", "resnet18-small")
+
+
 def names_callable(name: str) -> bool:
     """Return whether a name has the form package.module:callable."""
     module, colon, attribute = name.partition(":")

@@ -174,6 +174,7 @@ def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, 
     """The options of `zerofit train`."""
     model, stage, precision, micro, *more, ranks = name.split()
     asked = {**models[model], "data": "synthetic", "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
+    asked["optimizer"] = "adamw"  # whose states plan forecasts
     asked["micro_batch"] = int(micro[2:])
     asked["ds_config"] = json.loads(resources.files("zerofit.ds_configs").joinpath(f"{stage}.json").read_text())
     for word in more:

@@ -21,7 +21,13 @@ RUNS = {
     "zero3-bf16": {"model": "llama-tiny", "model_args": GROUPED, "ds_config": "zero3", "precision": "bf16", **TEXT},
     "tp-tied": {"model": "qwen2.5-0.5b", "model_args": GROUPED, "tensor_parallel": 2, "ds_config": "zero1", **TEXT},
     "pp-tied": {"model": "gpt2", "model_args": GPT2, "pipeline": 2, **TEXT},
-    "images": {"model": "resnet18-small", "model_args": {"width": 4}, "ds_config": "zero1", **IMAGES},
+    "images": {
+        "model": "resnet18-small",
+        "model_args": {"width": 4},
+        "optimizer": "adamw",
+        "ds_config": "zero1",
+        **IMAGES,
+    },
 }
 
 

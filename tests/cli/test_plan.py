@@ -17,7 +17,7 @@ from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
 from zerofit.config.ds_json import read_document
-from zerofit.config.resolve import decide, resolve
+from zerofit.config.resolve import decide, resolve, with_recipe
 from zerofit.plan.inverse import with_layers
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problems
@@ -234,7 +234,7 @@ def test_written_files_are_what_train_and_check_take(layout, traced, tmp_path):
     decision = decide(asked_for, document, "ds_config.json", machine, problems)
     sizes = {"parameters": profile.parameters, "largest_parameter": 10**6, "hidden_size": 1024}
     facts = ModelFacts(task="causal-lm", forward_flops=None, **sizes)
-    plain = resolve(document.config, decision, facts, machine, 10, problems)
+    plain = resolve(document.config, with_recipe(decision, "transformer", facts, 10), facts, machine, 10, problems)
     problems.raise_if_any()
     got = decision.layout
     assert (got.dp, got.tp, got.pp, got.sp) == (layout.dp, layout.tp, layout.pp, layout.sp)

@@ -10,7 +10,7 @@ import pytest
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import bundled, find_config, read_document
-from zerofit.config.resolve import decide, resolve
+from zerofit.config.resolve import decide, resolve, with_recipe
 from zerofit.config.validate import check_machine, check_model
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.load import load_run
@@ -32,15 +32,16 @@ LLAMA = ModelFacts(
 CNN = ModelFacts(task="image", parameters=60_000, largest_parameter=9_000, hidden_size=94, forward_flops=1, layers=5)
 
 
-def resolved(config: dict | str, machine=CPU, facts=LLAMA, **flags):
+def resolved(config: dict | str, machine=CPU, facts=LLAMA, kind="transformer", **flags):
     """Decision and plain JSON; raises what is wrong."""
     if isinstance(config, str):
         config = read_document(find_config(config)).config
     problems = Problems()
-    decision = decide(load_run(None, flags), of_data(config), "ds.json", machine, problems)
+    decision = decide(load_run(None, flags), of_data(config), "ds.json", machine, problems, kind)
     check_machine(decision.run, decision.layout, machine, problems)
     problems.raise_if_any()
     check_model(decision.run, decision.layout, facts, problems)
+    decision = with_recipe(decision, kind, facts, 100)
     plain = resolve(config, decision, facts, machine, 100, problems)
     problems.raise_if_any()
     return decision, plain
@@ -135,6 +136,20 @@ def test_a_value_only_in_the_json_is_the_runs():
     assert plain["optimizer"]["type"] == "Adam"
 
 
+def test_a_cnn_has_the_defaults_of_a_cnn_where_none_are_named():
+    decision, plain = resolved("zero2", facts=CNN, kind="cnn", global_batch=512)
+    assert plain["optimizer"]["type"] == "SGD"
+    named = {name: plain["optimizer"]["params"][name] for name in ("lr", "momentum", "weight_decay")}
+    assert named == {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}
+    assert (decision.run.optimizer, decision.run.lr) == ("sgd", 0.2)
+    decision, _ = resolved("zero2", facts=CNN, kind="cnn", optimizer="adamw", weight_decay=0.3)
+    assert (decision.run.lr, decision.run.weight_decay) == (1.9e-3, 0.3)
+    _, plain = resolved("zero2_offload", facts=CNN, kind="cnn")
+    assert plain["optimizer"]["type"] == "AdamW"  # DeepSpeed offloads Adam
+    own = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    assert resolved(own, facts=CNN, kind="cnn")[1]["optimizer"]["params"] == {"lr": 0.5}
+
+
 def test_an_auto_that_nothing_fills():
     problems = refused({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
     assert [p.where for p in problems] == ["ds.json: zero_optimization.sub_group_size"]
@@ -159,7 +174,7 @@ def test_buckets_follow_the_model():
 def test_scheduler_blocks_are_filled_and_exclude_ours():
     block = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
     _, plain = resolved({"scheduler": block})
-    assert plain["scheduler"]["params"] == {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}
+    assert plain["scheduler"]["params"] == {"warmup_max_lr": 6.8e-4, "warmup_num_steps": 5}
     (problem,) = refused({"scheduler": block}, schedule="linear")
     assert problem.where == "--schedule and ds.json: scheduler"
 
@@ -250,7 +265,7 @@ def test_an_optimizer_block_keeps_what_it_leaves_out():
     _, plain = resolved({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, machine=GPUS)
     assert plain["optimizer"]["params"] == {"lr": 0.1}
     _, plain = resolved({"optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": "auto"}}}, machine=GPUS)
-    assert plain["optimizer"]["params"] == {"lr": 1e-3, "weight_decay": 0.01}
+    assert plain["optimizer"]["params"] == {"lr": 1.4e-3, "weight_decay": 0.01}
 
 
 def test_a_resolved_run_with_a_scheduler_block_can_be_fed_back():

@@ -88,7 +88,14 @@ def test_deepspeeds_own_tool_sees_the_same(pools, tmp_path, stage):
 
 def test_batch_statistics_are_the_mean_over_ranks(pools, tmp_path):
     """As an evaluation and the saved model have them."""
-    options = {"model": "resnet18-small", "data": "digits", "image_size": 16, "global_batch": 8, "steps": 2}
+    options = {
+        "model": "resnet18-small",
+        "data": "digits",
+        "image_size": 16,
+        "global_batch": 8,
+        "steps": 2,
+        "optimizer": "adamw",
+    }
     options |= {"save_every": "2", "eval_samples": 4, "ds_config": "zero3"}
     pools(2).train(tmp_path / "run", **options)
     seen = FullState(tmp_path / "run/checkpoints/step-00000002")

@@ -27,9 +27,9 @@ def digits():
 
 
 def test_lenet_learns_digits(pools, tmp_path):
-    how = {"data": "digits", "epochs": 20, "lr": 3e-3, "eval_every": 400}
+    how = {"data": "digits", "epochs": 20, "eval_every": 400}
     trained = pools(2).train(tmp_path / "run", model="lenet", **how)
-    assert trained.result["eval"]["accuracy"] >= 0.97
+    assert trained.result["eval"]["accuracy"] >= 0.975  # 0.983 where it was written
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
     assert trained.job.steps == math.ceil(20 * len(open_data(Run(), "image", None, Reporter()).train) / 16)
 

@@ -11,13 +11,14 @@ from zerofit.app.model_inputs import assumed_inputs
 from zerofit.check.document import Document, of_data
 from zerofit.config.ds_json import find_config, read_document
 from zerofit.config.json_findings import where
-from zerofit.config.resolve import Decision, decide, resolve
+from zerofit.config.recipes import Kind
+from zerofit.config.resolve import Decision, decide, resolve, with_recipe
 from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import source_max_positions
-from zerofit.models.catalog import ModelSource, find
+from zerofit.models.catalog import PRETRAINED, ModelSource, find, is_cnn
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -99,7 +100,9 @@ def resolve_job(
         problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
     decision = None
     if document is not None:
-        decision = decide(asked, document, ds_place(asked.run), machine, problems)
+        decision = decide(
+            asked, document, ds_place(asked.run), machine, problems, kind_of(*found) if found else "transformer"
+        )
         check_machine(decision.run, decision.layout, machine, problems)
         if local:
             problems.extend(libaio_problems(document.config))
@@ -109,14 +112,15 @@ def resolve_job(
         report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(asked.run)))
     model = open_model(replace(asked, run=decision.run), *found, inputs=inputs, image=image, report=report)
     decision = replace(decision, run=model.run)
-    check_model(model.run, decision.layout, model.facts, problems)
-    steps = model.run.steps or ASSUMED_STEPS
+    check_model(decision.run, decision.layout, model.facts, problems)
+    steps = decision.run.steps or ASSUMED_STEPS
     if model.data and inputs == "data":
         steps = _steps(decision, model.data, problems)
+    decision = with_recipe(decision, kind_of(*found), model.facts, steps)
     ds_config = resolve(document.config, decision, model.facts, machine, steps, problems)
     problems.raise_if_any()
     job = Job(
-        run=model.run,
+        run=decision.run,
         layout=decision.layout,
         batch=decision.batch,
         steps=steps,
@@ -169,6 +173,15 @@ def find_model(asked: RunRequest) -> tuple[ModelSource, Task]:
     with models_say(asked.place("model")):
         source = find(asked.run.model)
     return source, task_of(source, asked.run)
+
+
+def kind_of(source: ModelSource, task: Task) -> Kind:
+    """Return the model's kind, which decides the defaults of its optimization."""
+    if task == "gan":
+        return "gan"
+    if source.origin == PRETRAINED:
+        return "pretrained"
+    return "cnn" if is_cnn(source) else "transformer"
 
 
 def ds_place(run: Run) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.check.document import Document
@@ -14,15 +14,13 @@ from zerofit.config.batch import solve
 from zerofit.config.derived_sizes import SIZES
 from zerofit.config.json_findings import examine
 from zerofit.config.merge import OPTIMIZER_TYPES, PAIRS, merge
+from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.load import RunRequest
 from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.run import Run
-
-DEFAULT_LR = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
-DEFAULT_MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +30,18 @@ class Decision:
     run: Run
     layout: Layout
     batch: Batch
+    open: frozenset[str] = frozenset()  # fields of the run that `with_recipe` settles
     warnings: tuple[Finding, ...] = ()  # about the JSON
 
 
-def decide(asked: RunRequest, document: Document, ds_place: str, machine: Machine, problems: Problems) -> Decision:
+def decide(
+    asked: RunRequest,
+    document: Document,
+    ds_place: str,
+    machine: Machine,
+    problems: Problems,
+    kind: Kind = "transformer",
+) -> Decision:
     """Check the JSON, settle degrees, batch sizes, precision and optimizer; notes what is wrong in `problems`.
 
     Where the JSON has errors of its own, those are noted, and the answer is of no use.
@@ -47,7 +53,7 @@ def decide(asked: RunRequest, document: Document, ds_place: str, machine: Machin
     sizes = ("global_batch", "micro_batch", "gradient_accumulation_steps")
     where = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in sizes if f in merged)
     batch = solve(merged, layout.dp, layout.pp, where, problems)
-    run = _settled(asked.run, merged, config, layout, batch)
+    run = _settled(asked.run, merged, config, layout, batch, kind)
     check_combination(layout, problems)
     if warnings is not None:
         check_optimizer(run, layout, config, problems)
@@ -61,7 +67,10 @@ def decide(asked: RunRequest, document: Document, ds_place: str, machine: Machin
                 "remove the scheduler block, or leave the schedule to it",
                 f"{asked.place(field)} and {ds_place}: scheduler",
             )
-    return Decision(run=run, layout=layout, batch=batch, warnings=tuple(warnings or ()))
+    unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
+    if run.weight_decay is None:  # a block of the user's own keeps what it leaves out
+        unnamed.discard("weight_decay")
+    return Decision(run=run, layout=layout, batch=batch, open=frozenset(unnamed), warnings=tuple(warnings or ()))
 
 
 def _layout(
@@ -82,11 +91,14 @@ def _layout(
     return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
 
 
-def _settled(run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch) -> Run:
+def _settled(
+    run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
+) -> Run:
     """The run with everything filled in that does not depend on the data."""
-    optimizer = merged.get("optimizer", "adamw")
+    offloads = get(config, "zero_optimization.offload_optimizer.device", "none") != "none"  # which is for Adam
+    optimizer = merged.get("optimizer", "adamw" if offloads else OPTIMIZER[kind])
     clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
-    defaults = {"weight_decay": 0.01, "momentum": DEFAULT_MOMENTUM.get(optimizer)}
+    defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}
     if get(config, "optimizer.type", "auto") != "auto":  # a block of the user's own keeps what it leaves out
         defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
     return run.model_copy(
@@ -101,13 +113,23 @@ def _settled(run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], lay
             "activation_checkpointing": run.activation_checkpointing
             or get(config, "activation_checkpointing.cpu_checkpointing") is True,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
-            "optimizer": optimizer if optimizer in DEFAULT_LR else None,
-            "lr": merged.get("lr", DEFAULT_LR.get(optimizer, 1e-3)),
+            "optimizer": optimizer if optimizer in OPTIMIZER_TYPES else None,
+            "lr": merged.get("lr"),
             "momentum": merged.get("momentum", defaults.get("momentum")),
             "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),
             "gradient_clipping": merged.get("gradient_clipping", clipping),
         }
     )
+
+
+def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -> Decision:
+    """Return the decision with the learning rate and weight decay that the model, the batch and the steps suggest."""
+    run, values = decision.run, {}
+    if "lr" in decision.open:
+        values["lr"] = peak_lr(kind, run.optimizer or "adamw", decision.batch.total, facts.parameters)
+    if "weight_decay" in decision.open:
+        values["weight_decay"] = weight_decay(kind, run.optimizer, steps)
+    return replace(decision, run=run.model_copy(update=values), open=frozenset())
 
 
 def resolve(

@@ -90,9 +90,11 @@ class Run(BaseModel):
     seq_len: PositiveInt | None = Field(default=None, description="tokens in one sample of text")
 
     # optimization
-    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(default=None, description="optimizer (default adamw)")
+    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(
+        default=None, description="optimizer (default: sgd for a CNN from scratch, else adamw)"
+    )
     lr: PositiveFloat | None = Field(
-        default=None, description="peak learning rate (default 1e-3 adamw, 0.1 sgd, 0.02 muon)"
+        default=None, description="peak learning rate (default: by model, optimizer and batch, see docs/defaults.md)"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="learning rate after the warm-up"
@@ -102,7 +104,7 @@ class Run(BaseModel):
     )
     min_lr: NonNegativeFloat = Field(default=0.0, description="learning rate that cosine and linear come down to")
     weight_decay: NonNegativeFloat | None = Field(
-        default=None, description="decoupled weight decay of matrices (default 0.01)"
+        default=None, description="weight decay of matrices (default 0.01, see docs/defaults.md)"
     )
     momentum: NonNegativeFloat | None = Field(default=None, description="momentum of sgd and muon (default 0.9, 0.95)")
     gradient_clipping: NonNegativeFloat | None = Field(

@@ -95,6 +95,7 @@ def run_fields(
         "ranks": layout.world_size,
         "micro_batch": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
+        "optimizer": "adamw",  # whose states were planned for
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
         **{name: degree for name, degree in degrees.items() if degree > 1},
