@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -11,9 +12,11 @@ from rich.table import Table
 from zerofit.app.planning.answers import Plan
 from zerofit.app.planning.corrections import TunedLayouts
 from zerofit.cli.console import out
-from zerofit.cli.plan import PlanReport
 from zerofit.plan.result import SAME_SPEED, PlanResult, RankedLayout, Rejected
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.cli.plan import PlanReport
 
 WIDTH = 150  # where there is no terminal
 LINES = 8  # of reasons
