@@ -63,7 +63,7 @@ def main() -> None:
 def _row(name: str, rank: SimulatedRank | Problem) -> dict[str, Any]:
     if isinstance(rank, Problem):
         raise SystemExit(f"{name}: {rank.message}")
-    peak, events = rank.answer["moments"][0]["bytes"], rank.answer["events"]
+    peak, events = rank.record.peaks[0].bytes, rank.record.events or []
     reserved = replay(events).peak_reserved_bytes
     low, high = peak, reserved
     while high - low > STEP_BYTES:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 from zerofit.simulate import rank
 from zerofit.simulate.target import SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker, Scratch
+from zerofit.spec.plain_data import plain_data
 
 from .scratch import KernelScratch
 
@@ -39,7 +40,7 @@ class TwoTallies(AllocationTracker):
 
 
 def simulated(target: SimulationTarget) -> dict[str, Any]:
-    """What `zerofit.simulate.rank` answers, kernels' scratch included; "without_kernels": [[step, peak bytes], ...]."""
+    """Simulate a rank with kernels' scratch; its record, and "without_kernels": [[step, peak bytes], ...]."""
     with patch.object(rank, "AllocationTracker", TwoTallies):
-        answer = rank.simulate(target)
-    return answer | {"without_kernels": list(TwoTallies.without_kernels.items())}
+        record = rank.simulate(target)
+    return plain_data(record) | {"without_kernels": list(TwoTallies.without_kernels.items())}

@@ -1,10 +1,11 @@
-"""Targets for simulations, made as `zerofit simulate` makes them, and their answers, each simulated once a session."""
+"""Targets for simulations, made as `zerofit simulate` makes them, and what their records say."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from zerofit.app.simulation import prepare_simulation
+from zerofit.simulate.record import RankRecord
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.hardware import cpu_device, find_device
@@ -35,13 +36,13 @@ def target(
     return prepare_simulation(asked, cluster(gpus, kind), image=image).target(rank)
 
 
-def end_bytes(answer: dict[str, Any]) -> int:
+def end_bytes(record: RankRecord) -> int:
     """Live bytes after the last step."""
-    return answer["phases"][-1]["end_bytes"]
+    return record.phases[-1].end_bytes
 
 
-def sent(answer: dict[str, Any], phase: str) -> dict[str, int]:
+def sent(record: RankRecord, phase: str) -> dict[str, int]:
     """Bytes of the last step's collectives in a phase, by op."""
-    last = answer["phases"][-1]["step"]
-    rows = [row for row in answer["sent"] if (row["phase"], row["step"]) == (phase, last)]
-    return {op: sum(row["bytes"] for row in rows if row["op"] == op) for op in {row["op"] for row in rows}}
+    last = record.phases[-1].step
+    rows = [row for row in record.sent if (row.phase, row.step) == (phase, last)]
+    return {op: sum(row.bytes for row in rows if row.op == op) for op in {row.op for row in rows}}

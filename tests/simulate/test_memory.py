@@ -55,30 +55,30 @@ def test_more_ranks_never_need_more(simulated, stage):
 
 @pytest.mark.parametrize("name", WORKING)
 def test_the_breakdown_is_the_peak(simulated, name):
-    answer = simulated[name]
-    assert not isinstance(answer, Problem), answer
-    top = answer["moments"][0]
-    assert sum(top["breakdown"].values()) == top["bytes"] == max(p["peak_bytes"] for p in answer["phases"])
-    assert set(top["breakdown"]) <= set(KINDS)
-    assert all(size >= 0 for size in top["breakdown"].values())
-    assert top["at"].rsplit(":", 1)[1].isdigit()
+    record = simulated[name]
+    assert not isinstance(record, Problem), record
+    top = record.peaks[0]
+    assert sum(top.breakdown.values()) == top.bytes == max(p.peak_bytes for p in record.phases)
+    assert set(top.breakdown) <= set(KINDS)
+    assert all(size >= 0 for size in top.breakdown.values())
+    assert top.at.rsplit(":", 1)[1].isdigit()
 
 
 def test_phases_follow_each_other(simulated):
     for name in WORKING:
-        phases = simulated[name]["phases"]
-        assert [p["name"] for p in phases[:3]] == ["build", "init", "forward"]
+        phases = simulated[name].phases
+        assert [p.name for p in phases[:3]] == ["build", "init", "forward"]
         for before, after in itertools.pairwise(phases):
-            assert before["end_bytes"] == after["start_bytes"], name
+            assert before.end_bytes == after.start_bytes, name
 
 
 def test_ranks_differ_only_where_they_should(simulated):
     for stage in (2, 3):
         first, last = simulated[f"zero{stage} first"], simulated[f"zero{stage} last"]
-        for one, other in zip(first["phases"], last["phases"], strict=True):
+        for one, other in zip(first.phases, last.phases, strict=True):
             # the last partition is padded, at most by 2 x ranks elements of parameters, gradients, master and states
-            assert one["peak_bytes"] == pytest.approx(other["peak_bytes"], abs=5 * 4 * 2 * 8 + 64)
-    first, last = (simulated[f"pipeline {end}"]["moments"][0]["breakdown"] for end in ("first", "last"))
+            assert one.peak_bytes == pytest.approx(other.peak_bytes, abs=5 * 4 * 2 * 8 + 64)
+    first, last = (simulated[f"pipeline {end}"].peaks[0].breakdown for end in ("first", "last"))
     assert first.get("logits and loss", 0) <= 4 < last["logits and loss"]
 
 
@@ -86,12 +86,12 @@ def test_the_first_stage_keeps_two_micro_batches_and_the_last_one(simulated):
     """1F1B on two stages: two forwards before the first backward on the first stage, one on the last."""
 
     def order(name: str) -> list[str]:
-        return [p["name"] for p in simulated[name]["phases"] if p["step"] == 1]
+        return [p.name for p in simulated[name].phases if p.step == 1]
 
     assert order("pipeline first")[0] == order("pipeline last")[0] == "forward"
-    first = simulated["pipeline first"]["phases"]
-    forwards = [p for p in first if (p["name"], p["step"]) == ("forward", 1)]
-    activations = forwards[0]["end_bytes"] - forwards[0]["start_bytes"]
+    first = simulated["pipeline first"].phases
+    forwards = [p for p in first if (p.name, p.step) == ("forward", 1)]
+    activations = forwards[0].end_bytes - forwards[0].start_bytes
     # tokens of 2 x 16 int64 in, 32 floats a token out, and more in between: two micro batches are alive at its end
     assert activations >= 2 * (2 * 16 * 8 + 2 * 16 * 32 * 4)
 
@@ -99,7 +99,7 @@ def test_the_first_stage_keeps_two_micro_batches_and_the_last_one(simulated):
 def test_logits_and_loss(simulated):
     """In bf16: logits, their float32 copy, log-probabilities and the gradients of two of them."""
     logits = 2 * 16 * 64
-    kinds = [m["breakdown"].get("logits and loss", 0) for m in simulated["gpu"]["moments"] if m["step"] == 1]
+    kinds = [m.breakdown.get("logits and loss", 0) for m in simulated["gpu"].peaks if m.step == 1]
     assert max(kinds) == pytest.approx(logits * (2 + 4 + 4 + 4), rel=0.35)
     assert max(kinds) >= logits * (2 + 4 + 4)
 
@@ -108,30 +108,30 @@ def test_host_and_device_are_told_apart(simulated):
     plain, offload, everything = (simulated[name] for name in ("gpu", "gpu offload", "gpu offload all"))
     assert end_bytes(plain) > end_bytes(offload) > end_bytes(everything) - 2 * PARAMETERS
     # master weights and two states of the partition, float32
-    assert sum(offload["host"].values()) >= 12 * PARAMETERS / 2
-    assert offload["host"]["pinned"] > 0
-    assert "optimizer state" not in offload["moments"][0]["breakdown"]
+    assert sum(offload.host.values()) >= 12 * PARAMETERS / 2
+    assert offload.host["pinned"] > 0
+    assert "optimizer state" not in offload.peaks[0].breakdown
     cpu = simulated["zero2 fp32 x1"]
-    assert cpu["host"] == {"pageable": 0, "pinned": 0}
+    assert cpu.host == {"pageable": 0, "pinned": 0}
 
 
 def test_nvme_holds_the_optimizer(simulated):
     """Master weights and two states, float32, of the partition; DeepSpeed leaves tensors below 1 MiB where they are."""
     parameters = 1_221_280
-    assert simulated["gpu nvme"]["nvme_bytes"] == pytest.approx(12 * parameters / 2, rel=0.02)
+    assert simulated["gpu nvme"].nvme_bytes == pytest.approx(12 * parameters / 2, rel=0.02)
 
 
 def test_checkpointing_trades_activations(simulated):
     kept = simulated["zero2 fp32 x1"]
     less = simulated["checkpointing"]
     assert activations_of(less) < activations_of(kept)
-    forward = {name: sum(r["flops"] for r in a["flops"]) for name, a in (("kept", kept), ("less", less))}
+    forward = {name: sum(r.flops for r in a.flops) for name, a in (("kept", kept), ("less", less))}
     assert forward["less"] > forward["kept"]
 
 
-def activations_of(answer) -> int:
-    phase = next(p for p in answer["phases"] if (p["name"], p["step"]) == ("forward", 1))
-    return phase["end_bytes"] - phase["start_bytes"]
+def activations_of(record) -> int:
+    phase = next(p for p in record.phases if (p.name, p.step) == ("forward", 1))
+    return phase.end_bytes - phase.start_bytes
 
 
 @pytest.mark.parametrize(("name", "said"), [("untraceable", "nonzero"), ("asking", "value of a tensor")])

@@ -10,22 +10,22 @@ TOKENS = 2 * 16
 
 
 def test_stage_2_reduces_gradients_and_gathers_parameters(simulated):
-    answer = simulated["zero2 bf16 x8"]
-    assert sent(answer, "backward")["allreduce"] == pytest.approx(2 * PARAMETERS, rel=0.01)
-    assert sent(answer, "step")["allgather_base"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    record = simulated["zero2 bf16 x8"]
+    assert sent(record, "backward")["allreduce"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert sent(record, "step")["allgather_base"] == pytest.approx(2 * PARAMETERS, rel=0.01)
 
 
 def test_stage_3_gathers_in_forward_and_scatters_gradients(simulated):
-    answer = simulated["zero3 bf16 x8"]
-    assert sent(answer, "forward")["allgather_base"] == pytest.approx(2 * MATRICES, rel=0.01)
-    assert sent(answer, "backward")["reduce_scatter_base"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    record = simulated["zero3 bf16 x8"]
+    assert sent(record, "forward")["allgather_base"] == pytest.approx(2 * MATRICES, rel=0.01)
+    assert sent(record, "backward")["reduce_scatter_base"] == pytest.approx(2 * PARAMETERS, rel=0.01)
 
 
 def test_tensor_parallelism_reduces_activations(simulated):
     """Row-parallel outputs in forward, the gradients of column-parallel inputs in backward, two of each a layer."""
     activation = 4 * TOKENS * 32
-    rows = [r for r in simulated["tensor parallel"]["sent"] if r["step"] == 1 and r["op"] == "allreduce"]
-    forward = sum(r["bytes"] for r in rows if r["phase"] == "forward")
+    rows = [r for r in simulated["tensor parallel"].sent if r.step == 1 and r.op == "allreduce"]
+    forward = sum(r.bytes for r in rows if r.phase == "forward")
     assert forward == pytest.approx(2 * 2 * activation, rel=0.01)
 
 
@@ -46,6 +46,6 @@ def test_flops_are_those_of_the_products(simulated):
     """2 x tokens x weights for each product (the embedding is none), attention 4 x tokens x length x width a layer."""
     weights = MATRICES - 64 * 32
     forward = 2 * TOKENS * weights + 2 * 4 * TOKENS * 16 * 32
-    rows = {(r["phase"], r["step"]): r["flops"] for r in simulated["zero2 fp32 x1"]["flops"]}
+    rows = {(r.phase, r.step): r.flops for r in simulated["zero2 fp32 x1"].flops}
     assert rows["forward", 1] == pytest.approx(forward, rel=0.001)
     assert rows["backward", 1] == pytest.approx(2 * forward, rel=0.05)

@@ -4,66 +4,49 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from zerofit.simulate.allocator import EmptyCache, Event
-from zerofit.simulate.categories import settle
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, PhaseMark, Storage
+from zerofit.simulate.record import KindPeak, MemoryPoint
 from zerofit.spec.overhead import pinned_bytes
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # model.layers.17.mlp
 
 
-@dataclass(frozen=True, kw_only=True)
-class KindPeak:
-    """The highest moment of one kind: of all allocations by the same line in the same phase, in any layer."""
-
-    key: str
-    phase: str
-    step: int
-    module: str
-    at: str  # file:line, the file from its package on
-    bytes: int  # alive then
-    breakdown: dict[str, int]  # kind -> bytes; sums to `bytes`
-
-
-def settle_kinds(ledger: Ledger) -> None:
-    """Give every storage a kind."""
-    for storage in ledger.storages:
-        if storage.kind is None:
-            storage.kind = settle(storage)
-
-
-def moments(ledger: Ledger, places: tuple[str, ...] = (DEVICE,)) -> list[KindPeak]:
-    """The highest moment of each kind in these places together, highest first. Kinds must be settled.
-
-    `breakdown` is by place and kind where there are several places.
-    """
+def kind_peaks(ledger: Ledger) -> list[KindPeak]:
+    """Return the highest moment of each kind on the device, highest first. Storages must be classified."""
     best: dict[tuple[Any, ...], tuple[int, int, dict[str, int]]] = {}  # key -> bytes, storage, breakdown
     alive: Counter[str] = Counter()
     live = 0
     for index, change in ledger.events:
         storage = ledger.storages[index]
-        if storage.place not in places:
+        if storage.place != DEVICE:
             continue
         live += change
-        alive[storage.kind if len(places) == 1 else f"{storage.place}: {storage.kind}"] += change
+        alive[storage.kind or "other"] += change
         if change > 0:
             key = (storage.phase, storage.step, _LAYER.sub("*", storage.module), storage.op, storage.code, storage.line)
             if key not in best or live > best[key][0]:
                 best[key] = (live, index, {kind: size for kind, size in alive.items() if size})
-    found = [_moment(ledger.storages[index], size, parts) for size, index, parts in best.values()]
+    found = [_kind_peak(ledger.storages[index], size, parts) for size, index, parts in best.values()]
     return sorted(found, key=lambda m: -m.bytes)
 
 
-def _moment(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
+def _kind_peak(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
     at = place_in_code(storage)
     key = "|".join([storage.phase, str(storage.step), _LAYER.sub("*", storage.module), storage.op, at])
     largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
-    where = {"phase": storage.phase, "step": storage.step, "module": storage.module, "at": at}
-    return KindPeak(key=key, bytes=size, breakdown=largest_first, **where)
+    return KindPeak(
+        key=key,
+        phase=storage.phase,
+        step=storage.step,
+        module=storage.module,
+        at=at,
+        bytes=size,
+        breakdown=largest_first,
+    )
 
 
 def place_in_code(storage: Storage) -> str:
@@ -109,14 +92,14 @@ def device_events(ledger: Ledger, workspaces: tuple[int, ...] = ()) -> list[Even
     return found
 
 
-def timeline(ledger: Ledger, points: int = 2000) -> list[dict[str, Any]]:
+def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
     """Device memory by kind over the run: of every stretch of events its highest moment, at most about `points`.
 
-    Each is {"t": index of the event, "phase", "step", "bytes": {kind: bytes}}; a stretch never spans two phases.
+    A stretch never spans two phases.
     """
     stretch = max(1, len(ledger.events) // points)
     marks = [*ledger.marks, PhaseMark(event=len(ledger.events) + 1, name="", step=-1)]
-    rows: list[dict[str, Any]] = []
+    found: list[MemoryPoint] = []
     alive: Counter[str] = Counter()
     phase, highest = 0, -1
     for number, (index, change) in enumerate(ledger.events):
@@ -128,7 +111,8 @@ def timeline(ledger: Ledger, points: int = 2000) -> list[dict[str, Any]]:
         if number % stretch == 0:
             highest = -1
         if highest < 0 or alive.total() > highest:
-            row = {"t": number, "phase": marks[phase].name, "step": marks[phase].step, "bytes": dict(+alive)}
-            rows[-1 if highest >= 0 else len(rows) :] = [row]
+            mark = marks[phase]
+            point = MemoryPoint(t=number, phase=mark.name, step=mark.step, bytes=dict(+alive))
+            found[-1 if highest >= 0 else len(found) :] = [point]
             highest = alive.total()
-    return rows
+    return tuple(found)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from zerofit.simulate.context import Communicator, Overhead, overheads
-from zerofit.simulate.result import (
-    CollectiveTotal,
-    MemoryPoint,
-    PeakLocation,
-    RankPhase,
-    SimulatedRun,
-    Simulation,
-)
+from zerofit.simulate.record import GroupUse, RankPhase
+from zerofit.simulate.result import CollectiveTotal, PeakLocation, SimulatedRun, Simulation
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.target import SimulationTarget
 from zerofit.simulate.verdict import NOT, FitVerdict, judge, judge_events
@@ -21,50 +14,50 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
-UNSURE = 0.25  # of an extension's reserved bytes
+UNSURE = 0.25  # of an extrapolation's reserved bytes
 
 
 def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
     """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
-    answer, target = simulated.answer, simulated.target
-    peak = answer["moments"][0]
-    beside = overheads(cluster.device, _groups(answer["groups"]))
+    record, target = simulated.record, simulated.target
+    peak = record.peaks[0]
+    beside = overheads(cluster.device, _communicators(record.groups))
     verdict, reserved = _verdict(simulated, beside, cluster)
-    host = _host(answer["host"], cluster)
-    last = max(phase["step"] for phase in answer["phases"])
+    host = _host(record.host, cluster)
+    last = max(phase.step for phase in record.phases)
     return Simulation(
         world_size=target.job.layout.world_size,
         rank=target.rank,
         layout=target.job.layout,
         run=_run(target),
-        phases=_merged(answer["phases"]),
-        peak_bytes=peak["bytes"],
-        peak_phase=peak["phase"],
-        peak_step=peak["step"],
-        peak_at=PeakLocation(module=peak["module"], line=peak["at"]),
-        breakdown=peak["breakdown"],
+        phases=_merged(record.phases),
+        peak_bytes=peak.bytes,
+        peak_phase=peak.phase,
+        peak_step=peak.step,
+        peak_at=PeakLocation(module=peak.module, line=peak.at),
+        breakdown=peak.breakdown,
         reserved_bytes=reserved,
         overheads=tuple(beside),
         smi_bytes=reserved + sum(o.bytes for o in beside),
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
-        host_bytes=answer["host"],
+        host_bytes=record.host,
         host_node_bytes=host.bytes,
         host_total_bytes=cluster.host_bytes,
-        nvme_bytes=answer["nvme_bytes"],
+        nvme_bytes=record.nvme_bytes,
         comm=tuple(
-            CollectiveTotal(**{key: row[key] for key in ("op", "bytes", "group_size", "phase", "count")})
-            for row in answer["sent"]
-            if row["step"] == last
+            CollectiveTotal(op=row.op, bytes=row.bytes, group_size=row.group_size, phase=row.phase, count=row.count)
+            for row in record.sent
+            if row.step == last
         ),
-        flops=sum(row["flops"] for row in answer["flops"] if row["step"] == last),
+        flops=sum(row.flops for row in record.flops if row.step == last),
         fits=verdict.fits and host.fits,
         verdict=verdict.word if host.fits else NOT,
         margin_bytes=verdict.margin_bytes,
         because=" ".join([verdict.sentence, host.sentence]).strip(),
         layers_simulated=simulated.layers,
         extension_error=simulated.check_error,
-        timeline=tuple(MemoryPoint(**point) for point in answer.get("timeline", ())),
+        timeline=record.timeline,
     )
 
 
@@ -88,30 +81,29 @@ def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
     """Return whether an extrapolation leaves open if the rank fits: reserved bytes are not linear in the layers."""
     if not simulated.layers or cluster.on_cpu:
         return False
-    answer, there = simulated.answer, cluster.device.memory_bytes
-    beside = sum(o.high_bytes for o in overheads(cluster.device, _groups(answer["groups"])))
-    return answer["moments"][0]["bytes"] < there < (1 + UNSURE) * answer["reserved_bytes"] + beside
+    record, there = simulated.record, cluster.device.memory_bytes
+    beside = sum(o.high_bytes for o in overheads(cluster.device, _communicators(record.groups)))
+    return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_bytes + beside
 
 
 def _verdict(simulated: SimulatedRank, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
     """The verdict on the device, and the reserved peak that it rests on."""
-    there = cluster.device.memory_bytes
+    record, there = simulated.record, cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator: what is released is gone
-        taken = simulated.answer["moments"][0]["bytes"]
+        taken = record.peaks[0].bytes
         return judge(taken, beside, there), taken
-    if "events" in simulated.answer:
-        verdict, found = judge_events(simulated.answer["events"], beside, there)
+    if record.events is not None:
+        verdict, found = judge_events(record.events, beside, there)
         return verdict, found.peak_reserved_bytes
-    reserved = simulated.answer["reserved_bytes"]
-    return judge(reserved, beside, there), reserved
+    return judge(record.reserved_bytes, beside, there), record.reserved_bytes
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[Communicator]:
+def _communicators(groups: list[GroupUse]) -> list[Communicator]:
     found = []
-    for row in rows:
-        peers = row["ranks"] - 1 if any(op.startswith("alltoall") for op in row["ops"]) else 0
-        peers = peers or (2 if {"send", "recv"} & set(row["ops"]) else 0)
-        found.append(Communicator(name="+".join(row["ops"]), ranks=row["ranks"], direct_peers=peers))
+    for group in groups:
+        peers = group.ranks - 1 if any(op.startswith("alltoall") for op in group.ops) else 0
+        peers = peers or (2 if {"send", "recv"} & set(group.ops) else 0)
+        found.append(Communicator(name="+".join(group.ops), ranks=group.ranks, direct_peers=peers))
     return found
 
 
@@ -137,11 +129,11 @@ def _host(host: dict[str, int], cluster: Cluster) -> HostFit:
     return HostFit(bytes=needed, fits=needed <= available, sentence=sentence)
 
 
-def _merged(phases: list[dict[str, Any]]) -> tuple[RankPhase, ...]:
+def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:
     """Merge the phases of a step's micro batches: one row for each phase of each step."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int], RankPhase] = {}
     for phase in phases:
-        row = rows.setdefault((phase["name"], phase["step"]), dict(phase))
-        row["peak_bytes"] = max(row["peak_bytes"], phase["peak_bytes"])
-        row["end_bytes"] = phase["end_bytes"]
-    return tuple(RankPhase(**row) for row in rows.values())
+        first = rows.setdefault((phase.name, phase.step), phase)
+        peak_bytes = max(first.peak_bytes, phase.peak_bytes)
+        rows[phase.name, phase.step] = replace(first, peak_bytes=peak_bytes, end_bytes=phase.end_bytes)
+    return tuple(rows.values())

@@ -10,8 +10,8 @@ GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
 KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES)
 
 
-def settle(storage: Storage) -> str:
-    """The kind of a storage that nobody was seen to hold."""
+def classify(storage: Storage) -> str:
+    """Return the kind of a storage that nothing was seen to own."""
     code = storage.code
     if code is not None:
         for ending, functions in ALLOCATED_BY.items():

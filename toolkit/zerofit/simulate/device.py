@@ -156,14 +156,22 @@ class SimulatedGpu(SimulatedHost):
         """Give cached memory back to the driver."""
         self._meter.ledger.empty_cache()
 
-    Stream = Event = _FakeStream
+    @property
+    def Stream(self) -> type[_FakeStream]:
+        """The class of streams."""
+        return _FakeStream
+
+    @property
+    def Event(self) -> type[_FakeStream]:
+        """The class of events."""
+        return _FakeStream
 
     def stream(self, stream: Any) -> Any:
         """A context in which a stream is current."""
         return nullcontext()
 
-    def current_stream(self, device_index: int | None = None) -> _FakeStream:
-        """Any stream."""
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The only stream."""
         return _FakeStream()
 
     default_stream = current_stream

@@ -1,14 +1,15 @@
-"""A model of many equal layers from simulations of few: every figure is a straight line in their number.
+"""Figures of a model with many equal layers from simulations of few: every figure is linear in their number.
 
-The highest moment of each kind (`reading.Moment`) is a straight line; the highest of all is then taken at the full
-number of layers, so that another moment may win there than does with few layers.
+The highest moment of each kind (`record.KindPeak`) is linear; the highest of all is then taken at the full number of
+layers, so that another moment may win there than does with few layers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,11 @@ from zerofit.check.dotted import get
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find
 from zerofit.models.hf import make_config
+from zerofit.simulate.record import CollectiveCalls, KindPeak, PhaseFlops, RankPhase, RankRecord
 from zerofit.simulate.target import SimulationTarget
+
+Line = Callable[[float, float], int]
+Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
 
 FEWEST = 2  # layers, where nothing calls for more
 STEP = 2
@@ -27,7 +32,7 @@ MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 
 def layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
-    """Three numbers of layers: one to check at and two to extend from; None where the whole model is to be simulated.
+    """Three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
 
     They are large enough that whatever DeepSpeed limits (live parameters, buckets, groups of the optimizer) has
     reached its limit, if it does so in the whole model.
@@ -52,64 +57,67 @@ def layers_of(target: SimulationTarget) -> int:
     return _layers(target) or 0
 
 
-def extended(answers: list[dict[str, Any]], counts: tuple[int, ...], total: int) -> tuple[dict[str, Any], float]:
-    """What a model with `total` layers answers, from the answers of `rank.simulate` for three numbers of layers.
+def extrapolate_layers(records: list[RankRecord], counts: tuple[int, ...], total: int) -> tuple[RankRecord, float]:
+    """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
 
-    Extended from the last two; the second value is by how much the first misses their line, in the moment that wins
-    (relative; infinite where it has no such moment).
+    Extrapolated from the last two; the error is by how much the first misses their line, in the peak that wins
+    (relative; infinite where it has no such peak).
     """
-    check, few, more = answers
+    check, few, more = records
 
     def line(a: float, b: float, at: int = total) -> int:
         return round(a + (b - a) * (at - counts[1]) / (counts[2] - counts[1]))
 
-    found = sorted(_moments(few["moments"], more["moments"], line), key=lambda m: -m["bytes"])
-    reserved = line(few["reserved_bytes"], more["reserved_bytes"])
-    fragmented = more["reserved_bytes"] / more["moments"][0]["bytes"]
-    answer = {
-        "phases": [_phase(a, b, found, line) for a, b in zip(few["phases"], more["phases"], strict=True)],
-        "moments": found,
-        "host": {place: line(few["host"][place], more["host"][place]) for place in few["host"]},
-        "nvme_bytes": line(few["nvme_bytes"], more["nvme_bytes"]),
-        "reserved_bytes": max(reserved, round(found[0]["bytes"] * fragmented)),
-        "groups": more["groups"],
-        "sent": _rows(few["sent"], more["sent"], ("count", "bytes"), line),
-        "flops": _rows(few["flops"], more["flops"], ("flops",), line),
-    }
-    return answer, _error(found[0]["key"], check, few, more, lambda a, b: line(a, b, counts[0]))
+    peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
+    reserved = line(few.reserved_bytes, more.reserved_bytes)
+    fragmented = more.reserved_bytes / more.peaks[0].bytes
+    record = RankRecord(
+        phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
+        peaks=peaks,
+        host={place: line(few.host[place], more.host[place]) for place in few.host},
+        nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
+        reserved_bytes=max(reserved, round(peaks[0].bytes * fragmented)),
+        groups=more.groups,
+        sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
+        flops=_rows(few.flops, more.flops, ("flops",), line),
+    )
+    return record, _error(peaks[0].key, check, few, more, lambda a, b: line(a, b, counts[0]))
 
 
-def _error(key: str, check: dict[str, Any], few: dict[str, Any], more: dict[str, Any], line: Any) -> float:
-    at, a, b = ({m["key"]: m["bytes"] for m in answer["moments"]}.get(key) for answer in (check, few, more))
-    return line(a, b) / at - 1 if at else math.inf
+def _error(key: str, check: RankRecord, few: RankRecord, more: RankRecord, line: Line) -> float:
+    at, a, b = ({peak.key: peak.bytes for peak in record.peaks}.get(key) for record in (check, few, more))
+    return line(a, b) / at - 1 if at and a and b else math.inf
 
 
-def _moments(few: list[dict[str, Any]], more: list[dict[str, Any]], line: Any) -> list[dict[str, Any]]:
-    known = {moment["key"]: moment for moment in few}
+def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:
+    known = {peak.key: peak for peak in few}
     found = []
-    for moment in more:
-        if moment["key"] in known:
-            before = known[moment["key"]]["breakdown"]
-            kinds = dict.fromkeys([*moment["breakdown"], *before])
-            parts = {k: line(before.get(k, 0), moment["breakdown"].get(k, 0)) for k in kinds}
-            found.append({**moment, "breakdown": parts, "bytes": sum(parts.values())})
+    for peak in more:
+        if peak.key in known:
+            before = known[peak.key].breakdown
+            kinds = dict.fromkeys([*peak.breakdown, *before])
+            parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
+            found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
     return found
 
 
-def _phase(few: dict[str, Any], more: dict[str, Any], moments: list[dict[str, Any]], line: Any) -> dict[str, Any]:
-    ends = {key: line(few[key], more[key]) for key in ("start_bytes", "end_bytes")}
-    highest = (m["bytes"] for m in moments if (m["phase"], m["step"]) == (more["name"], more["step"]))
-    return {"name": more["name"], "step": more["step"], **ends, "peak_bytes": max([*highest, *ends.values()])}
+def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -> RankPhase:
+    start, end = line(few.start_bytes, more.start_bytes), line(few.end_bytes, more.end_bytes)
+    highest = (peak.bytes for peak in peaks if (peak.phase, peak.step) == (more.name, more.step))
+    return replace(more, start_bytes=start, end_bytes=end, peak_bytes=max([*highest, start, end]))
 
 
-def _rows(few: list[dict[str, Any]], more: list[dict[str, Any]], figures: tuple[str, ...], line: Any) -> list[Any]:
-    """Rows that agree in everything but their figures, those only one has with what it has there."""
+def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
+    """Merge rows that agree in everything but their figures; figures of a row that only `more` has stay as they are."""
 
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(value for name, value in row.items() if name not in figures)
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(value for name, value in vars(row).items() if name not in figures)
 
     before = {key(row): row for row in few}
-    return [{**row, **{f: line(before.get(key(row), row)[f], row[f]) for f in figures}} for row in more]
+    return [
+        replace(row, **{f: line(getattr(before.get(key(row), row), f), getattr(row, f)) for f in figures})
+        for row in more
+    ]
 
 
 def _layers(target: SimulationTarget) -> int | None:

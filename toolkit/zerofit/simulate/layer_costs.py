@@ -38,7 +38,7 @@ def owners(model: nn.Module, recorder: ProfileRecorder) -> list[int]:
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
     """Costs of a unit; every quantity is a line through its values at MICRO_BATCHES."""
     forwards, backwards = ([_segments(r, (phase, unit)) for r in recorders] for phase in ("forward", "backward"))
-    bases = tuple(r.before["forward", unit] for r in recorders)
+    bases = recorders[0].before["forward", unit], recorders[1].before["forward", unit]
     place = _places(subject, recorders[0], unit)
     moments = tuple(
         BackwardMoment(
@@ -135,7 +135,7 @@ def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
     return total
 
 
-def _is_tied(model: nn.Module) -> bool:
+def _is_tied(model: Any) -> bool:
     if not hasattr(model, "get_output_embeddings"):
         return False
     out, into = model.get_output_embeddings(), model.get_input_embeddings()

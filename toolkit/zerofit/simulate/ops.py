@@ -10,8 +10,8 @@ from zerofit.simulate.ledger import PINNED
 from zerofit.simulate.tracker import AllocationTracker
 
 
-def stand_in(name: str, meter: AllocationTracker) -> Any:
-    """What the builder of this op (its NAME) would have loaded."""
+def fake_op(name: str, meter: AllocationTracker) -> Any:
+    """Return a stand-in for what the builder of this op (its NAME) would have loaded."""
     return _AsyncIO(meter) if name == "async_io" else _InPlace()
 
 

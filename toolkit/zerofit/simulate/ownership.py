@@ -1,4 +1,4 @@
-"""Who holds which memory: parameters, gradients, master weights and optimizer state, as the engine has them."""
+"""Owners of memory: parameters, gradients, master weights and optimizer state, as the engine has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerofit.simulate.categories import BUCKETS, GATHERED, GRADIENTS, MASTER, PA
 from zerofit.simulate.tracker import AllocationTracker
 
 # attributes of DeepSpeed's ZeRO optimizers
-HELD_AS = {
+OWNED_AS = {
     "ipg_buckets": BUCKETS,
     "grad_partitions_flat_buffer": GRADIENTS,
     "averaged_gradients": GRADIENTS,
@@ -26,47 +26,47 @@ HELD_AS = {
 
 
 def watch_gradients(meter: AllocationTracker, model: nn.Module) -> None:
-    """Note each parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
+    """Tag each parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
 
-    def note(parameter: nn.Parameter) -> None:
-        _note(meter, parameter.grad, GRADIENTS)
+    def tag(parameter: nn.Parameter) -> None:
+        _tag(meter, parameter.grad, GRADIENTS)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(note)
+            parameter.register_post_accumulate_grad_hook(tag)
 
 
-def note_held(meter: AllocationTracker, engine: Any) -> None:
-    """Note what model and optimizer hold at this moment."""
+def tag_owned_storages(meter: AllocationTracker, engine: Any) -> None:
+    """Tag the storages that model and optimizer own at this moment with what they are for."""
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_tensor"):
-            _note(meter, parameter.ds_tensor, PARAMETERS)
-            _note(meter, parameter, PARAMETERS if parameter.ds_persist else GATHERED)
+            _tag(meter, parameter.ds_tensor, PARAMETERS)
+            _tag(meter, parameter, PARAMETERS if parameter.ds_persist else GATHERED)
         else:
-            _note(meter, parameter, PARAMETERS)
-        _note(meter, parameter.grad, GRADIENTS)
+            _tag(meter, parameter, PARAMETERS)
+        _tag(meter, parameter.grad, GRADIENTS)
     for buffer in engine.module.buffers():
-        _note(meter, buffer, PARAMETERS)
+        _tag(meter, buffer, PARAMETERS)
     for optimizer in _chain(engine.optimizer):
-        for name, kind in HELD_AS.items():
+        for name, kind in OWNED_AS.items():
             for leaf in _leaves(getattr(optimizer, name, None)):
-                _note(meter, leaf, kind)
+                _tag(meter, leaf, kind)
         for group in getattr(optimizer, "param_groups", []):
             for parameter in group["params"]:
-                _note(meter, parameter, MASTER)
-                _note(meter, parameter.grad, GRADIENTS)
+                _tag(meter, parameter, MASTER)
+                _tag(meter, parameter.grad, GRADIENTS)
         for leaf in tree_leaves(list(_states(optimizer))):
-            _note(meter, leaf, STATE)
+            _tag(meter, leaf, STATE)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors in a structure, those in DeepSpeed's buckets too."""
+    """Yield the tensors in a structure, those in DeepSpeed's buckets too."""
     for leaf in tree_leaves(value):
         yield from tree_leaves(leaf.buffer) if hasattr(leaf, "buffer") else [leaf]
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """DeepSpeed's optimizer and those that it wraps, the innermost first."""
+    """Yield DeepSpeed's optimizer and those that it wraps, the innermost first."""
     inner = getattr(optimizer, "optimizer", None)
     if inner is not None and inner is not optimizer:
         yield from _chain(inner)
@@ -80,7 +80,7 @@ def _states(optimizer: Any) -> Iterator[Any]:
             yield list(state.values())
 
 
-def _note(meter: AllocationTracker, tensor: Any, kind: str) -> None:
+def _tag(meter: AllocationTracker, tensor: Any, kind: str) -> None:
     if isinstance(tensor, Tensor) and tensor.device.type != "meta":
         storage = meter.storage_of(tensor)
         if storage is not None and storage.kind is None:

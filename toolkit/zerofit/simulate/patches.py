@@ -17,8 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.fake_kernels import MASKING, cuda_attention
-from zerofit.simulate.ops import stand_in
+from zerofit.simulate.ops import fake_op
 from zerofit.simulate.tracker import AllocationTracker
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute that libraries declare with another type, or as a method, which type checkers refuse."""
+    setattr(owner, name, value)
 
 
 def module_apply() -> None:
@@ -49,7 +54,7 @@ def module_apply() -> None:
         self._buffers.update({name: b if b is None else function(b) for name, b in self._buffers.items()})
         return self
 
-    nn.Module._apply = apply
+    _replace(nn.Module, "_apply", apply)
 
 
 def item(meter: AllocationTracker) -> None:
@@ -82,7 +87,7 @@ def masks() -> None:
     from transformers import masking_utils
 
     for name, function in MASKING.items():
-        setattr(masking_utils, name, function)
+        _replace(masking_utils, name, function)
 
 
 def order_checks() -> None:
@@ -103,8 +108,8 @@ def device_mesh() -> None:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    comm.initialize_mesh_device = initialize_mesh_device
-    sys.modules["deepspeed.comm"].initialize_mesh_device = initialize_mesh_device
+    _replace(comm, "initialize_mesh_device", initialize_mesh_device)
+    _replace(sys.modules["deepspeed.comm"], "initialize_mesh_device", initialize_mesh_device)
 
 
 def object_collectives() -> None:
@@ -124,7 +129,10 @@ def compiled_ops(meter: AllocationTracker) -> None:
     """DeepSpeed's C++ ops read memory that is not there, and need not be compiled. (deepspeed.ops.op_builder)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    OpBuilder.load = lambda self, verbose=True: stand_in(self.NAME, meter)
+    def load(self: Any, verbose: bool = True) -> Any:
+        return fake_op(self.NAME, meter)
+
+    _replace(OpBuilder, "load", load)
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
 
 
@@ -154,8 +162,10 @@ def tensor_constructor() -> None:
 
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        if device is None or torch.device(device).type in ("cpu", "meta"):
-            return made if device is None else made.to(device)
+        if device is None:
+            return made
+        if torch.device(device).type in ("cpu", "meta"):
+            return made.to(device)
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     torch.tensor = tensor
@@ -170,9 +180,9 @@ def constants() -> None:
     original = FakeTensorMode._dispatch_impl
 
     def dispatch_impl(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        device = kwargs.get("device") if kwargs else None
-        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None] if device is not None else []
-        if not known or torch.device(device).type in ("cpu", "meta"):
+        device = (kwargs or {}).get("device")
+        known = [t for t in args if isinstance(t, FakeTensor) and t.constant is not None]
+        if not known or device is None or torch.device(device).type in ("cpu", "meta"):
             return original(self, func, types, args, kwargs)
         values = [t.constant for t in known]
         for t in known:
@@ -198,19 +208,19 @@ def backend_keys() -> None:
             kwargs["device_for_backend_keys"] = torch.device("cpu")
         return original(cls, data, require_grad, **kwargs)
 
-    torch.Tensor._make_subclass = staticmethod(make_subclass)
+    _replace(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
 
 
 def data_setter() -> None:
     """`parameter.data = t` takes over t's device, as with real tensors. (torch.Tensor.data)"""
-    data = torch._C.TensorBase.data
+    data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Any) -> None:
         data.__set__(self, value)
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
 
-    FakeTensor.data = property(lambda self: data.__get__(self), set_data)
+    _replace(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 
 
 def attention() -> None:
@@ -230,7 +240,7 @@ def attention() -> None:
 
 def record_stream() -> None:
     """There are no streams, and so nothing to note of a tensor that one of them uses. (torch.Tensor.record_stream)"""
-    torch.Tensor.record_stream = lambda self, stream: None
+    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
 
 
 ON_GPU = (tensor_constructor, constants, backend_keys, data_setter, attention, record_stream)

@@ -11,12 +11,13 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from zerofit.models.inputs import Inputs
-from zerofit.simulate.result import RankPhase
+from zerofit.simulate.record import RankPhase
 from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
-from zerofit.train.loop import EngineTrainer
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.rank_coords import place_of
+
+Driver = ZeroTrainer | PipelineTrainer
 
 INSTRUCTIONS: dict[type, str] = {
     schedule.LoadMicroBatch: "forward",
@@ -36,10 +37,12 @@ class MemoryMeter(Protocol):
     """Counts live bytes and the most there have been since the last reset."""
 
     def live(self) -> int:
-        """Bytes alive now."""
+        """Return the bytes alive now."""
+        ...
 
     def peak(self) -> int:
-        """Most bytes alive since the last reset, now included."""
+        """Return the most bytes alive since the last reset, now included."""
+        ...
 
     def reset_peak(self) -> None:
         """Begin to look for a new peak."""
@@ -73,8 +76,8 @@ class PhaseLog:
 
 def start(
     job: Job, rank: int, inputs: Inputs, log: PhaseLog, on_built: Callable[[nn.Module], None] = lambda model: None
-) -> EngineTrainer:
-    """The driver of a rank in a process group that stands: its model in phase "build", its engine in "init"."""
+) -> Driver:
+    """Make the driver of a rank in a process group that stands: its model in phase "build", its engine in "init"."""
     initialize = deepspeed.initialize
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +91,9 @@ def start(
         return kind(job, place_of(rank, job.layout), inputs)
 
 
-def train_steps(driver: EngineTrainer, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
+def train_steps(
+    driver: ZeroTrainer | PipelineTrainer, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog
+) -> None:
     """Train this many steps; their phases are noted in the log, the last one ended."""
     now = [0]
     _cut(driver, lambda name: log.begin(name, now[0]))
@@ -109,9 +114,9 @@ def _begun(batches: Iterator[dict[str, Any]], begin: Callable[[], None]) -> Iter
         yield batch
 
 
-def _cut(driver: EngineTrainer, begin: Callable[[str], None]) -> None:
+def _cut(driver: Driver, begin: Callable[[str], None]) -> None:
     """Let the driver's engine say what it begins."""
-    engine = driver.engine
+    engine: Any = driver.engine
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) for kind, function in engine._INSTRUCTION_MAP.items()

@@ -1,4 +1,4 @@
-"""What a pipeline stage gets from the one before it, which a single simulated rank cannot receive."""
+"""The activation that a pipeline stage gets from the one before it, which a single simulated rank cannot receive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zerofit.train.build import example
 from zerofit.train.pipeline import PipelineTrainer
 
 
-def announce_input(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Tell the stage's engine the shape that the stage before it would announce.
+def set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
+    """Give the stage's engine the shape that the stage before it would send.
 
     DeepSpeed sends it as numbers ahead of the first activation (runtime/pipe/engine.py, `_recv_tensor_meta`), which are
     zeros in a process group that sends nothing.
     """
-    engine = driver.engine
+    engine: Any = driver.engine
     shape, dtype = _input_of(driver, inputs)
 
     def received(send_stage: int) -> Any:
@@ -32,11 +32,11 @@ def announce_input(driver: PipelineTrainer, inputs: Inputs) -> None:
 
 @torch.no_grad()
 def _input_of(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torch.dtype]:
-    """Shape and type of the activation that enters the stage: the layers before it, run on meta.
+    """Return shape and type of the activation that enters the stage, by running the layers before it on meta.
 
     They are built once more, since the driver's may share weights with layers of this stage.
     """
-    run, dtype = driver.job.run, DTYPES[driver.job.run.precision]
+    run, dtype = driver.job.run, DTYPES[driver.job.run.precision or "fp32"]
     with torch.device("meta"):
         model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
         x = example(inputs, driver.job.batch.micro)

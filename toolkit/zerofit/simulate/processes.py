@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from zerofit.simulate.record import RankRecord
 from zerofit.simulate.server import GROUP, REQUEST
 from zerofit.simulate.target import SimulationTarget
 from zerofit.spec.errors import Problem
@@ -31,8 +32,8 @@ KILLED = Problem(
 )
 
 
-def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None]) -> list[dict[str, Any] | Problem]:
-    """Return the answer of `rank.simulate` for each target, or the reason why there is none.
+def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+    """Return the record of each target's rank, or the reason why there is none.
 
     As many run at a time as there are cores; `show` hears how far they are.
     """
@@ -99,7 +100,7 @@ def _server() -> _Server:
         return _running
 
 
-def _result(file: Path) -> dict[str, Any] | Problem:
+def _result(file: Path) -> RankRecord | Problem:
     if not file.exists():
         return KILLED
     result = pickle.loads(file.read_bytes())

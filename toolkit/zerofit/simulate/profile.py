@@ -48,13 +48,14 @@ def profile_model(
     wanted = list(dict.fromkeys(settings))
     if all(one.tp > 1 for one in wanted):  # the whole layers are needed beside their shards
         wanted.append(wanted[0]._replace(tp=1))
-    layers, costs, subject = (), {}, None
+    layers: tuple[LayerRun, ...] = ()
+    costs: dict[str, tuple[LayerCost, ...]] = {}
+    config: Any = None  # transformers' of the whole model
     for one in wanted:
-        subject, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
+        config, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
         costs[setting(*one)] = costs_here
         layers = layers_here if one.tp == 1 or not layers else layers
     layers = _with_shares(layers, costs)
-    config = subject.config
     heads = getattr(config, "num_attention_heads", None)
     return Profile(
         model=source.name,
@@ -80,15 +81,16 @@ def _sample_bytes(inputs: Inputs) -> int:
 
 def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
-) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
+) -> tuple[Any, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
+    """Return the model's config, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.precision, one.checkpointing, one.tp)
     with as_on(device, one.sp):
-        recorders = tuple(_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
+        few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
-    layers = tuple(layer_of(subject, recorders[0], unit) for unit in units)
-    costs = tuple(cost_of(subject, recorders, unit) for unit in units)
+    layers = tuple(layer_of(subject, few, unit) for unit in units)
+    costs = tuple(cost_of(subject, (few, more), unit) for unit in units)
     pairs = zip(costs, layers, strict=True)
-    return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+    return subject.config, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
@@ -131,11 +133,8 @@ def _run(
     subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> ProfileRecorder:
     """Forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
-    recorder, model, last = (
-        ProfileRecorder(subject.model, KERNEL_SCRATCH[device]),
-        subject.model,
-        len(subject.units) - 1,
-    )
+    model, last = subject.model, len(subject.units) - 1
+    recorder = ProfileRecorder(model, KERNEL_SCRATCH[device])
     passing = True
 
     def begin(unit: int, tensors: Any) -> None:
@@ -151,7 +150,7 @@ def _run(
     try:
         with recorder, watched(subject.units, begin), torch.device("meta"):
             recorder.mark("forward", 0)
-            x, labels, kept = _batch(task, inputs, count, one, device)
+            x, labels, kept = _batch(inputs, count, one, device)
             loss = _loss(model, x, labels, task, one, recorder)
             passing = False
             del x
@@ -167,14 +166,12 @@ def _run(
     return recorder
 
 
-def _batch(
-    task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
 
     Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
     """
-    if task == "image":
+    if isinstance(inputs, ImageInputs):
         images = torch.empty(count, inputs.channels, inputs.size, inputs.size)
         labels = torch.empty(count, dtype=torch.long)
         return images.to(DTYPES[one.precision]), labels, images if device == "cpu" else None

@@ -6,8 +6,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
@@ -16,25 +15,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerofit.models.catalog import PRETRAINED, ModelError, find
 from zerofit.simulate import device
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.analysis import device_events, host_peak, moments, settle_kinds, timeline
+from zerofit.simulate.analysis import device_events, host_peak, kind_peaks, timeline
 from zerofit.simulate.batches import batches
+from zerofit.simulate.categories import classify
 from zerofit.simulate.fake_process_group import join, set_environment
-from zerofit.simulate.ownership import note_held, watch_gradients
+from zerofit.simulate.ownership import tag_owned_storages, watch_gradients
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, start, train_steps
-from zerofit.simulate.pipeline_input import announce_input
+from zerofit.simulate.pipeline_input import set_stage_input_shape
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord
 from zerofit.simulate.scratch import scratch_of
 from zerofit.simulate.target import SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker, Scratch, is_own
 from zerofit.spec.errors import Problem, UserError
+from zerofit.train.pipeline import PipelineTrainer
 
 LINES = 3  # of an exception's message
 
 
 def simulate(
     target: SimulationTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
-    """Build, init and train on fake tensors; the answer is plain JSON (see `_answer`).
+) -> RankRecord:
+    """Build, init and train on fake tensors.
 
     This process's torch and DeepSpeed are changed for good. `scratch` stands in for the device's own table.
     """
@@ -52,7 +54,7 @@ def simulate(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return _answer(target, meter, log)
+    return _record(target, meter, log)
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
@@ -94,45 +96,47 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
     def begin(name: str, step: int) -> None:
         for engine in engines:
-            note_held(meter, engine)
+            tag_owned_storages(meter, engine)
         meter.begin(name, step)
         say(name if step < 0 else f"step {step + 1}: {name}")
 
     log = PhaseLog(meter, begin)
     driver = start(job, target.rank, target.inputs, log, on_built=built)
-    if job.layout.pp > 1:
-        announce_input(driver, target.inputs)
+    if isinstance(driver, PipelineTrainer):
+        set_stage_input_shape(driver, target.inputs)
     engines.append(driver.engine)
     train_steps(driver, batches(job, target.inputs), target.steps, log)
-    note_held(meter, driver.engine)
+    tag_owned_storages(meter, driver.engine)
     return log
 
 
-def _answer(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -> dict[str, Any]:
-    """What was seen: figures in bytes, moments the highest first; `events` are those of the device, to be replayed."""
+def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -> RankRecord:
     ledger = meter.ledger
-    settle_kinds(ledger)
+    for storage in ledger.storages:
+        storage.kind = storage.kind or classify(storage)
     events = device_events(ledger, target.workspaces)
-    return {
-        "phases": [asdict(phase) for phase in log.done],
-        "moments": [asdict(moment) for moment in moments(ledger)],
-        "host": host_peak(ledger),
-        "nvme_bytes": sum(meter.files.values()),
-        "reserved_bytes": replay(events).peak_reserved_bytes,
-        "sent": _sent(meter),
-        "groups": [{"ranks": ranks, "ops": sorted(ops)} for ranks, ops in meter.groups.values()],
-        "flops": [{"phase": phase, "step": step, "flops": n} for (phase, step), n in meter.flops.items()],
-        "timeline": timeline(ledger),
-        "events": events,
-    }
+    return RankRecord(
+        phases=log.done,
+        peaks=kind_peaks(ledger),
+        host=host_peak(ledger),
+        nvme_bytes=sum(meter.files.values()),
+        reserved_bytes=replay(events).peak_reserved_bytes,
+        sent=_sent(meter),
+        groups=[GroupUse(ranks=ranks, ops=tuple(sorted(ops))) for ranks, ops in meter.groups.values()],
+        flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
+        timeline=timeline(ledger),
+        events=events,
+    )
 
 
-def _sent(meter: AllocationTracker) -> list[dict[str, Any]]:
-    """Collectives by op, group size, phase and step: how many, and their bytes together."""
-    calls: Counter[tuple[Any, ...]] = Counter()
-    sizes: Counter[tuple[Any, ...]] = Counter()
-    for (op, size, *rest), count in meter.sent.items():
-        calls[op, *rest] += count
-        sizes[op, *rest] += size * count
-    names = ("op", "group_size", "phase", "step")
-    return [{**dict(zip(names, key, strict=True)), "count": n, "bytes": sizes[key]} for key, n in calls.items()]
+def _sent(meter: AllocationTracker) -> list[CollectiveCalls]:
+    """Sum up collectives by op, group size, phase and step."""
+    calls: Counter[tuple[str, int, str, int]] = Counter()
+    sizes: Counter[tuple[str, int, str, int]] = Counter()
+    for (op, size, ranks, phase, step), count in meter.sent.items():
+        calls[op, ranks, phase, step] += count
+        sizes[op, ranks, phase, step] += size * count
+    return [
+        CollectiveCalls(op=op, group_size=ranks, phase=phase, step=step, count=n, bytes=sizes[op, ranks, phase, step])
+        for (op, ranks, phase, step), n in calls.items()
+    ]

@@ -11,22 +11,12 @@ from typing import Any
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
 from zerofit.simulate.context import Overhead
+from zerofit.simulate.record import MemoryPoint, RankPhase
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent
 from zerofit.spec.layout import Layout
 from zerofit.spec.plain_data import field_data, plain_data
 from zerofit.spec.units import shown_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPhase:
-    """A stretch of a rank's life. Each begins where the one before it ends."""
-
-    name: str  # "build", "init", "forward", "backward" or "step"
-    step: int  # optimizer step from 0; -1 before the first
-    start_bytes: int
-    peak_bytes: int
-    end_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +77,6 @@ class KnobResult:
 
 
 SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPoint:
-    """Bytes alive on the device by kind; `t` counts allocations and releases."""
-
-    t: int
-    phase: str
-    step: int
-    bytes: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

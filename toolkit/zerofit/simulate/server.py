@@ -72,7 +72,7 @@ def _serve(folder: Path) -> NoReturn:
 
 
 def _simulate(target: SimulationTarget, folder: Path, n: int) -> NoReturn:
-    """Leave the answer of one simulation in `N.result`: a dict, a Problem, or the exception that ended it."""
+    """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -14,7 +14,7 @@ from zerofit.models.catalog import ModelError
 _ROWS = ("o_proj", "down_proj", "output.dense")
 
 
-def shard(model: nn.Module, blocks: nn.ModuleList, degree: int) -> None:
+def shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
     """Replace the blocks' linear layers and an untied `lm_head` by one rank's parts; changes the model.
 
     Raises ModelError where the degree does not divide a layer, or a block's matrices are not those of linear layers.
@@ -85,7 +85,7 @@ class _Gather(torch.autograd.Function):
         return grad[..., : ctx.width].contiguous(), None
 
 
-def _part(parameter: nn.Parameter, dim: int, degree: int) -> nn.Parameter:
+def _part(parameter: Tensor, dim: int, degree: int) -> nn.Parameter:
     size = parameter.shape[dim]
     if size % degree:
         raise ModelError("profile-tp", f"tensor parallel degree {degree} does not divide a layer of width {size}")

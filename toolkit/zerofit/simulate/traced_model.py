@@ -53,9 +53,7 @@ def make_subject(
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
     blocks = _equal_blocks(config)
-    small = dict(args)
-    if blocks:
-        small |= {"num_hidden_layers": TRACED_BLOCKS}
+    small: dict[str, Any] = {**args, "num_hidden_layers": TRACED_BLOCKS} if blocks else args
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
     found = _block_list(model) if config is not None else None
@@ -70,15 +68,19 @@ def make_subject(
 
 @contextmanager
 def watched(units: list[TracedSection], begin: Mark) -> Iterator[None]:
-    """Calls `begin(unit, its inputs)` as the units of a forward begin."""
+    """Call `begin(unit, its inputs)` as the units of a forward begin."""
     handles = []
+
+    def before(index: int) -> Callable[[nn.Module, Any], None]:
+        return lambda module, inputs: begin(index, inputs)
+
     for index, unit in enumerate(units):
         if unit.start is None:
             continue
         if unit.after:
             handles.append(unit.start.register_forward_hook(lambda m, i, out, n=index: begin(n, out)))
         else:
-            handles.append(unit.start.register_forward_pre_hook(lambda m, got, n=index: begin(n, got)))
+            handles.append(unit.start.register_forward_pre_hook(before(index)))
     try:
         yield
     finally:

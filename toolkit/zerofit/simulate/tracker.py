@@ -165,7 +165,8 @@ class AllocationTracker(TorchDispatchMode):
             if code is None:
                 return self._last  # autograd itself, adding up gradients
             here = (self._modules.current, code, line)
-            self._forward_of[torch.autograd._get_sequence_nr()] = here
+            number = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage] - none is public
+            self._forward_of[number] = here
             return here
         if self._modules.running:  # recomputation of a checkpoint
             return self._modules.current, code, line
@@ -174,6 +175,7 @@ class AllocationTracker(TorchDispatchMode):
         return here
 
     def _note_collective(self, name: str, args: Any) -> None:
+        group: Any
         sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
         if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
             name, group = "alltoall_base", _all_to_all_groups[args[1]]
