@@ -21,7 +21,8 @@ from .meter import build
 
 ROOT = Path(__file__).parents[2]
 # no GPU: none is asked for, and processes that have asked for one cannot be forked
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))
+ENVIRONMENT = {"PYTHONPATH": PATHS, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = 400
 POLL_S = 0.5
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from zerofit.plan import memory as memory_module
 from zerofit.plan.host import parameters_offloaded, sub_groups
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
@@ -229,11 +230,11 @@ def test_torch_is_not_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_thousands_of_choices_take_no_time():
+def test_layouts_that_differ_in_the_micro_batch_alone_share_all_but_a_multiplication():
     tell = Forecaster(PROFILE)
-    started = time.process_time()
-    for dp in (1, 2, 4, 8, 16, 32, 64, 128):
-        for stage in (0, 1, 2, 3):
-            for micro_batch in range(1, 65):
-                tell.memory(layout(stage, dp=dp, micro_batch=micro_batch))
-    assert time.process_time() - started < 0.5
+    with patch.object(memory_module, "standing", wraps=memory_module.standing) as tables:
+        for dp in (1, 2, 4, 8):
+            for stage in (0, 1, 2, 3):
+                for micro_batch in range(1, 65):
+                    tell.memory(layout(stage, dp=dp, micro_batch=micro_batch))
+    assert tables.call_count == 4 * 4  # benchmarks/plan_speed.py measures seconds

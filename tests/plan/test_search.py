@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -204,9 +203,9 @@ def test_stages_hold_every_layer_once():
     assert all(first[1] == second[0] for first, second in pairwise(bounds))
 
 
-def test_ten_thousand_layouts_on_a_thousand_devices_in_a_second():
+def test_most_of_ten_thousand_layouts_need_no_forecast():
     profile, cluster = make_profile(blocks=80), make_cluster(nodes=128)
-    start = time.process_time()
-    answer = found(profile, cluster, PlanRequest(precision="bf16", global_batch=2**10 * 3 * 5 * 7 * 11))
+    formula, request = Formula(profile), PlanRequest(precision="bf16", global_batch=2**10 * 3 * 5 * 7 * 11)
+    answer = search(profile, cluster, request, formula)
     assert answer.considered > 10_000
-    assert time.process_time() - start < 2  # benchmarks/plan_speed.py measures with the real forecast
+    assert formula.calls < 0.4 * answer.considered  # benchmarks/plan_speed.py measures seconds

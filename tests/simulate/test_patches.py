@@ -1,68 +1,183 @@
-"""What simulations change must exist in the installed versions, and stays unchanged everywhere else."""
+"""What simulations change in libraries: still there, still needed, and unchanged everywhere else."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import re
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from zerofit.simulate import patches
+from zerofit.simulate.fake_kernels import cuda_attention
 
 pytestmark = pytest.mark.versions
 
-# patch -> where it reaches in: module and attribute
-REPLACED = {
-    "module_apply": [("torch.nn", "Module._apply")],
-    "item": [("torch._subclasses.fake_impls", "op_implementations_dict"), ("torch", "equal")],
-    "masks": [
-        ("transformers.masking_utils", "is_tracing"),
-        ("transformers.masking_utils", "find_packed_sequence_indices"),
-    ],
-    "order_checks": [
-        ("deepspeed.runtime.zero.utils", "get_lst_from_rank0"),
-        ("deepspeed.runtime.zero.utils", "assert_lst_len_same_as_other_ranks"),
-    ],
-    "device_mesh": [("deepspeed.comm", "initialize_mesh_device"), ("deepspeed.comm.comm", "initialize_mesh_device")],
-    "object_collectives": [("torch.distributed", "broadcast_object_list"), ("torch.distributed", "all_gather_object")],
-    "compiled_ops": [("deepspeed.ops.op_builder.builder", "OpBuilder.load")],
-    "rng_state": [("torch", "get_rng_state"), ("torch.random", "get_rng_state")],
-    "tensor_constructor": [("torch", "tensor"), ("deepspeed.runtime.zero.partition_parameters", "_orig_torch_tensor")],
-    "constants": [("torch._subclasses.fake_tensor", "FakeTensorMode._dispatch_impl")],
-    "backend_keys": [("torch", "Tensor._make_subclass")],
-    "data_setter": [("torch._C", "TensorBase.data")],
-    "attention": [("torch.nn.functional", "scaled_dot_product_attention")],
-    "record_stream": [("torch", "Tensor.record_stream")],
-}  # fmt: skip
+
+class Reason(NamedTuple):
+    """A function of a library as it is written, and the line of it that makes a patch necessary."""
+
+    module: str  # that defines it
+    path: str
+    parameters: str  # first ones, which calls give by their place
+    line: str
 
 
-def found(module: str, path: str):
+FAKE_IMPLS, C10D = "torch._subclasses.fake_impls", "torch.distributed.distributed_c10d"
+ZERO_UTILS, ZERO_INIT = "deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters"
+MASKING, BUILDER = "transformers.masking_utils", "deepspeed.ops.op_builder.builder"
+FAKE_TENSOR = "torch._subclasses.fake_tensor"
+# patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
+PATCHES = {
+    "module_apply": (
+        ["torch.nn:Module._apply"],
+        [
+            Reason(
+                "torch.nn.modules.module",
+                "Module._apply",
+                "self fn recurse",
+                "torch.utils.swap_tensors(param, param_applied)",
+            )
+        ],
+    ),
+    "item": (
+        [f"{FAKE_IMPLS}:op_implementations_dict", "torch:equal"],
+        [Reason(FAKE_IMPLS, "local_scalar_dense", "fake_mode func arg", "raise DataDependentOutputException(func)")],
+    ),
+    "masks": (
+        [f"{MASKING}:is_tracing", f"{MASKING}:find_packed_sequence_indices"],
+        [
+            Reason("transformers.utils.import_utils", "is_tracing", "tensor", "is_fake_tensor(tensor)"),
+            Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()"),
+        ],
+    ),
+    "order_checks": (
+        [f"{ZERO_UTILS}:get_lst_from_rank0", f"{ZERO_UTILS}:assert_lst_len_same_as_other_ranks"],
+        [
+            Reason(ZERO_UTILS, "get_lst_from_rank0", "lst", "return [t.item() for t in lst_tensor.cpu()]"),
+            Reason(ZERO_UTILS, "assert_lst_len_same_as_other_ranks", "lst", "rank0_len_tensor.cpu().item()"),
+        ],
+    ),
+    "device_mesh": (
+        ["deepspeed.comm:initialize_mesh_device", "deepspeed.comm.comm:initialize_mesh_device"],
+        [
+            Reason(
+                "deepspeed.comm.comm",
+                "initialize_mesh_device",
+                "mesh_shape mesh_dim_names",
+                "cdb.init_device_mesh(mesh_shape, mesh_dim_names)",
+            )
+        ],
+    ),
+    "object_collectives": (
+        ["torch.distributed:broadcast_object_list", "torch.distributed:all_gather_object"],
+        [
+            Reason(C10D, "broadcast_object_list", "object_list src", "_object_to_tensor("),
+            Reason(C10D, "all_gather_object", "object_list obj", "_object_to_tensor("),
+        ],
+    ),
+    "compiled_ops": (
+        [f"{BUILDER}:OpBuilder.load"],
+        [Reason(BUILDER, "OpBuilder.load", "self verbose", "importlib.import_module(self.absolute_name())")],
+    ),
+    "rng_state": (
+        ["torch:get_rng_state", "torch.random:get_rng_state"],
+        [Reason("torch.random", "get_rng_state", "", "return default_generator.get_state()")],
+    ),
+    "tensor_constructor": (
+        ["torch:tensor", f"{ZERO_INIT}:_orig_torch_tensor"],
+        [
+            Reason(ZERO_INIT, "InsertPostInitMethodToModuleSubClasses", "", "torch.tensor = _orig_torch_tensor"),
+        ],
+    ),
+    "constants": (
+        [f"{FAKE_TENSOR}:FakeTensorMode._dispatch_impl"],
+        [
+            Reason(
+                FAKE_TENSOR,
+                "FakeTensorMode._dispatch_impl",
+                "self func types args kwargs",
+                "all(e.constant is not None for e in flat_arg_fake_tensors)",
+            )
+        ],
+    ),
+    "backend_keys": (
+        ["torch:Tensor._make_subclass"],
+        [Reason(FAKE_TENSOR, "FakeTensor.__new__", "cls", "device_for_backend_keys=device")],
+    ),
+    "data_setter": (["torch._C:TensorBase.data"], []),
+    "attention": (["torch.nn.functional:scaled_dot_product_attention"], []),
+    "record_stream": (["torch:Tensor.record_stream"], []),
+}
+REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]
+
+
+def value_of(place: str):
+    module, _, path = place.partition(":")
     value = importlib.import_module(module)
     for part in path.split("."):
         value = getattr(value, part)
     return value
 
 
-@pytest.mark.parametrize("patch", REPLACED)
-def test_what_a_patch_replaces_is_there(patch):
-    for module, path in REPLACED[patch]:
-        assert found(module, path) is not None, f"patch {patch}: {module}.{path} is gone in the installed version"
+def definition(module: str, path: str) -> tuple[ast.AST, str]:
+    """A function or class as its file has it, even where a decorator hides it; and its source."""
+    source = inspect.getsource(importlib.import_module(module))
+    node: ast.AST = ast.parse(source)
+    for part in path.split("."):
+        nodes = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
+        assert nodes, f"{module}.{path} is gone in the installed version"
+        node = nodes[-1]
+    return node, ast.get_source_segment(source, node) or ""
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_reason_for_a_patch_is_still_in_the_library(reason):
+    node, source = definition(reason.module, reason.path)
+    assert reason.line in source, f"{reason.module}.{reason.path} no longer has {reason.line!r}: is the patch needed?"
+    if isinstance(node, ast.FunctionDef):
+        names, wanted = [a.arg for a in node.args.args], reason.parameters.split()
+        assert [re.sub(r"_or_elem$", "", name) for name in names[: len(wanted)]] == wanted
 
 
 def test_every_patch_is_listed():
     everywhere = [p.__name__ for p in (*patches.EVERYWHERE, *patches.ON_GPU)]
-    assert {*everywhere, "compiled_ops", "item", "rng_state"} == set(REPLACED)
+    assert {*everywhere, "compiled_ops", "item", "rng_state"} == set(PATCHES)
 
 
-def test_every_patch_says_why():
-    for name in REPLACED:
-        assert len(inspect.getdoc(getattr(patches, name)) or "") > 60
+def test_fake_parameters_cannot_be_swapped():
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="Couldn't swap"):
+        torch.nn.Linear(2, 2).to(torch.bfloat16)
+
+
+def test_fake_tensors_have_no_values():
+    with FakeTensorMode():
+        one = torch.zeros(1)
+        for ask in (lambda: torch.equal(one, one), lambda: torch.rand(1).item()):
+            with pytest.raises(DataDependentOutputException):
+                ask()
+
+
+def test_fake_tensors_have_no_data_setter_of_their_own():
+    assert "data" not in vars(FakeTensor)
+
+
+def test_attention_is_called_as_its_replacement():
+    signature = re.sub(r"\s+", " ", torch.nn.functional.scaled_dot_product_attention.__doc__ or "").partition(")")[0]
+    names = re.findall(r"(\w+)(?:=[^,]*)?(?:,|$)", signature.partition("(")[2])
+    assert names == list(inspect.signature(cuda_attention).parameters)
+
+
+def test_record_stream_takes_a_stream_and_gives_nothing():
+    assert str(torch.ops.aten.record_stream.default._schema).endswith("(Tensor(a!) self, Stream s) -> ()")
 
 
 def test_nothing_is_patched_outside_of_a_simulation(simulated):
-    for places in REPLACED.values():
-        for module, path in places:
-            value = found(module, path)
-            assert not (getattr(value, "__module__", "") or "").startswith("zerofit.simulate"), f"{module}.{path}"
+    for places, _ in PATCHES.values():
+        for place in places:
+            assert not (getattr(value_of(place), "__module__", "") or "").startswith("zerofit.simulate"), place
     assert torch.equal(torch.zeros(1), torch.ones(1)) is False

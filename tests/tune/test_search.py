@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.tune.search import Regret, Search, _gain
+from zerofit.tune.search import Regret, Search, expected_gain
 from zerofit.tune.step_time_model import FEATURES, StepTimeModel, features, forecast_errors
 from zerofit.tune.trial import Candidate, Trial
 
@@ -147,7 +147,7 @@ def test_expected_improvement_is_that_of_drawing():
     rng = np.random.default_rng(0)
     for mean, deviation, best in [(0.0, 0.2, 1.0), (-0.3, 0.1, 0.9), (0.5, 0.4, 1.1)]:
         drawn = np.exp(rng.normal(mean, deviation, 400_000))
-        assert _gain(mean, deviation, best) == pytest.approx(np.maximum(0, 1 - drawn / best).mean(), abs=2e-3)
+        assert expected_gain(mean, deviation, best) == pytest.approx(np.maximum(0, 1 - drawn / best).mean(), abs=2e-3)
 
 
 def test_keys_tell_configurations_apart():

@@ -62,7 +62,7 @@ class Search:
             near = [c for c in open_ones if c.forecast_step_s / c.layout.global_batch <= (1 + SAME_SPEED) * least]
             return min(near, key=lambda c: plain(c.layout))
         learned = self.learned()
-        gains = [(_gain(*_for_a_sample(learned, c), best.sample_s), c) for c in open_ones]
+        gains = [(expected_gain(*_for_a_sample(learned, c), best.sample_s), c) for c in open_ones]
         gain, candidate = max(gains, key=lambda pair: (pair[0], tuple(-value for value in plain(pair[1].layout))))
         return candidate if gain >= ENOUGH else None
 
@@ -127,6 +127,16 @@ class Search:
         ]
 
 
+def expected_gain(mean: float, deviation: float, best_s: float) -> float:
+    """Return the expected improvement as a share of the best step time, where its logarithm is normally distributed.
+
+    E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2): Jones, Schonlau, Welch, "Efficient Global Optimization of
+    Expensive Black-Box Functions" (1998), for the logarithm.
+    """
+    edge = (math.log(best_s) - mean) / deviation
+    return _below(edge) - math.exp(mean + deviation**2 / 2) / best_s * _below(edge - deviation)
+
+
 def _family(candidate: Candidate) -> tuple:
     """What decides which of DeepSpeed's code runs."""
     layout = candidate.layout
@@ -138,16 +148,6 @@ def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, 
     """Mean and standard deviation of the logarithm of the seconds for a sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.layout.global_batch), deviation
-
-
-def _gain(mean: float, deviation: float, best_s: float) -> float:
-    """Expected improvement as a share of the best step time, of a logarithm that is normally distributed.
-
-    E[max(0, 1 - t / best)] for ln t ~ N(mean, deviation^2): Jones, Schonlau, Welch, "Efficient Global Optimization of
-    Expensive Black-Box Functions" (1998), for the logarithm.
-    """
-    edge = (math.log(best_s) - mean) / deviation
-    return _below(edge) - math.exp(mean + deviation**2 / 2) / best_s * _below(edge - deviation)
 
 
 def _below(x: float) -> float:
