@@ -101,17 +101,18 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     from zerofit.spec.events import Reporter
     from zerofit.spec.files import sync_file
     from zerofit.train.engines import ZeroTrainer
-    from zerofit.train.loggers import Events
-    from zerofit.train.rank_coords import place_of
+    from zerofit.train.heartbeat import RankProgress
+    from zerofit.train.loggers import EventLog
+    from zerofit.train.rank_coords import coords_of
     from zerofit.train.restore import resume
     from zerofit.train.saver import Saver
 
     data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
-    driver = ZeroTrainer(job, place_of(dist.get_rank(), job.layout), data.inputs)
+    driver = ZeroTrainer(job, coords_of(dist.get_rank(), job.layout), data.inputs)
     tokens = torch.arange(33).reshape(1, -1) % 512
     for _ in range(2):
         driver.train_step(iter([{"inputs": tokens[:, :-1], "labels": tokens[:, 1:], "weight": 1.0 / 32}]))
-    saver, store = Saver(driver, data.inputs, folder, Events(None)), Store(folder.checkpoints)
+    saver, store = Saver(driver, data.inputs, folder, EventLog(None, RankProgress())), Store(folder.checkpoints)
     assert saver.save(1, {}, False) is None
     first = next(entry for entry in store.entries())
     mine = [f for f in first.path.rglob("*.pt") if written_by(dist.get_rank(), f.name)]

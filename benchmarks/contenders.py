@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,9 @@ from zerofit.models.inputs import Inputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import parameter_groups
-from zerofit.train.engines import ZeroTrainer
-from zerofit.train.loggers import Events, make_sinks
-from zerofit.train.loop import Loop
-from zerofit.train.metrics import MetricsRecorder
+from zerofit.train.callbacks import Callback
 from zerofit.train.process_group import start, stop
-from zerofit.train.rank_coords import place_of
-from zerofit.train.stop_signals import StopRequests
+from zerofit.train.run import RankRun
 
 LOG_EVERY = 10  # steps between the lines that the hand-written loop, Accelerate's and the Trainer write
 Batch = dict[str, Tensor]
@@ -109,39 +104,20 @@ def hand_written(job: Job, folder: RunFolder, player: Player) -> list[float]:
     return torch.stack(losses).tolist()
 
 
-class PacedDriver(ZeroTrainer):
-    """zerofit's driver, which takes turns with the others before each step."""
+class TakeTurns(Callback):
+    """Waits for this contender's turn before each step."""
 
-    player: Player
-    recorder: MetricsRecorder
+    def __init__(self, player: Player):
+        self._player = player
 
-    def train_step(self, batches: Iterator[dict[str, Any]]) -> Tensor:
-        if self.player.step():
-            self.recorder.skip_time()
-        return super().train_step(batches)
+    def on_step_begin(self, step: int) -> None:
+        self._player.step()
 
 
 def zerofit(job: Job, folder: RunFolder, player: Player) -> list[float] | None:
     """`zerofit.train.run.train` up to the last step, with its records in metrics.jsonl."""
-    rank = dist.get_rank()
-    place = place_of(rank, job.layout)
-    data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
-    driver = PacedDriver(job, place, data.inputs)
-    requests = StopRequests("0")
-    recorder = MetricsRecorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
-    driver.player, driver.recorder = player, recorder
-    events = Events(folder.events if rank == 0 else None)
-    Loop(
-        job=job,
-        place=place,
-        data=data,
-        driver=driver,
-        recorder=recorder,
-        events=events,
-        requests=requests,
-        save=lambda *_: None,
-    ).run()
-    if rank != 0:
+    RankRun(job, folder, callbacks=[TakeTurns(player)]).loop.run()
+    if dist.get_rank() != 0:
         return None
     return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from zerofit.data import Dataset, Order, micro_batches
 from zerofit.train.heartbeat import TRAINING, Heartbeat, RankProgress
-from zerofit.train.loggers import Events
+from zerofit.train.loggers import EventLog
 
 
 @pytest.fixture
 def pulse():
     reading, writing = os.pipe()
-    yield Heartbeat(writing, on_gpu=False)
+    yield Heartbeat(writing, on_gpu=False, progress=RankProgress())
     os.close(reading)
     os.close(writing)
 
@@ -52,8 +52,8 @@ def test_waiting_is_still_and_work_is_not(pulse):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_that_waits_for_data_is_in_data(pulse, monkeypatch, workers):
-    monkeypatch.setattr(RankProgress, "phase", TRAINING)
+def test_a_rank_that_waits_for_data_is_in_data(workers):
+    pulse = Heartbeat(0, on_gpu=False, progress=RankProgress(phase=TRAINING))  # looks, and sends nothing
     batches = micro_batches(Slow(), Order(100, 0), (range(n, n + 1) for n in range(3)), workers)
     assert seen(pulse, lambda: list(batches))["phase"] == "data"
     assert pulse.look()["phase"] == "between steps"
@@ -86,12 +86,10 @@ def test_the_collective_that_a_rank_waits_in(pulse, tmp_path):
         dist.destroy_process_group()
 
 
-def test_phases_follow_the_events(pulse):
-    events = Events(None)
-    try:
-        events("phase", text="reading the data")
-        assert (pulse.look()["phase"], pulse.look()["training"]) == ("reading the data", False)
-        events("training", steps=3)
-        assert (pulse.look()["phase"], pulse.look()["training"]) == ("between steps", True)
-    finally:
-        RankProgress.phase = "starting"
+def test_phases_follow_the_events():
+    progress = RankProgress()
+    pulse, events = Heartbeat(0, on_gpu=False, progress=progress), EventLog(None, progress)
+    events.phase("reading the data")
+    assert (pulse.look()["phase"], pulse.look()["training"]) == ("reading the data", False)
+    events.training(steps=3)
+    assert (pulse.look()["phase"], pulse.look()["training"]) == ("between steps", True)

@@ -19,9 +19,9 @@ from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
 from zerofit.spec.run_folder import RunFolder
-from zerofit.train.heartbeat import Heartbeat
+from zerofit.train.heartbeat import Heartbeat, RankProgress
 from zerofit.train.stop_signals import SignalNotes
-from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME
 from zerofit.watch.stacks import listen_for_dumps
 
 # what gloo, NCCL and torch's store say in a RuntimeError when another rank is gone
@@ -41,13 +41,14 @@ def main() -> NoReturn:
     signals = SignalNotes()
     signals.listen()
     listen_for_dumps(folder.rank_stacks(rank))
-    pulse = Heartbeat(int(os.environ[PULSE_NAME]), os.environ.get("DS_ACCELERATOR") == "cuda")
-    pulse.start()
+    progress = RankProgress()
+    heartbeat = Heartbeat(int(os.environ[HEARTBEAT_FD]), os.environ.get("DS_ACCELERATOR") == "cuda", progress)
+    heartbeat.start()
     try:
         with alive(folder):
-            _train(folder, signals)
+            _train(folder, signals, progress)
     except BaseException as error:
-        _leave_word(folder, rank, error, pulse)
+        _report_failure(folder, rank, error, heartbeat)
         os._exit(3)  # not by way of exit handlers: they may wait for ranks that are gone
     folder.rank_stacks(rank).unlink(missing_ok=True)  # nobody has asked for them
     atexit._run_exitfuncs()  # what writers of records have left to do
@@ -57,7 +58,7 @@ def main() -> NoReturn:
 
 
 def _log_to(path: Path) -> None:
-    """All output of this rank, libraries' and C++ code's included, goes to its file."""
+    """Send all output of this rank, libraries' and C++ code's included, to its file."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -65,7 +66,7 @@ def _log_to(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _train(folder: RunFolder, signals: SignalNotes) -> None:
+def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> None:
     from zerofit.spec.run_folder import Job
     from zerofit.train.process_group import start, stop
 
@@ -73,12 +74,12 @@ def _train(folder: RunFolder, signals: SignalNotes) -> None:
     start(timeout=timedelta(minutes=30))
     from zerofit.train.run import train
 
-    train(job, folder, signals)
+    train(job, folder, signals, progress)
     stop()
 
 
-def _leave_word(folder: RunFolder, rank: int, error: BaseException, pulse: Heartbeat) -> None:
-    """Say what this rank dies of: in its log, in the run folder, and to its guard, since the disk may be full."""
+def _report_failure(folder: RunFolder, rank: int, error: BaseException, heartbeat: Heartbeat) -> None:
+    """Report why this rank fails: in its log, in the run folder, and to its guard, since the disk may be full."""
     with suppress(OSError):
         traceback.print_exc()
         sys.stderr.flush()
@@ -89,15 +90,15 @@ def _leave_word(folder: RunFolder, rank: int, error: BaseException, pulse: Heart
     else:
         problems = [translate(error, folder.rank_log(rank))]
     host = {"host": os.environ[HOST_NAME]} if HOST_NAME in os.environ else {}
-    word = {"rank": rank, **host, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
+    failure = {"rank": rank, **host, "time_s": time.time(), "problems": [p.as_dict() for p in problems]}
     with suppress(OSError):
-        pulse.say({"word": word})
+        heartbeat.send({"failure": failure})
     with suppress(OSError):
-        write_json(folder.rank_error(rank), word)
+        write_json(folder.rank_error(rank), failure)
 
 
 def translate(error: BaseException, log: Path) -> Problem:
-    """A library's exception in words that name the knob; the traceback is in the rank's log."""
+    """Return a library's exception as a problem that names the knob; the traceback is in the rank's log."""
     text = str(error).strip()
     first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "out of memory" in text.lower():

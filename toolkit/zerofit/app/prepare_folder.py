@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import re
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     """
     for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.orders]:
         path.unlink(missing_ok=True)
+    shutil.rmtree(folder.model_parts, ignore_errors=True)
     step = start.step if start else 0
     store = Store(folder.checkpoints)
     store.remove_incomplete()

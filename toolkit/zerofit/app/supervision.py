@@ -58,7 +58,7 @@ def run_once(
         for note in site.sweep(orders.mark) if site.sweep else ():
             report.note(note)
     seen = ended.verdict.problem if ended.verdict else None
-    return TrainingResult.of(folder, outcome(folder, ended.code, site.again, seen, ended.words))
+    return TrainingResult.of(folder, outcome(folder, ended.code, site.again, seen, ended.failures))
 
 
 def _orders(folder: RunFolder, site: LaunchSite, port: int, attempt: int) -> LaunchSpec:

@@ -55,14 +55,20 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     name = "--" + field.replace("_", "-")
     kind = _plain(info.annotation)
     extra: dict[str, Any] = {"default": None, "help": info.description}
-    if info.default not in (None, False) and info.default != {}:
+    if info.default not in (None, False, ()) and info.default != {}:
         extra["help"] += f" [{info.default}]"
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
+    if get_origin(kind) is tuple:
+        return click.option(name, field, multiple=True, callback=_none_if_empty, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
     types_of = {int: int, float: float, str: str, Path: click.Path(path_type=Path)}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
+
+
+def _none_if_empty(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...] | None:
+    return value or None
 
 
 def _plain(annotation: Any) -> Any:

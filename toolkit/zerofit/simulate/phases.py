@@ -15,7 +15,8 @@ from zerofit.simulate.record import RankPhase
 from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.rank_coords import place_of
+from zerofit.train.rank_coords import coords_of
+from zerofit.train.trainer import EngineTrainer
 
 Driver = ZeroTrainer | PipelineTrainer
 
@@ -88,7 +89,7 @@ def start(
     log.begin("build", -1)
     kind = PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
     with patch.object(deepspeed, "initialize", announced):
-        return kind(job, place_of(rank, job.layout), inputs)
+        return kind(job, coords_of(rank, job.layout), inputs)
 
 
 def train_steps(

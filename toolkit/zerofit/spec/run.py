@@ -166,6 +166,9 @@ class Run(BaseModel):
     log_every: PositiveInt = Field(
         default=10, description="steps between plain progress lines when there is no terminal"
     )
+    callbacks: tuple[str, ...] = Field(
+        default=(), description="package.module:Class of a zerofit.train.callbacks.Callback; may be repeated"
+    )
     tensorboard: bool = Field(default=False, description="write TensorBoard events into the run folder")
     wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
     output: Path | None = Field(default=None, description="run folder (default runs/MODEL-DATA-TIME)")

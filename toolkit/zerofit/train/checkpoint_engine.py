@@ -1,27 +1,28 @@
-"""How DeepSpeed's checkpoint files reach the disk: the interface of its own checkpoint engines, with synced files."""
+"""How DeepSpeed's checkpoint files reach the disk: its own interface of checkpoint engines, with synced files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy as shallow
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.store import FileMark, mark_of
 from zerofit.spec.files import sync_file
-from zerofit.train.snapshot import Snapshots
 
 MODEL_FILES = "model_states.pt"
 SYNCING = 2  # files being synced and hashed while the next one is written
 
 
 class SyncedCheckpointEngine(CheckpointEngine):
-    """Writes files at once, or (between `hold` and `release`) keeps copies of what is to be written.
+    """Writes files at once, or (between `begin_snapshot` and `take_snapshot`) keeps copies of it.
 
     A failure to write is kept until `marks` instead of raised: the other ranks are in the midst of the same save, and
     would wait for this one.
@@ -31,8 +32,8 @@ class SyncedCheckpointEngine(CheckpointEngine):
         super().__init__()
         self._copied = zero_stage > 0  # what a file of the model's holds; at stage 0 the optimizer's states lie in it
         self.name = "zerofit"
-        self._snapshots = Snapshots()
-        self._held: list[tuple[Any, Path]] | None = None
+        self._copies = HostCopies()
+        self._snapshot: list[tuple[Any, Path]] | None = None
         self._pool = ThreadPoolExecutor(SYNCING, thread_name_prefix="sync")
         self._marks: dict[Path, Future[FileMark]] = {}
         self._failure: Exception | None = None
@@ -46,12 +47,12 @@ class SyncedCheckpointEngine(CheckpointEngine):
 
     def preserves_storage_sharing(self) -> bool:
         """Whether DeepSpeed must clone views before it hands them on: copies are whole tensors in any case."""
-        return self._held is None
+        return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
-        """Write what torch.save writes."""
-        if self._held is not None:
-            self._held.append((self._snapshots.of(state_dict, Path(path).name), Path(path)))
+        """Write what torch.save writes, or keep a copy of it."""
+        if self._snapshot is not None:
+            self._snapshot.append((self._copies.of(state_dict, Path(path).name), Path(path)))
         else:
             self._write(state_dict, Path(path))
 
@@ -63,23 +64,23 @@ class SyncedCheckpointEngine(CheckpointEngine):
         """
         return safe_load.load(path, mmap=self._copied and str(path).endswith(MODEL_FILES), for_engine=True)
 
-    def hold(self) -> None:
-        """From now on take copies; what is trained on may change afterwards."""
-        self._held = []
+    def begin_snapshot(self) -> None:
+        """Take copies from now on; what is trained on may change afterwards."""
+        self._snapshot = []
 
-    def release(self) -> list[tuple[Any, Path]]:
-        """What was held since `hold`, for `write_held` to write from another thread."""
-        self._snapshots.finish()
-        held, self._held = self._held or [], None
-        return held
+    def take_snapshot(self) -> list[tuple[Any, Path]]:
+        """Return what was saved since `begin_snapshot`, for `write_snapshot` in another thread."""
+        self._copies.finish()
+        snapshot, self._snapshot = self._snapshot or [], None
+        return snapshot
 
-    def write_held(self, held: list[tuple[Any, Path]]) -> None:
-        """Write what was held."""
-        for state_dict, path in held:
+    def write_snapshot(self, snapshot: list[tuple[Any, Path]]) -> None:
+        """Write what was copied."""
+        for state_dict, path in snapshot:
             self._write(state_dict, path)
 
     def marks(self) -> dict[Path, FileMark]:
-        """Sizes and hashes of all files since the last call, each on the disk by now. Raises OSError."""
+        """Return sizes and hashes of all files since the last call, each on the disk by now. Raises OSError."""
         marks, self._marks = self._marks, {}
         failure, self._failure = self._failure, None
         found = {path: mark.result() for path, mark in marks.items() if failure is None}
@@ -115,3 +116,45 @@ def _synced(path: Path) -> FileMark:
     mark = mark_of(path)
     sync_file(path)
     return mark
+
+
+class HostCopies:
+    """Copies of state dicts in host memory, which are written while training changes the originals.
+
+    Keeps its buffers from one checkpoint to the next: the first touch of memory costs as much as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def of(self, value: Any, file: str) -> Any:
+        """Return the structure with every tensor copied; tensors that are one stay one. `file` names the structure."""
+        copies: dict[tuple[int, int, torch.Size, tuple[int, ...]], Tensor] = {}
+
+        def copy(item: Any) -> Any:
+            if isinstance(item, Tensor):
+                key = (item.data_ptr(), item.storage_offset(), item.shape, item.stride())
+                if key not in copies or not item.numel():
+                    copies[key] = self._copy(item, (file, len(copies)))
+                return copies[key]
+            if isinstance(item, dict):
+                same = shallow(item)
+                same.update((key, copy(part)) for key, part in item.items())
+                return same
+            if type(item) in (list, tuple):
+                return type(item)(copy(part) for part in item)
+            return item
+
+        return copy(value)
+
+    def finish(self) -> None:
+        """Wait for copies that a device is still making."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _copy(self, tensor: Tensor, key: tuple[str, int]) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor.detach(), non_blocking=True)

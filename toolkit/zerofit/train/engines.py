@@ -1,9 +1,9 @@
-"""One rank's way through the DeepSpeed engine for everything but the pipeline: forward, backward, step, evaluate."""
+"""The DeepSpeed engine as this project starts it, and the trainer for every layout but the pipeline."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import deepspeed
@@ -15,22 +15,27 @@ from torch import Tensor, nn
 
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
+from zerofit.data import Data
 from zerofit.models.build import forward_logits, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.spec.run_folder import Job
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import build_whole, parameter_groups
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
+from zerofit.train.sample import continue_text
 from zerofit.train.schedule import make_scheduler
+from zerofit.train.trainer import Batch, EngineTrainer
+from zerofit.train.zero_layouts import check_attributes
 
-Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
+SAMPLE_TOKENS = 240
+PROMPT = "def "
 
 
-def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
-    """deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
+def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
+    """Call deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
         curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
@@ -41,6 +46,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any):
     decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
     groups = parameter_groups(model.parameters(), decay)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
+    check_attributes(engine)
     if job.layout.zero_stage == 0:
         _keep_gradient_norm(engine) if run.precision == "fp32" else _forget_dummy_step(engine)
     if run.compile:
@@ -90,11 +96,11 @@ def _sequence_parallel_excess(job: Job) -> int:
     return 1 if averages else job.layout.sp
 
 
-class ZeroTrainer:
+class ZeroTrainer(EngineTrainer):
     """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
 
-    def __init__(self, job: Job, place: RankCoords, inputs: Inputs | None):
-        self.job, self.place = job, place
+    def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):
+        self.job, self.coords = job, coords
         self.device = torch.device(get_accelerator().current_device_name())
         model = build_whole(job, inputs)
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
@@ -103,13 +109,8 @@ class ZeroTrainer:
         self._excess = _sequence_parallel_excess(job)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
-    @property
-    def module(self) -> nn.Module:
-        """The model inside the engine (its parameters may be partitioned)."""
-        return self.engine.module
-
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One optimizer step over the accumulation's micro batches; float32 (micro batches,) of their losses."""
+        """Make one optimizer step over the accumulation's micro batches; return their losses, float32."""
         losses = []
         for _ in range(self.job.batch.accumulation):
             loss = self._loss(next(batches))
@@ -120,7 +121,7 @@ class ZeroTrainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
         self.engine.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -128,6 +129,16 @@ class ZeroTrainer:
         self.engine.train()
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
+
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Have a language model write a sample, where one call of the engine gives the next token."""
+        job = self.job
+        if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):
+            return {}
+        progress("writing a sample")
+        context: int = job.run.seq_len  # type: ignore[assignment]
+        tokens = continue_text(self.engine, self.device, data.encode(PROMPT), SAMPLE_TOKENS, context, job.run.seed)
+        return {"sample": data.decode(tokens)}
 
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self._inputs(batch)
@@ -180,11 +191,11 @@ class ZeroTrainer:
         if sp == 1:
             return x, labels, {}
         length = x.shape[1] // sp
-        mine = slice(self.place.sp_rank * length, (self.place.sp_rank + 1) * length)
+        mine = slice(self.coords.sp_rank * length, (self.coords.sp_rank + 1) * length)
         positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
         return x[:, mine], labels[:, mine], {"position_ids": positions}
 
-    def _register_sequence_parallel(self, model: nn.Module):
+    def _register_sequence_parallel(self, model: nn.Module) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         return UlyssesSPAttentionHF.register_with_transformers(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,25 +12,29 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zerofit.data import Data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.spec.run_folder import Job
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import batch_norm_in_fp32
-from zerofit.train.engines import Batch, start_engine
+from zerofit.train.engines import start_engine
 from zerofit.train.rank_coords import RankCoords
+from zerofit.train.trainer import Batch, EngineTrainer
+
+DRAWINGS = 64
 
 
-class GanTrainer:
+class GanTrainer(EngineTrainer):
     """The discriminator learns to tell images from drawings, the generator to be taken for real.
 
     The loss that is recorded is the sum of both; `loss_d` and `loss_g` stand beside it.
     """
 
-    def __init__(self, job: Job, place: RankCoords, inputs: Inputs):
-        self.job, self.place = job, place
+    def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):
+        self.job, self.coords = job, coords
         self.device = torch.device(get_accelerator().current_device_name())
         torch.manual_seed(job.run.seed)
         checkpointing = job.run.activation_checkpointing
@@ -39,7 +44,7 @@ class GanTrainer:
         self.latent_size = pair.generator.latent_size
         self.generator = start_engine(job, pair.generator, job.steps)
         self.engine = start_engine(job, pair.discriminator, job.steps)
-        self._noise = torch.Generator().manual_seed(job.run.seed * 1_000_003 + place.dp_rank)
+        self._noise = torch.Generator().manual_seed(job.run.seed * 1_000_003 + coords.dp_rank)
         self.last_losses = torch.zeros(2)
 
     @property
@@ -73,13 +78,23 @@ class GanTrainer:
         self.generator.step()
         return loss.detach().float()
 
+    def engines(self) -> dict[str, Any]:
+        """Return both engines by the folder that a checkpoint has for each."""
+        return {"state": self.engine, "generator": self.generator}
+
     def generators(self) -> dict[str, torch.Generator]:
-        """Sources of randomness that a checkpoint must keep."""
+        """Return the source of the noise that drawings are made of."""
         return {"noise": self._noise}
 
-    def extra(self) -> dict[str, Tensor]:
-        """Rank 0's two losses of the last step."""
-        return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1]}
+    def extra_metrics(self) -> dict[str, Any]:
+        """Return this rank's two losses of the last step."""
+        return {"loss_d": self.last_losses[0], "loss_g": self.last_losses[1], **super().extra_metrics()}
+
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Have rank 0 save a grid of drawings."""
+        if dist.get_rank() == 0:
+            self._save_drawings(DRAWINGS, folder.path / "drawings.png")
+        return {}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
@@ -104,8 +119,7 @@ class GanTrainer:
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
 
     @torch.no_grad()
-    def draw(self, count: int, file: Path) -> None:
-        """Save a grid of so many drawings as a PNG."""
+    def _save_drawings(self, count: int, file: Path) -> None:
         from torchvision.utils import save_image
 
         self.generator.eval()

@@ -1,4 +1,4 @@
-"""The rank's sign of life: once a second it says where it is, for the guard beside it.
+"""The rank's heartbeat: once a second it tells the guard beside it where it is.
 
 What the main thread does is looked up from outside, by a thread of its own: training itself pays nothing for it.
 """
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from zerofit.spec.flows import flows as tcp_flows
 EVERY_S = 1.0
 BUSY = 0.05  # of one core: a process that uses more is at work
 FLOWING = 1000  # bytes a second over one connection: more than what keeps it open
-READING = 100_000  # bytes a second from and to files: more than logs and signs of life
+READING = 100_000  # bytes a second from and to files: more than logs and heartbeats
 FROZEN_S = 5.0  # without a look: stopped by a scheduler (cgroup freezer) or a debugger
 COLLECTIVES = "distributed_c10d.py"
 TRAINING = "training"
@@ -31,20 +32,21 @@ PARTS |= {"_exec_forward_pass": "forward", "_exec_backward_pass": "backward", "_
 LOADER = "data/loader.py"
 
 
+@dataclass
 class RankProgress:
-    """Where this rank is; the loop and its events write, the pulse reads."""
+    """Where this rank is: written by the loop and its event log, read by the heartbeat's thread."""
 
-    step = 0  # optimizer steps done
-    first = 0  # of them before this start
-    phase = "starting"
+    step: int = 0  # optimizer steps done
+    first: int = 0  # of them before this start
+    phase: str = "starting"
 
 
 class Heartbeat:
     """Writes a line of JSON every second: step, phase, collective, and since when nothing has moved."""
 
-    def __init__(self, descriptor: int, on_gpu: bool):
+    def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
         """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
-        self._pipe, self._on_gpu, self._turn = descriptor, on_gpu, threading.Lock()
+        self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
         self._main = threading.main_thread().ident
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
@@ -54,18 +56,18 @@ class Heartbeat:
 
     def start(self) -> None:
         """Beat until the process ends."""
-        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
         while True:
             beat = self.look()
             try:
-                self.say(beat)
+                self.send(beat)
             except OSError:
                 return  # the guard is gone, and the kernel ends this process
             time.sleep(EVERY_S)
 
-    def say(self, what: dict[str, Any]) -> None:
+    def send(self, what: dict[str, Any]) -> None:
         """Write one line to the guard. Raises OSError."""
         data = json.dumps(what).encode() + b"\n"
         with self._turn:
@@ -73,10 +75,10 @@ class Heartbeat:
                 data = data[os.write(self._pipe, data) :]
 
     def look(self) -> dict[str, Any]:
-        """One sign of life."""
-        frames, flows = sys._current_frames(), tcp_flows()
+        """Return one heartbeat."""
+        progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
-        stack = (RankProgress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
+        stack = (progress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
         now, cpu_s, io = time.monotonic(), _cpu_s(), _io_bytes()
         seconds = max(now - self._last, 1e-3)
         if seconds > FROZEN_S:  # the whole process was: that says nothing of its main thread
@@ -87,16 +89,16 @@ class Heartbeat:
         counts = {name: flow.sent + flow.received for name, flow in flows.items()}
         busy |= any((n - self._flows.get(one, n)) / seconds > FLOWING for one, n in counts.items())
         if stack != self._seen or busy:
-            if RankProgress.phase == TRAINING:
+            if progress.phase == TRAINING:
                 self._longest = max(self._longest, self._last - self._moved)
             self._moved = now
         self._resent = now if any(flow.resending for flow in flows.values()) else self._resent
         self._seen, self._last, self._cpu_s, self._io, self._flows = stack, now, cpu_s, io, counts
         return {
-            "step": RankProgress.step,
-            "phase": _part(main) if RankProgress.phase == TRAINING else RankProgress.phase,
-            "training": RankProgress.phase == TRAINING,
-            "warm": RankProgress.step > RankProgress.first,  # the first step connects and compiles
+            "step": progress.step,
+            "phase": _part(main) if progress.phase == TRAINING else progress.phase,
+            "training": progress.phase == TRAINING,
+            "warm": progress.step > progress.first,  # the first step connects and compiles
             "collective": next((c for c in map(_collective, frames.values()) if c), None),
             "at": _place(main),
             "resending": self._resent >= self._moved,

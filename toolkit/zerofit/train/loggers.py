@@ -1,75 +1,112 @@
-"""Where records go: metrics.jsonl, TensorBoard, Weights & Biases. Each is a callable that takes one record."""
+"""Where records go: metrics.jsonl, events.jsonl, TensorBoard, Weights & Biases. Each is a callback."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.callbacks import Callback, SavedCheckpoint, StepRecord
 from zerofit.train.heartbeat import TRAINING, RankProgress
 
-Sink = Callable[[dict[str, Any], str], None]  # a record and what it is of: "train" (a step) or "valid"
 
-
-class JsonLines:
-    """Appends one JSON object a line; each line is written before the next one starts. Evaluations are events."""
+class JsonLines(Callback):
+    """metrics.jsonl: one JSON object a step; each line is written before the next one starts."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def __call__(self, record: dict[str, Any], part: str = "train") -> None:
-        """Write one record of a step."""
-        if part == "train":
-            self._file.write(json.dumps(record) + "\n")
+    def on_step(self, record: StepRecord) -> None:
+        """Append one step's record."""
+        self._file.write(json.dumps(record) + "\n")
 
 
-class Events:
-    """What happens besides steps (phases, evaluations, notes), for the live view and for `zerofit plot`."""
+class EventLog(Callback):
+    """events.jsonl: phases, evaluations and checkpoints, for the live view and `zerofit plot`; and the rank's phase."""
 
-    def __init__(self, path: Path | None):
-        self._write = JsonLines(path) if path else None
+    def __init__(self, path: Path | None, progress: RankProgress):
+        """`path`: None on ranks other than 0, which write nothing."""
+        self._file = path.open("a", buffering=1, encoding="utf-8") if path else None
+        self._progress = progress
 
-    def __call__(self, event: str, **values: Any) -> None:
-        """Note one event with the wall clock's time. Ranks other than 0 have no path and write nothing."""
-        if event in ("phase", "training", "eval"):
-            RankProgress.phase = values.get("text", TRAINING)
-        if self._write:
-            self._write({"event": event, "time_s": time.time(), **values})
+    def phase(self, text: str) -> None:
+        """Note what the run does now."""
+        self._progress.phase = text
+        self._write("phase", text=text)
+
+    def training(self, **steps: int) -> None:
+        """Note that training begins or goes on; `steps` in all and, at the start, those `done`."""
+        self._progress.phase = TRAINING
+        self._write("training", **steps)
+
+    def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Note the figures; training goes on."""
+        self._progress.phase = TRAINING
+        self._write("eval", step=step, **figures)
+
+    def on_save(self, checkpoint: SavedCheckpoint) -> None:
+        """Note a checkpoint that is visible."""
+        self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
+
+    def save_failed(self, step: int, text: str) -> None:
+        """Note a checkpoint that could not be saved, and why."""
+        self._write("save-failed", step=step, text=text)
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps({"event": event, "time_s": time.time(), **values}) + "\n")
 
 
-def make_sinks(job: Job, folder: RunFolder) -> list[Sink]:
-    """The sinks that the run asks for."""
-    sinks: list[Sink] = [JsonLines(folder.metrics)]
-    if job.run.tensorboard:
-        sinks.append(_tensorboard(folder.tensorboard))
-    if job.run.wandb:
-        sinks.append(_wandb(job, folder))
-    return sinks
+class TensorBoard(Callback):
+    """TensorBoard's event files, in the run folder."""
 
+    def __init__(self, path: Path):
+        from torch.utils.tensorboard import SummaryWriter
 
-def _tensorboard(path: Path) -> Sink:
-    from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(str(path), flush_secs=5)
 
-    writer = SummaryWriter(str(path), flush_secs=5)
+    def on_step(self, record: StepRecord) -> None:
+        """Write all numbers of a step."""
+        self._add("train", record["step"], record)
 
-    def write(record: dict[str, Any], part: str) -> None:
-        for name, value in record.items():
+    def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of an evaluation."""
+        self._add("valid", step, figures)
+
+    def _add(self, part: str, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             if name != "step" and value is not None:
-                writer.add_scalar(f"{part}/{name}", value, record["step"])
-
-    return write
+                self._writer.add_scalar(f"{part}/{name}", value, step)
 
 
-def _wandb(job: Job, folder: RunFolder) -> Sink:
-    import wandb
+class WeightsAndBiases(Callback):
+    """A run in a Weights & Biases project."""
 
-    run = wandb.init(project=job.run.wandb, dir=str(folder.path), config=job.run.model_dump(mode="json"))
+    def __init__(self, job: Job, folder: RunFolder):
+        import wandb
 
-    def write(record: dict[str, Any], part: str) -> None:
-        values = {f"{part}/{k}": v for k, v in record.items() if k != "step" and v is not None}
-        run.log(values, step=record["step"])
+        self._run = wandb.init(project=job.run.wandb, dir=str(folder.path), config=job.run.model_dump(mode="json"))
 
-    return write
+    def on_step(self, record: StepRecord) -> None:
+        """Log all numbers of a step."""
+        self._log("train", record["step"], record)
+
+    def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of an evaluation."""
+        self._log("valid", step, figures)
+
+    def _log(self, part: str, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({f"{part}/{k}": v for k, v in values.items() if k != "step" and v is not None}, step=step)
+
+
+def make_loggers(job: Job, folder: RunFolder) -> list[Callback]:
+    """Return the loggers of steps that the run asks for."""
+    loggers: list[Callback] = [JsonLines(folder.metrics)]
+    if job.run.tensorboard:
+        loggers.append(TensorBoard(folder.tensorboard))
+    if job.run.wandb:
+        loggers.append(WeightsAndBiases(job, folder))
+    return loggers

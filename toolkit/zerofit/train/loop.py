@@ -1,4 +1,4 @@
-"""The training loop: steps, records, evaluations."""
+"""The training loop: steps, records, evaluations, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,41 +6,26 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import is_text
-from zerofit.train.batch_stats import average_batch_statistics
+from zerofit.train.callbacks import Callback, overridden
 from zerofit.train.heartbeat import RankProgress
-from zerofit.train.loggers import Events
+from zerofit.train.loggers import EventLog
 from zerofit.train.metrics import MetricsRecorder
-from zerofit.train.rank_coords import RankCoords
+from zerofit.train.replicas import average_batch_statistics
 from zerofit.train.stop_signals import StopRequests
+from zerofit.train.trainer import Batch, EngineTrainer
 
-EVAL_WORD_S = 2.0
-
-
-class EngineTrainer(Protocol):
-    """What the loop needs of a driver."""
-
-    job: Job
-    engine: Any
-    device: torch.device
-    module: nn.Module
-
-    def train_step(self, batches: Iterator[dict[str, Any]]) -> Tensor:
-        """One optimizer step; the losses of its micro batches on this rank."""
-
-    def evaluate(self, batches: Iterable[dict[str, Any]], count: int) -> Tensor:
-        """Summed loss, targets and right answers over all ranks, of `count` batches on each."""
+TELL_EVERY_S = 2.0  # of an evaluation under way
 
 
 @dataclass(frozen=True)
@@ -57,13 +42,14 @@ class Loop:
     """Everything that one rank's training needs, put together by `zerofit.train.run`."""
 
     job: Job
-    place: RankCoords
     data: Data
-    driver: EngineTrainer
+    trainer: EngineTrainer
     recorder: MetricsRecorder
-    events: Events
+    events: EventLog
     requests: StopRequests
+    progress: RankProgress
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
+    callbacks: Sequence[Callback] = ()
 
     def run(self) -> LoopResult:
         """Train all steps, or until asked to stop."""
@@ -75,17 +61,23 @@ class Loop:
             gc.unfreeze()
 
     def _train(self) -> LoopResult:
-        job, every = self.job, self.job.run.eval_every
-        seen: list[np.ndarray] = []
-        batches = self._noting(self._weighted(), seen)
+        job, trainer, every = self.job, self.trainer, self.job.run.eval_every
+        order = Order(len(self.data.train), job.run.seed)
+        micro = micro_batches(self.data.train, order, self._slices(), self._workers())
+        before_step = overridden(self.callbacks, "on_step_begin")
         figures: dict[str, float] = {}
-        RankProgress.first = self.first
+        self.progress.first = self.first
         for step in range(self.first, job.steps):
-            RankProgress.step = step
-            lr = self.driver.engine.get_lr()[0]
-            losses = self.driver.train_step(batches)
-            self.recorder.add(step, losses, tuple(seen), lr, self.driver.engine.get_global_grad_norm(), self._extra())
-            seen.clear()
+            self.progress.step = step
+            if before_step:
+                for on_step_begin in before_step:
+                    on_step_begin(step)
+                self.recorder.skip_time()
+            lr = trainer.engine.get_lr()[0]
+            indices: list[np.ndarray] = []
+            losses = trainer.train_step(self._step_batches(step, micro, order, indices))
+            norm = trainer.engine.get_global_grad_norm()
+            self.recorder.add(step, losses, indices, lr, norm, trainer.extra_metrics())
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
             if self._save_and_stop(step + 1):
@@ -97,35 +89,57 @@ class Loop:
         """Steps that were done before this start."""
         return self.job.start.step if self.job.start else 0
 
+    def _slices(self) -> Iterator[range]:
+        """Yield the global positions of this rank's micro batches, step after step."""
+        batch, dp_rank = self.job.batch, self.trainer.coords.dp_rank
+        for step in range(self.first, self.job.steps):
+            for k in range(batch.accumulation):
+                start = self.job.samples_after(step) + (k * batch.dp + dp_rank) * batch.micro
+                yield range(start, start + batch.micro)
+
+    def _step_batches(
+        self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]
+    ) -> Iterator[Batch]:
+        """Yield one step's micro batches, each with the weight that makes the mean over all targets exact.
+
+        The sample indices of each are appended to `indices`.
+        """
+        batch = self.job.batch
+        first = self.job.samples_after(step)
+        targets = self.data.train.targets(order.indices(first, first + batch.total))
+        weight = batch.accumulation * batch.dp * self.job.layout.sp / max(1, targets)
+        for one in islice(micro, batch.accumulation):
+            indices.append(one["indices"])
+            yield one | {"weight": weight}
+
     def _save_and_stop(self, done: int) -> bool:
-        """Save where it is time after so many steps, or where asked to stop; whether to stop."""
+        """Save where it is time after so many steps, or where asked to stop; return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps
         stop = recorder.asked_to_stop and not last
         if not (stop or requests.due_at(done) or recorder.asked_to_save or (last and requests.saving)):
             return False
         recorder.flush()  # a loss that is not finite must not be saved
-        self.events("phase", text=f"saving step {done}")
+        self.events.phase(f"saving step {done}")
         requests.saved()
         recorder.asked_to_save = False
-        problem = self.save(done, dict(recorder.last), self.job.run.save_async and not (stop or last))
+        problem = self.save(done, dict(recorder.last or {}), self.job.run.save_async and not (stop or last))
         recorder.skip_time()
-        self.events("training", steps=self.job.steps)
+        self.events.training(steps=self.job.steps)
         if problem and (stop or last):
             raise RunFailed(problem)
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout."""
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout."""
         self.recorder.flush()
-        self.events("phase", text="evaluating")
-        average_batch_statistics(self.driver.module, self.driver.engine.seq_data_parallel_group)
-        job, place = self.job, self.place
-        batches = eval_batches(
-            self.data.valid, place.dp_rank, job.layout.dp, job.batch.micro, job.run.eval_samples, self._workers()
-        )
-        count = eval_batch_count(len(self.data.valid), job.layout.dp, job.batch.micro, job.run.eval_samples)
-        total, targets, right = self.driver.evaluate(self._counted(batches, count), count).tolist()
+        self.events.phase("evaluating")
+        trainer, job = self.trainer, self.job
+        average_batch_statistics(trainer.module, trainer.engine.seq_data_parallel_group)
+        valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
+        batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers())
+        count = eval_batch_count(len(valid), dp, micro, most)
+        total, targets, right = trainer.evaluate(self._telling(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
@@ -134,57 +148,21 @@ class Loop:
             figures["perplexity"] = math.exp(min(loss, 700.0))
         else:
             figures["accuracy"] = right / max(targets, 1.0)
-        self.events("eval", step=step + 1, **figures)
-        self.recorder.evaluated(step, figures)
+        for callback in (self.events, *self.callbacks):
+            callback.on_evaluate(step + 1, figures)
         self.recorder.skip_time()
         return figures
 
-    def _counted(self, batches: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
-        """The batches, with a word on how many are done every few seconds."""
-        said = time.monotonic()
+    def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Yield the batches, and tell every few seconds how many are done."""
+        told = time.monotonic()
         for done, batch in enumerate(batches):
-            if time.monotonic() - said > EVAL_WORD_S:
-                self.events("phase", text=f"evaluating ({done} of {count} batches; --eval-samples takes fewer)")
-                said = time.monotonic()
+            if time.monotonic() - told > TELL_EVERY_S:
+                self.events.phase(f"evaluating ({done} of {count} batches; --eval-samples takes fewer)")
+                told = time.monotonic()
             yield batch
-
-    def _extra(self) -> dict[str, Any]:
-        """What only some runs record: a GAN's two losses, fp16's loss scale and the steps it has skipped."""
-        extra = self.driver.extra() if hasattr(self.driver, "extra") else {}
-        if self.job.run.precision == "fp16":
-            engine = self.driver.engine
-            extra |= {"loss_scale": engine.optimizer.loss_scale, "skipped_steps": engine.skipped_steps}
-        return extra
-
-    def _weighted(self) -> Iterator[dict[str, Any]]:
-        """This rank's micro batches in order, each with the weight that makes the mean over all targets exact."""
-        job, batch = self.job, self.job.batch
-        order = Order(len(self.data.train), job.run.seed)
-        slices = (
-            range(start, start + batch.micro)
-            for step in range(self.first, job.steps)
-            for start in (
-                job.samples_after(step) + (k * batch.dp + self.place.dp_rank) * batch.micro
-                for k in range(batch.accumulation)
-            )
-        )
-        first = job.samples_after(self.first)
-        step, weight = -1, 0.0
-        for micro in micro_batches(self.data.train, order, slices, self._workers()):
-            if (micro["positions"].start - first) // batch.total != step:
-                step = (micro["positions"].start - first) // batch.total
-                indices = order.indices(first + step * batch.total, first + (step + 1) * batch.total)
-                ranks = batch.dp * job.layout.sp
-                weight = batch.accumulation * ranks / max(1, self.data.train.targets(indices))
-            yield micro | {"weight": weight}
 
     def _workers(self) -> int:
-        """Loader processes of this rank."""
+        """Return the number of loader processes of this rank."""
         asked = self.job.run.data_workers
         return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if asked is None else asked
-
-    @staticmethod
-    def _noting(batches: Iterator[dict[str, Any]], seen: list[np.ndarray]) -> Iterator[dict[str, Any]]:
-        for batch in batches:
-            seen.append(batch["indices"])
-            yield batch

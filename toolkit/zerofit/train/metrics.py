@@ -22,7 +22,7 @@ from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.hardware import peak_flops
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import is_text
-from zerofit.train.loggers import Sink
+from zerofit.train.callbacks import Callback, StepRecord, overridden
 from zerofit.train.stop_signals import StopRequests
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
@@ -43,8 +43,9 @@ class _Step:
 class MetricsRecorder:
     """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
 
-    def __init__(self, job: Job, device: torch.device, sinks: Sequence[Sink], requests: StopRequests):
-        self._job, self._device, self._sinks, self._requests = job, device, sinks, requests
+    def __init__(self, job: Job, device: torch.device, callbacks: Sequence[Callback], requests: StopRequests):
+        self._job, self._device, self._requests = job, device, requests
+        self._on_step = overridden(callbacks, "on_step")
         self.asked_to_stop = self.asked_to_save = False  # the same on all ranks, as of the last exchange
         self._block: list[_Step] = []
         self._block_steps = 1
@@ -53,7 +54,7 @@ class MetricsRecorder:
         self._last_end = time.perf_counter()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak = peak_flops(name, job.run.precision or "fp32")
-        self.last: dict[str, Any] = {}  # the newest record (rank 0), or its step and loss (all ranks)
+        self.last: StepRecord | None = None  # this rank's newest record; of a resumed run the checkpoint's
 
     def add(
         self,
@@ -98,11 +99,11 @@ class MetricsRecorder:
             if not math.isfinite(loss):
                 self._stop(step, loss)
             self.last = self._record(step, loss, step_s, host_bytes)
-            for sink in self._sinks:
-                sink(self.last, "train")
+            for on_step in self._on_step:
+                on_step(self.last)
         self._last_end = synced  # so that what watching costs is part of the next step
 
-    def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> dict[str, Any]:
+    def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> StepRecord:
         job = self._job
         samples_per_s = job.batch.total / step_s
         tokens = job.run.seq_len if is_text(job.facts.task) else None
@@ -123,13 +124,8 @@ class MetricsRecorder:
             "mfu": mfu,
             "memory_bytes": host_bytes if on_cpu else torch.cuda.max_memory_allocated(self._device),
             "host_bytes": host_bytes,
-            **{name: float(value) for name, value in step.extra.items()},
+            **{name: float(value) for name, value in step.extra.items()},  # type: ignore[typeddict-item]
         }
-
-    def evaluated(self, step: int, figures: dict[str, float]) -> None:
-        """Hand an evaluation's figures to those sinks that draw them."""
-        for sink in self._sinks:
-            sink({"step": step + 1, **figures}, "valid")
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
         """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from zerofit.models.build import build
@@ -21,43 +24,75 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, as_layers, materialise
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, example
-from zerofit.train.engines import Batch, start_engine
+from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
+from zerofit.train.trainer import Batch, EngineTrainer, StateNames
 
 
-class PipelineTrainer:
+class PipelineTrainer(EngineTrainer):
     """Pipeline parallel, with data parallelism around it; ZeRO stage 0 or 1."""
 
-    def __init__(self, job: Job, place: RankCoords, inputs: Inputs):
-        self.job, self.place = job, place
+    def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
+        self.job, self.coords = job, coords
         self.device = torch.device(get_accelerator().current_device_name())
-        self.layers, bounds = _build_stage(job, place, inputs)
-        self.bounds = bounds
+        self._layers, bounds = _build_stage(job, coords, inputs)
+        self._own_layers = self._layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
-        module = _Staged(self.layers, bounds, job, loss_fn=self._loss)
+        module = _Staged(self._layers, bounds, job, loss_fn=self._loss)
         self.engine = start_engine(job, module, job.steps)
         _even_norms(self.engine)
         grid = self.engine.grid
-        assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (place.dp_rank, place.pp_rank)
-
-    @property
-    def module(self) -> nn.Module:
-        """This stage's layers."""
-        return self.engine.module
+        assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (coords.dp_rank, coords.pp_rank)
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One optimizer step; float32 (1,), the loss over the whole pipeline and all its replicas."""
+        """Make one optimizer step; return float32 (1,), the loss over the whole pipeline and all its replicas."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
 
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
         self._counts.zero_()
         if count:
             self.engine.eval_batch((self._pair(batch) for batch in batches), num_micro_batches=count)
         sums = self._counts.clone()  # only last stages have counted
         dist.all_reduce(sums)
         return sums
+
+    def state_names(self, engine: Any) -> StateNames:
+        """Return the names of this stage's state; a weight that several layers share has its first layer's name."""
+        names, firsts = StateNames(), {}
+        for layer in self._layers:
+            if layer.tied:
+                own = layer.names[layer.tied_attr]
+                if firsts.setdefault(layer.tied, own) != own:
+                    names.ties[own] = firsts[layer.tied]
+        for layer in self._own_layers:
+            for key, tensor in layer.module.state_dict(keep_vars=True).items():
+                name = names.ties.get(layer.names[key], layer.names[key])
+                if not isinstance(tensor, nn.Parameter):
+                    names.buffers[id(tensor)] = name
+                elif names.parameters.setdefault(id(tensor), name) != name:
+                    names.ties[name] = names.parameters[id(tensor)]
+        return names
+
+    def whole_weights(self, scratch: Path) -> dict[str, Tensor]:
+        """Return all weights on rank 0: each stage's first replica leaves its part in a file."""
+        if self.coords.dp_rank == 0:
+            weights: dict[str, Tensor] = {}
+            for layer in self._own_layers:
+                own = layer.module.state_dict()
+                weights |= {layer.names[name]: own[name].detach().cpu() for name in own if name in layer.names}
+            scratch.mkdir(parents=True, exist_ok=True)
+            part = scratch / f"stage-{self.coords.pp_rank}.safetensors"
+            save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
+        dist.barrier()
+        if dist.get_rank() != 0:
+            return {}
+        whole: dict[str, Tensor] = {}
+        for stage in range(self.job.layout.pp):
+            whole |= load_file(scratch / f"stage-{stage}.safetensors")
+        shutil.rmtree(scratch)
+        return whole
 
     def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         labels, weight = target
@@ -141,7 +176,7 @@ class _Tied(TiedLayerSpec):
         return self._layer.module
 
 
-def _build_stage(job: Job, place: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
+def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
     """All layers, of which only this stage's have memory, and the bounds of the stages."""
     run, source = job.run, find(job.run.model)
     from_meta = source.family == "transformers" and source.origin != "pretrained folder"
@@ -155,7 +190,7 @@ def _build_stage(job: Job, place: RankCoords, inputs: Inputs) -> tuple[list[Laye
     if run.pipeline_balance == "time":
         weights = _measured(job, source, inputs)
     bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=job.layout.pp)]
-    mine = layers[bounds[place.pp_rank] : bounds[place.pp_rank + 1]]
+    mine = layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
     if not from_meta:
         _forget_others(layers, mine)
     else:

@@ -21,7 +21,7 @@ class RankCoords:
     sp_rank: int
 
 
-def place_of(rank: int, layout: Layout) -> RankCoords:
+def coords_of(rank: int, layout: Layout) -> RankCoords:
     """The coordinates of a rank; at most one of tp, pp and sp is above 1."""
     inner = layout.tp * layout.sp
     within_stage = rank % (layout.dp * inner)

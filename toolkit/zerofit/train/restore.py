@@ -1,81 +1,200 @@
-"""Going on from a checkpoint."""
+"""Resuming from a checkpoint: through DeepSpeed where it can read it, else shard by shard, in any layout."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.compatible import piece_by_piece
-from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.full_state import MASTER, FullState
 from zerofit.checkpoint.store import Manifest, read_manifest
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
-from zerofit.train import rank_state
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
-from zerofit.train.loop import EngineTrainer
-from zerofit.train.restore_resharded import restore
-from zerofit.train.shard_index import engines
+from zerofit.train.schedule import set_rates, set_steps_done
+from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
+from zerofit.train.trainer import EngineTrainer, persistent_buffers
+from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
 
 KEPT = ("params", "lr", "initial_lr", "step")  # what an optimizer's groups take from the checkpoint
+TELL_EVERY_S = 2.0
 
 
-def resume(driver: EngineTrainer, start: Start, progress: Callable[[str], None]) -> Manifest:
-    """Put the state that a checkpoint holds into freshly built engines; the checkpoint's manifest.
+def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]) -> Manifest:
+    """Put the state that a checkpoint holds into freshly built engines; return the checkpoint's manifest.
 
     In the layout that wrote it every random state goes on too, so that the training is the uninterrupted one bit for
-    bit. In another one DeepSpeed cannot read the files (and with some settings not in the same one either); the pieces
-    are then taken out of them one by one.
+    bit. In another one DeepSpeed cannot read the files (and with some settings not in the same one either): the
+    parameters' shards are then taken out of them one by one.
     """
     checkpoint = Path(start.checkpoint)
-    asked = {tag: _RunSettings(engine) for tag, engine in engines(driver).items()}
-    if start.same_layout and not piece_by_piece(driver.job.ds_config):
-        _load(driver, checkpoint)
+    settings = [_RunSettings(engine) for engine in trainer.engines().values()]
+    if start.same_layout and not piece_by_piece(trainer.job.ds_config):
+        _load(trainer, checkpoint)
     else:
-        restore(driver, {tag: FullState(checkpoint, {tag: ""}) for tag in asked}, progress)
+        for tag, engine in trainer.engines().items():
+            _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}), progress)
     if start.same_layout:
-        state = safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False)
-        rank_state.give_back(driver, state)
-    for one in asked.values():
-        one.give_back()
+        trainer.restore_rank_state(safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False))
+    for one in settings:
+        one.put_back()
     dist.barrier()
     return read_manifest(checkpoint)
 
 
-def _load(driver: EngineTrainer, checkpoint: Path) -> None:
-    for tag, engine in engines(driver).items():
+class _RunSettings:
+    """What this start asks of an optimizer, which loading a checkpoint would silently change: lr, decay, betas."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+        groups: list[dict[str, Any]] = engine.optimizer.param_groups
+        self._groups = [{k: v for k, v in group.items() if k not in KEPT} for group in groups]
+        scheduler = engine.lr_scheduler
+        self._base = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else None
+
+    def put_back(self) -> None:
+        for group, asked in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
+            group.update(asked)
+        if self._base is not None:
+            scheduler: LambdaLR = self._engine.lr_scheduler
+            scheduler.base_lrs = self._base
+            set_rates(scheduler)
+            for group, base in zip(scheduler.optimizer.param_groups, self._base, strict=True):
+                group["initial_lr"] = base
+
+
+def _load(trainer: EngineTrainer, checkpoint: Path) -> None:
+    for tag, engine in trainer.engines().items():
         if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
-            engine.checkpoint_engine = SyncedCheckpointEngine(driver.job.layout.zero_stage)
+            engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
         path, _ = engine.load_checkpoint(str(checkpoint), tag=tag)
         assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
 
 
-class _RunSettings:
-    """What this start asks of an optimizer, which loading a checkpoint would silently put back: lr, decay, betas."""
+def _restore_shards(
+    trainer: EngineTrainer, engine: Any, tag: str, saved: FullState, progress: Callable[[str], None]
+) -> None:
+    """Put weights, optimizer states, counters and schedule of a checkpoint of any layout into an engine.
 
-    def __init__(self, engine: Any):
-        self._engine = engine
-        self._groups = [{k: v for k, v in group.items() if k not in KEPT} for group in self._groups_now()]
-        scheduler = engine.lr_scheduler
-        self._base = list(scheduler.base_lrs) if isinstance(scheduler, LambdaLR) else None
+    Each rank reads what its own partitions need, one parameter at a time. Raises UserError where the checkpoint lacks
+    a parameter or has it in another shape, or where the engine cannot be filled.
+    """
+    try:
+        shards = list(indexed_shards(trainer, engine, tag))
+    except Unsupported as reason:
+        message = f"the new layout cannot take over a checkpoint of another one: {reason}"
+        raise _error("no-restore", message) from None
+    _refuse_other_model(shards, saved)
+    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
+        engine.optimizer.checkpoint_event_prologue()
+    _fill(engine, shards, saved, progress)
+    to_training_precision(engine)
+    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+        engine.optimizer.checkpoint_event_epilogue()
+    _set_counters(engine, saved.counters)
+    names, kept = trainer.state_names(engine).buffers, set(saved.buffers)
+    with torch.no_grad():
+        for _, buffer in persistent_buffers(engine.module):
+            if names[id(buffer)] in kept:
+                buffer.copy_(saved.buffer(names[id(buffer)]))
 
-    def give_back(self) -> None:
-        for group, asked in zip(self._groups_now(), self._groups, strict=True):
-            group.update(asked)
-        scheduler = self._engine.lr_scheduler
-        if self._base is not None:
-            scheduler.base_lrs = self._base
-            rates = [
-                base * curve(scheduler.last_epoch) for base, curve in zip(self._base, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, rate, base in zip(scheduler.optimizer.param_groups, rates, self._base, strict=True):
-                group["lr"] = torch.tensor(rate) if isinstance(group["lr"], torch.Tensor) else rate
-                group["initial_lr"] = base
-            scheduler._last_lr = rates
 
-    def _groups_now(self) -> list[dict[str, Any]]:
-        return self._engine.optimizer.param_groups
+def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
+    known = {*saved.names, *saved.ties}
+    missing = sorted({p.name for p in shards} - known)
+    other = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
+    if missing:
+        raise _error(
+            "other-model", f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} the first"
+        )
+    if other:
+        shape = next(p.shape for p in shards if p.name == other[0])
+        message = f"{other[0]} has shape {saved.shape(other[0])} in the checkpoint and {shape} in the model"
+        raise _error("other-model", message)
+
+
+def _make_states(inner: Any, one: IndexedShard, saved: FullState) -> None:
+    """Zeros for the states that the checkpoint has: optimizers would make them at their first step."""
+    if one.shard.states_at is None:
+        return
+    states = inner.state[one.shard.master]
+    for kind in saved.kinds(one.name):
+        if kind != MASTER and kind not in states:
+            states[kind] = _zeros(inner, one, kind)
+    if saved.counters["step"] is not None and set(states) - {"momentum_buffer"}:
+        states["step"] = _step(inner, saved.counters["step"], one.shard.master)
+
+
+def _zeros(inner: Any, one: IndexedShard, kind: str) -> Tensor:
+    master = one.shard.master
+    if kind == "momentum_buffer" and one.shard.uncut is not None:
+        return torch.zeros(one.shard.uncut[1], dtype=master.dtype, device=master.device)
+    wider = getattr(inner, "fp32_optimizer_states", False)  # DeepSpeedCPUAdam, whatever the master weights are
+    return torch.zeros_like(master, dtype=torch.float32 if wider else master.dtype, requires_grad=False)
+
+
+def _step(inner: Any, step: int, master: Tensor) -> Any:
+    """The step count in the form that this optimizer counts in."""
+    counting = getattr(inner, "aux_optimizer", None) or inner  # Muon leaves all but matrices to an Adam
+    if not type(counting).__module__.startswith("torch.optim"):
+        return step
+    on_device = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)
+    return torch.tensor(float(step), device=master.device if on_device else "cpu")
+
+
+@torch.no_grad()
+def _fill(engine: Any, shards: list[IndexedShard], saved: FullState, progress: Callable[[str], None]) -> None:
+    inner, done, told = inner_optimizer(engine), 0, time.monotonic()
+    for _, group in groupby(shards, key=lambda one: id(one.shard.master)):
+        mine = list(group)
+        with in_memory(engine, mine[0].shard.master):
+            for one in mine:
+                _make_states(inner, one, saved)
+            for one in mine:
+                _fill_shard(one, inner.state.get(one.shard.master, {}), saved)
+                done += 1
+                if time.monotonic() - told > TELL_EVERY_S:
+                    told = time.monotonic()
+                    progress(f"reading the checkpoint ({done} of {len(shards)} shards)")
+
+
+def _fill_shard(one: IndexedShard, states: dict[str, Any], saved: FullState) -> None:
+    kinds = saved.kinds(one.name)
+    for kind, slot in one.shard.slots(states).items():
+        if kind in kinds:
+            live = slot.live
+            live.copy_(_stretch(saved, one, kind, slot.start, slot.numel).view(live.shape))
+
+
+def _stretch(saved: FullState, one: IndexedShard, kind: str, start: int, numel: int) -> Tensor:
+    """float32 (numel,) of this rank's share of a parameter."""
+    if one.cut is None:
+        return saved.read_flat(one.name, kind, start, numel)
+    return one.cut.take(saved.read(one.name, kind)).reshape(-1)[start : start + numel]
+
+
+def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
+    engine.global_steps = counters["global_steps"]
+    engine.skipped_steps = counters["skipped_steps"]
+    engine.global_samples = counters["global_samples"]
+    scaler = loss_scaler(engine)
+    for key, value in (counters["loss_scaler"] or {}).items():
+        if scaler is not None and hasattr(scaler, key):
+            setattr(scaler, key, value)
+    if engine.lr_scheduler is not None:
+        schedule = counters["lr_scheduler"]  # DeepSpeed's own schedulers count from -1
+        set_steps_done(engine.lr_scheduler, schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1)
+
+
+def _error(kind: str, message: str) -> UserError:
+    hint = "go on in the layout of the checkpoint, or take another checkpoint"
+    return UserError(Problem(kind=kind, message=message, hint=hint, where="--resume"))

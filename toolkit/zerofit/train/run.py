@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,109 +15,126 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import is_text
+from zerofit.train.callbacks import Callback, StepRecord, load_callbacks
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
-from zerofit.train.loggers import Events, make_sinks
-from zerofit.train.loop import EngineTrainer, Loop
+from zerofit.train.heartbeat import RankProgress
+from zerofit.train.loggers import EventLog, make_loggers
+from zerofit.train.loop import Loop
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.rank_coords import RankCoords, place_of
+from zerofit.train.rank_coords import RankCoords, coords_of
+from zerofit.train.replicas import check_replicas
 from zerofit.train.restore import resume
-from zerofit.train.sample import continue_text
 from zerofit.train.saver import Saver
 from zerofit.train.stop_signals import SignalNotes, StopRequests
-from zerofit.train.weights import check_replicas, save_model
-
-SAMPLE_TOKENS = 240
-PROMPT = "def "
-DRAWINGS = 64
+from zerofit.train.trainer import EngineTrainer
+from zerofit.train.weights import save_model
 
 
-def train(job: Job, folder: RunFolder, signals: SignalNotes | None = None) -> dict[str, Any]:
-    """Train the job on this rank of an initialised process group; the run's result (the same on all ranks).
+def train(
+    job: Job,
+    folder: RunFolder,
+    signals: SignalNotes | None = None,
+    progress: RankProgress | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Train the job on this rank of an initialised process group; return the run's result (the same on all ranks).
 
     A run that was asked to stop (by a signal, or the file `folder.stop_request`) leaves `folder.stopped` instead.
     """
-    rank = dist.get_rank()
-    place = place_of(rank, job.layout)
-    events = Events(folder.events if rank == 0 else None)
-    events("phase", text="reading the data")
-    data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
-    events("phase", text="building the model and the DeepSpeed engine")
-    driver = _driver(job)(job, place, data.inputs)
-    _seed_rank(job, place)
-    requests = StopRequests(job.run.save_every, signals, folder.stop_request if rank == 0 else None)
-    recorder = MetricsRecorder(job, driver.device, make_sinks(job, folder) if rank == 0 else [], requests)
-    saver = Saver(driver, data.inputs, folder, events)
-    if job.start:
-        events("phase", text=f"going on from step {job.start.step}")
-        recorder.last = resume(driver, job.start, lambda text: events("phase", text=text)).figures
-    events("training", steps=job.steps, done=job.start.step if job.start else 0)
-    loop = Loop(
-        job=job,
-        place=place,
-        data=data,
-        driver=driver,
-        recorder=recorder,
-        events=events,
-        requests=requests,
-        save=saver.save,
-    )
-    ended = loop.run()
-    saver.wait()
-    if ended.stopped:
-        if rank == 0:
-            write_json(folder.stopped, {"step": ended.step, "steps": job.steps})
-        return {}
-    events("phase", text="saving the model")
-    check_replicas(driver)
-    save_model(driver, job, data.inputs, folder.model)
-    result = _result(job, recorder, ended.figures, data)
-    if rank == 0:
-        write_json(folder.result, result)
-    if isinstance(driver, GanTrainer) and rank == 0:
-        driver.draw(DRAWINGS, folder.path / "drawings.png")
-    if _can_write(driver, job, data):
-        events("phase", text="writing a sample")
-        tokens = continue_text(driver, data.encode(PROMPT), SAMPLE_TOKENS, job.run.seed)
-        if rank == 0:
-            write_json(folder.result, result | {"sample": data.decode(tokens)})
-    return result
+    return RankRun(job, folder, signals, progress, callbacks).run()
 
 
-def _can_write(driver: EngineTrainer, job: Job, data: Data) -> bool:
-    """Whether one call of the engine gives the next token: not for stages, slices of sequences, and own models."""
-    whole = isinstance(driver, ZeroTrainer) and job.layout.sp == 1 and not job.facts.own
-    return whole and job.facts.task == "causal-lm" and data.encode is not None
+class RankRun:
+    """One rank's run with everything built: data, engine, loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        signals: SignalNotes | None = None,
+        progress: RankProgress | None = None,
+        callbacks: Sequence[Callback] = (),
+    ):
+        """`callbacks`: of this rank alone, beside those that the run names."""
+        self.job, self.folder, self.rank = job, folder, dist.get_rank()
+        progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
+        self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
+        if self.rank == 0:
+            callbacks = [*make_loggers(job, folder), *load_callbacks(job.run.callbacks), *callbacks]
+        events.phase("reading the data")
+        self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
+        events.phase("building the model and the DeepSpeed engine")
+        self.trainer = _make_trainer(job, coords, self.data)
+        _seed_rank(job, coords)
+        requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
+        recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests)
+        self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
+        if job.start:
+            events.phase(f"going on from step {job.start.step}")
+            figures: Any = resume(self.trainer, job.start, events.phase).figures
+            recorder.last = figures
+        self.loop = Loop(
+            job=job,
+            data=self.data,
+            trainer=self.trainer,
+            recorder=recorder,
+            events=events,
+            requests=requests,
+            progress=progress,
+            save=self._saver.save,
+            callbacks=callbacks,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Train, save the model and write the result; empty where the run was stopped on request."""
+        job, folder, events = self.job, self.folder, self._events
+        events.training(steps=job.steps, done=self.loop.first)
+        ended = self.loop.run()
+        self._saver.wait()
+        if ended.stopped:
+            if self.rank == 0:
+                write_json(folder.stopped, {"step": ended.step, "steps": job.steps})
+            return {}
+        events.phase("saving the model")
+        check_replicas(self.trainer)
+        save_model(self.trainer, job, self.data.inputs, folder.model, scratch=folder.model_parts)
+        assert self.loop.recorder.last
+        result = _result(job, self.loop.recorder.last, ended.figures, self.data)
+        if self.rank == 0:
+            write_json(folder.result, result)
+        shown = self.trainer.after_training(self.data, folder, events.phase)
+        if shown and self.rank == 0:
+            write_json(folder.result, result | shown)
+        return result
 
 
-def _driver(job: Job) -> type[EngineTrainer]:
+def _make_trainer(job: Job, coords: RankCoords, data: Data) -> EngineTrainer:
     if job.facts.task == "gan":
-        return GanTrainer
-    return PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
+        return GanTrainer(job, coords, data.inputs)
+    return (PipelineTrainer if job.layout.pp > 1 else ZeroTrainer)(job, coords, data.inputs)
 
 
-def _seed_rank(job: Job, place: RankCoords) -> None:
-    """Dropout differs between data parallel ranks and stages; tensor parallel ranks must draw alike.
+def _seed_rank(job: Job, coords: RankCoords) -> None:
+    """Let dropout differ between data parallel ranks and stages; tensor parallel ranks must draw alike.
 
     A checkpoint taken up in another layout draws anew: its random states belong to ranks that are no more.
     """
-    own = job.run.seed * 1_000_003 + place.dp_rank * 1009 + place.pp_rank * 31 + place.sp_rank
+    own = job.run.seed * 1_000_003 + coords.dp_rank * 1009 + coords.pp_rank * 31 + coords.sp_rank
     own = (own + (job.start.step * 1_000_033 if job.start else 0)) % 2**32
     random.seed(own)
     np.random.seed(own)
     torch.manual_seed(own)
 
 
-def _result(job: Job, recorder: MetricsRecorder, figures: dict[str, float], data: Data) -> dict[str, Any]:
-    """The keys that `zerofit train --json` prints, but for the run folder."""
-    last = recorder.last
+def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -> dict[str, Any]:
+    """Return the keys that `zerofit train --json` prints, but for the run folder."""
     samples = job.samples_after(job.steps)
-    text = is_text(job.facts.task)
     return {
         "steps": job.steps,
         "samples": samples,
-        "tokens": samples * job.run.seq_len if text else None,
+        "tokens": samples * (job.run.seq_len or 0) if is_text(job.facts.task) else None,
         "train_loss": last["loss"],
         "eval": figures,
         "samples_per_s": last["samples_per_s"],

@@ -1,21 +1,20 @@
-"""Which pieces of which parameters of the whole model this rank holds, and where a checkpoint's files have them."""
+"""The index of a checkpoint's files: which stretches of the whole model's parameters this rank has where in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import groups
-from torch import Tensor, nn
+from torch import nn
 
 from zerofit.checkpoint.full_state import TensorParallelSlice
-from zerofit.train.loop import EngineTrainer
-from zerofit.train.param_shards import ParamShard, StateSlot, Unsupported
-from zerofit.train.zero_layouts import held, inner_optimizer
+from zerofit.train.trainer import EngineTrainer, StateNames, persistent_buffers
+from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, inner_optimizer, local_shards
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
 
@@ -27,71 +26,51 @@ class IndexedShard:
     name: str  # in the whole model
     shape: tuple[int, ...]  # of the whole model's tensor
     cut: TensorParallelSlice | None  # this tensor parallel rank's share of it
-    held: ParamShard
+    shard: ParamShard
     first: bool  # whether no lower rank holds the same
 
 
-@dataclass
-class ModelNames:
-    """What the parameters and buffers of an engine's module are called in the whole model."""
-
-    parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
-    ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
-    buffers: dict[int, str] = field(default_factory=dict)  # by id
-
-
-def engines(driver: EngineTrainer) -> dict[str, Any]:
-    """The driver's DeepSpeed engines by the folder of their files."""
-    second = getattr(driver, "generator", None)
-    return {"state": driver.engine} | ({} if second is None else {"generator": second})
-
-
-def describe(driver: EngineTrainer) -> dict[str, Any]:
-    """This rank's index of the files that `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
-    found = {tag: _describe(driver, engine, tag) for tag, engine in engines(driver).items()}
+def build_index(trainer: EngineTrainer) -> dict[str, Any]:
+    """Return this rank's index of what `engine.save_checkpoint` writes, as JSON (see `checkpoint.full_state`)."""
+    found = {tag: _engine_index(trainer, engine, tag) for tag, engine in trainer.engines().items()}
     return {"world_size": dist.get_world_size(), "engines": found}
 
 
-def pieces(driver: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
-    """All pieces of one engine on this rank. Raises Unsupported where they cannot be found."""
-    names = names_of(driver, engine).parameters
-    for one in held(engine, tag):
+def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
+    """Yield all shards of one engine on this rank. Raises Unsupported where they cannot be found."""
+    names = trainer.state_names(engine).parameters
+    for one in local_shards(engine, tag):
         if one.numel == 0:
             continue  # only padding
         shape, cut = _whole_shape(one.parameter)
-        first = _is_first(driver, one, cut)
+        first = _is_first(trainer, one, cut)
         yield IndexedShard(names[id(one.parameter)], shape, cut, one, first)
 
 
-def names_of(driver: EngineTrainer, engine: Any) -> ModelNames:
-    """Names in the whole model."""
-    return _stage_names(driver) if hasattr(driver, "layers") else _module_names(engine.module)
-
-
-def _describe(driver: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
-    names = names_of(driver, engine)
+def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
+    names = trainer.state_names(engine)
     index = {
         "unsupported": None,
         "names": list(dict.fromkeys(names.ties.get(name, name) for name in names.parameters.values())),
         "parameters": [],
-        "buffers": _saved_buffers(driver, names),
+        "buffers": _saved_buffers(trainer, names),
         "ties": names.ties,
         "counters": _counters(engine),
     }
     try:
-        index["parameters"] = [_entry(engine, piece) for piece in pieces(driver, engine, tag) if piece.first]
+        index["parameters"] = [_entry(engine, one) for one in indexed_shards(trainer, engine, tag) if one.first]
     except Unsupported as reason:
         index["unsupported"] = str(reason)
     return index
 
 
-def _entry(engine: Any, piece: IndexedShard) -> dict[str, Any]:
-    one = piece.held
+def _entry(engine: Any, indexed: IndexedShard) -> dict[str, Any]:
+    one = indexed.shard
     slots = one.slots(inner_optimizer(engine).state.get(one.master, {}))
     return {
-        "name": piece.name,
-        "shape": list(piece.shape),
-        "cut": piece.cut and {"dim": piece.cut.dim, "ranges": [list(r) for r in piece.cut.ranges]},
+        "name": indexed.name,
+        "shape": list(indexed.shape),
+        "cut": indexed.cut and {"dim": indexed.cut.dim, "ranges": [list(r) for r in indexed.cut.ranges]},
         "start": one.start,
         "numel": one.numel,
         "where": {kind: _where(slot, one) for kind, slot in slots.items()},
@@ -105,7 +84,7 @@ def _where(slot: StateSlot, one: ParamShard) -> dict[str, Any]:
 
 
 def _whole_shape(p: nn.Parameter) -> tuple[tuple[int, ...], TensorParallelSlice | None]:
-    """Shape in the whole model, and what of it this tensor parallel rank has."""
+    """Return the shape in the whole model, and what of it this tensor parallel rank has."""
     local = tuple(getattr(p, "ds_shape", p.shape))
     meta = getattr(p, DS_AUTOTP_UC_META, None)
     if not meta or meta["replicated"]:
@@ -124,58 +103,22 @@ def _whole_shape(p: nn.Parameter) -> tuple[tuple[int, ...], TensorParallelSlice 
     return shape, cut
 
 
-def _is_first(driver: EngineTrainer, one: ParamShard, cut: TensorParallelSlice | None) -> bool:
+def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorParallelSlice | None) -> bool:
     """Whether no lower rank holds the same stretch of the same parameter."""
-    place, tp = driver.place, driver.job.layout.tp
+    coords, tp = trainer.coords, trainer.job.layout.tp
     if getattr(one.parameter, "ds_pipe_replicated", False):
         return False  # a tied weight, which an earlier stage has too
-    if one.replicated and (place.dp_rank or place.sp_rank):
+    if one.replicated and (coords.dp_rank or coords.sp_rank):
         return False
-    if tp == 1 or cut is not None or place.rank % tp == 0:
+    if tp == 1 or cut is not None or coords.rank % tp == 0:
         return True
     # what tensor parallelism leaves whole, transformers has partitioned over all ranks before there were groups
     group = getattr(one.parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
 
 
-def _module_names(module: nn.Module) -> ModelNames:
-    names = ModelNames(buffers={id(buffer): name.lstrip(".") for name, buffer in persistent_buffers(module)})
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if 0 not in getattr(p, "ds_shape", p.shape) and names.parameters.setdefault(id(p), name) != name:
-            names.ties[name] = names.parameters[id(p)]
-    return names
-
-
-def _stage_names(driver: Any) -> ModelNames:
-    """Of a pipeline stage. A weight that several layers share has the name that the first of them gives it."""
-    names, firsts = ModelNames(), {}
-    for layer in driver.layers:
-        if layer.tied:
-            own = layer.names[layer.tied_attr]
-            if firsts.setdefault(layer.tied, own) != own:
-                names.ties[own] = firsts[layer.tied]
-    stage = driver.place.pp_rank
-    start, end = driver.bounds[stage], driver.bounds[stage + 1]
-    for layer in driver.layers[start:end]:
-        for key, tensor in layer.module.state_dict(keep_vars=True).items():
-            name = names.ties.get(layer.names[key], layer.names[key])
-            if not isinstance(tensor, nn.Parameter):
-                names.buffers[id(tensor)] = name
-            elif names.parameters.setdefault(id(tensor), name) != name:
-                names.ties[name] = names.parameters[id(tensor)]
-    return names
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to the model's state, under the names that `rank_state` saves them by."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
-
-
-def _saved_buffers(driver: EngineTrainer, names: ModelNames) -> list[dict[str, Any]]:
-    file, found = f"ranks/rank-{dist.get_rank():05}.pt", dict(persistent_buffers(driver.module))
+def _saved_buffers(trainer: EngineTrainer, names: StateNames) -> list[dict[str, Any]]:
+    file, found = f"ranks/rank-{dist.get_rank():05}.pt", dict(persistent_buffers(trainer.module))
     return [
         {"name": names.buffers[id(buffer)], "file": file, "keys": ["buffers", own]}
         for own, buffer in found.items()
@@ -184,7 +127,7 @@ def _saved_buffers(driver: EngineTrainer, names: ModelNames) -> list[dict[str, A
 
 
 def _counters(engine: Any) -> dict[str, Any]:
-    """What is one number a run."""
+    """Return what is one number a run."""
     steps = [int(s["step"]) for s in inner_optimizer(engine).state.values() if "step" in s]
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {}
     scaler = loss_scaler(engine)
@@ -199,7 +142,7 @@ def _counters(engine: Any) -> dict[str, Any]:
 
 
 def loss_scaler(engine: Any) -> Any | None:
-    """fp16's dynamic loss scaler, wherever this stage has it; None where there is none."""
+    """Return fp16's dynamic loss scaler, wherever this stage has it; None where there is none."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)

@@ -1,4 +1,4 @@
-"""How each of DeepSpeed's optimizers lays out master weights and states, in memory and in its files.
+"""How each of DeepSpeed's optimizers lays out master weights and states: in memory, on NVMe and in its files.
 
 Read in the source of DeepSpeed 0.19.8; nothing else here knows these attributes.
 """
@@ -6,25 +6,125 @@ Read in the source of DeepSpeed 0.19.8; nothing else here knows these attributes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate, count
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import MASTER
-from zerofit.train.param_shards import Address, ParamShard, Unsupported
-from zerofit.train.zero3_layout import frozen_part, partitioned, to_16_bit
+from zerofit.spec.errors import Problem, RunFailed
+
+Address = tuple[str, tuple[Any, ...]]  # a file, by its path in the checkpoint, and the keys to something in it
+
+
+class Unsupported(Exception):
+    """Raised where part of an engine's state is not where a checkpoint could have it."""
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """One kind of state of one stretch of a parameter: where it lives, and where a checkpoint's file has it."""
+
+    tensor: Tensor  # contains it; empty while it is on NVMe
+    at: Address  # of that tensor in a file; without keys: the file is nothing but its numbers
+    offset: int  # of the stretch in that tensor
+    start: int  # of the stretch in the flattened parameter
+    numel: int
+
+    @property
+    def live(self) -> Tensor:
+        """The stretch, flat or in the parameter's shape; writing to it changes the engine."""
+        whole = self.tensor.detach()
+        return whole if whole.numel() == self.numel else whole.view(-1).narrow(0, self.offset, self.numel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamShard:
+    """A stretch of one parameter that this rank's optimizer steps on, or that it merely holds (frozen ones)."""
+
+    parameter: nn.Parameter
+    master: Tensor  # what the optimizer steps on: a flat partition of many parameters, or one in its own shape
+    offset: int  # of the stretch in `master`
+    start: int  # of the stretch in the flattened parameter
+    numel: int
+    master_at: Address
+    states_at: Address | None  # of the dict by kind; None for a frozen parameter
+    replicated: bool = False  # whether every data parallel rank holds the same
+    # Muon's momentum at stages 1 and 2 is not cut where the partition is: where the whole parameter begins in it, and
+    # its length
+    uncut: tuple[int, int] | None = None
+    on_nvme: dict[int, str] = field(default_factory=dict)  # files by id of the tensor, for what is on NVMe
+
+    def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
+        """By kind; `states` is what the optimizer has for `master`. Raises Unsupported for states of other shapes."""
+        found = {MASTER: self._slot(self.master, self.master_at)}
+        for kind, tensor in states.items():
+            if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
+                continue
+            at = (self.states_at[0], (*self.states_at[1], kind))
+            if kind == "momentum_buffer" and self.uncut is not None:
+                found[kind] = StateSlot(tensor, at, self.uncut[0], 0, self.parameter.numel())
+            elif tensor.numel() == self.master.numel():
+                found[kind] = self._slot(tensor, at)
+            else:
+                raise Unsupported(f"the optimizer's {kind} is not one number a weight")
+        return found
+
+    def _slot(self, tensor: Tensor, at: Address) -> StateSlot:
+        if id(tensor) in self.on_nvme:
+            at = (self.on_nvme[id(tensor)], ())
+        return StateSlot(tensor, at, self.offset, self.start, self.numel)
+
+
+# attributes that this project reads or calls, by DeepSpeed's class; its documentation promises none of them
+_ENGINE = ("checkpoint_engine", "seq_data_parallel_group", "seq_dp_world_size", "zenflow", "has_moe_layers")
+_ENGINE += ("param_names", "global_steps", "global_samples", "skipped_steps", "lr_scheduler", "_copy_recovery_script")
+_ENGINE += ("_get_ckpt_name", "_get_zero_ckpt_name", "_consolidated_16bit_state_dict", "clip_fp32_gradients")
+_OPTIMIZERS = {
+    "FP16_UnfusedOptimizer": ("optimizer", "fp16_groups", "fp32_groups"),
+    "FP16_Optimizer": ("optimizer", "fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
+    "DeepSpeedZeroOptimizer": (
+        *("optimizer", "round_robin_bit16_groups", "round_robin_bit16_offsets", "real_dp_process_group"),
+        *("partition_size", "elastic_checkpoint", "single_partition_of_fp32_groups", "cpu_offload"),
+        *("update_lp_params", "scaled_global_norm", "_model_parallel_all_reduce"),
+    ),
+    "BF16_Optimizer": (
+        *("optimizer", "bf16_groups", "fp32_groups_flat_partition", "real_dp_process_group", "update_lp_params"),
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        *("optimizer", "sub_group_to_group_id", "fp16_groups", "fp32_partitioned_groups_flat"),
+        *("offload_optimizer", "partial_offload", "swap_optimizer", "_swappable_optimizer_subgroup"),
+        *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+        *("_reassign_or_swap_out_partitioned_parameters",),
+    ),
+}
+
+
+def check_attributes(engine: Any) -> None:
+    """Raise RunFailed for a DeepSpeed whose engine or optimizer lacks what a save would need hours later."""
+    optimizer = engine.optimizer
+    wanted = [(engine, _ENGINE), (optimizer, _OPTIMIZERS.get(type(optimizer).__name__, ()))]
+    missing = [f"{type(one).__name__}.{name}" for one, names in wanted for name in names if not hasattr(one, name)]
+    if missing:
+        message = f"DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}, which zerofit saves checkpoints by"
+        hint = "install a version that zerofit was tested with: pip install 'deepspeed>=0.19.8,<0.20'"
+        raise RunFailed(Problem(kind="deepspeed-version", message=message, hint=hint))
 
 
 def inner_optimizer(engine: Any) -> Any:
-    """The optimizer that steps, inside DeepSpeed's own."""
+    """Return the optimizer that steps, inside DeepSpeed's own."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def held(engine: Any, tag: str) -> list[ParamShard]:
-    """All that this rank holds; `tag` is the folder of the engine's files. Raises Unsupported where that is unknown."""
+def local_shards(engine: Any, tag: str) -> list[ParamShard]:
+    """Return all that this rank has; `tag` is the folder of the engine's files. Raises Unsupported if unknown."""
     kind = type(engine.optimizer).__name__
     if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
         raise Unsupported(f"{kind} keeps part of its state in a way of its own")
@@ -40,7 +140,7 @@ def to_training_precision(engine: Any) -> None:
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()  # of this rank's partition, then all ranks' are gathered
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        to_16_bit(optimizer)
+        _to_16_bit(optimizer)
     elif hasattr(optimizer, "fp16_groups"):
         for one in LAYOUTS[type(optimizer).__name__](engine, ""):
             one.parameter.data.copy_(one.slots({})[MASTER].live.view(one.parameter.shape))
@@ -101,12 +201,38 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
         yield from _stretches(group, _packed(group), master, first, at, states_at)
 
 
+def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
+    """Stage 3: each parameter cut into equal parts, the last one padded; a rank's parts lie flat in sub groups."""
+    optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
+    if optimizer.offload_optimizer and optimizer.partial_offload < 1:
+        raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
+    of_group = optimizer.sub_group_to_group_id
+    saved_order = sorted(range(len(optimizer.fp16_groups)), key=lambda i: (of_group[i], i))
+    for index, i in enumerate(saved_order):
+        at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
+        states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
+        offset, on_nvme = 0, _swap_files(optimizer, i, tag)
+        for p in optimizer.fp16_groups[i]:
+            start, numel = _part(p)
+            yield ParamShard(
+                parameter=p,
+                master=optimizer.fp32_partitioned_groups_flat[i],
+                offset=offset,
+                start=start,
+                numel=numel,
+                master_at=at,
+                states_at=states_at,
+                on_nvme=on_nvme,
+            )
+            offset += p.ds_tensor.ds_numel
+
+
 LAYOUTS = {
     "FP16_UnfusedOptimizer": _unfused,
     "FP16_Optimizer": _fused,
     "DeepSpeedZeroOptimizer": _zero12,
     "BF16_Optimizer": _bf16,
-    "DeepSpeedZeroOptimizer_Stage3": partitioned,
+    "DeepSpeedZeroOptimizer_Stage3": _zero3,
 }
 
 
@@ -115,7 +241,7 @@ def _frozen(engine: Any, tag: str) -> Iterator[ParamShard]:
     found = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
     module = _module_addresses(engine, tag) if found else {}
     for p in found:
-        yield frozen_part(engine, p, tag) if hasattr(p, "ds_tensor") else _alone(p, p, module[id(p)], None)
+        yield _frozen_part(engine, p, tag) if hasattr(p, "ds_tensor") else _alone(p, p, module[id(p)], None)
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
@@ -179,3 +305,56 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
         for i, layer in layers
         for name, t in layer.state_dict(keep_vars=True).items()
     }
+
+
+def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
+    """Where saving copies what a sub group has on NVMe, by id of the tensor."""
+    if not optimizer._swappable_optimizer_subgroup(sub_group):
+        return {}
+    info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
+    folder = f"{tag}/offloaded_tensors/rank{dp_index_to_str(dist.get_rank())}"
+    return {id(one.compute_tensor): f"{folder}/{Path(one.swap_path).name}" for one in info.tensors}
+
+
+@contextmanager
+def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
+    """Within it a master and its states are there to be written to, also if their place is on NVMe."""
+    optimizer = engine.optimizer
+    if not getattr(optimizer, "swap_optimizer", False):
+        yield
+        return
+    sub_group = next(i for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat) if flat is master)
+    if not optimizer._swappable_optimizer_subgroup(sub_group):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(sub_group)
+    yield
+    optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # while the masters are there
+    optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+
+
+def _to_16_bit(optimizer: Any) -> None:
+    """The partitions that the model is gathered from, out of the masters."""
+    for sub_group in range(len(optimizer.fp16_groups)):
+        if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+
+
+def _frozen_part(engine: Any, p: nn.Parameter, tag: str) -> ParamShard:
+    """This rank's part of a parameter that is not trained."""
+    start, numel = _part(p)
+    return ParamShard(
+        parameter=p,
+        master=p.ds_tensor,
+        offset=0,
+        start=start,
+        numel=numel,
+        master_at=(engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p])),
+        states_at=None,
+    )
+
+
+def _part(p: nn.Parameter) -> tuple[int, int]:
+    """Start and length of this rank's part of a partitioned parameter, without padding; it may be empty."""
+    start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
+    return start, max(0, min(p.ds_tensor.ds_numel, p.ds_numel - start))

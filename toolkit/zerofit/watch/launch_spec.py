@@ -14,7 +14,7 @@ from typing import Any
 
 from zerofit.spec.files import write_json
 
-PULSE_NAME = "ZEROFIT_PULSE"  # in a rank's environment: the descriptor of the pipe to its guard
+HEARTBEAT_FD = "ZEROFIT_HEARTBEAT_FD"  # in a rank's environment: the descriptor of the pipe to its guard
 HOST_NAME = "ZEROFIT_HOST"  # there, where ranks run on several hosts: the host's name in the hostfile
 RANK_NAMES = (  # who says which rank this is: the deepspeed launcher, Slurm, OpenMPI, MPICH
     ("RANK", "LOCAL_RANK"),

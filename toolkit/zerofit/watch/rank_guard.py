@@ -27,7 +27,7 @@ from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.route import interface_to
 from zerofit.spec.local_machine import usable_cores
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
-from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME, LaunchSpec, from_argument, rank_of
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, LaunchSpec, from_argument, rank_of
 from zerofit.watch.stacks import dump
 
 BEAT_S = 1.0
@@ -48,7 +48,7 @@ class RankGuard:
         os.set_blocking(pulse, False)
         self._answered = True  # whether the command has heard the last beat
         self._last: dict[str, Any] = {}
-        self._word: dict[str, Any] | None = None  # what the rank said it died of
+        self._failure: dict[str, Any] | None = None  # what the rank has reported
         self._heard = time.monotonic()
         self._wire: JsonLineSocket | None = None
 
@@ -116,8 +116,8 @@ class RankGuard:
         *lines, self._half = (self._half + data).split(b"\n")
         for line in map(json.loads, lines):
             self._heard = time.monotonic()
-            if "word" in line:
-                self._word = line["word"]
+            if "failure" in line:
+                self._failure = line["failure"]
             else:
                 self._last = line
         return bool(data)
@@ -141,7 +141,7 @@ class RankGuard:
         """Say how the rank ended. After a failure stay until told to go: the launcher would end the other ranks, and
         what they have to say would be lost."""
         self._hear()
-        wire.send({"ended": code, "last": self._last, "word": self._word})
+        wire.send({"ended": code, "last": self._last, "failure": self._failure})
         if code == 0:
             return 0
         deadline = time.monotonic() + self._orders.timeout_s
@@ -172,7 +172,7 @@ def main() -> None:
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "zerofit.worker", orders.folder],
-        env=_environment(orders, rank, local_rank) | {PULSE_NAME: str(writing)},
+        env=_environment(orders, rank, local_rank) | {HEARTBEAT_FD: str(writing)},
         cwd=orders.cwd if os.path.isdir(orders.cwd) else "/",
         stdin=subprocess.DEVNULL,
         pass_fds=[writing],

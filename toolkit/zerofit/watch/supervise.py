@@ -25,7 +25,7 @@ class RanksOutcome:
 
     code: int  # of the launcher
     verdict: FailureVerdict | None  # what the watch has seen go wrong
-    words: tuple[dict[str, Any], ...]  # what ranks said that they died of
+    failures: tuple[dict[str, Any], ...]  # what ranks have reported
 
 
 def supervise(
@@ -43,11 +43,11 @@ def supervise(
                 verdict = _make_an_end(verdict, watch, folder)
                 break
         else:
-            watch.words()
+            watch.await_failures()
             verdict = watch.verdict()  # what came with the launcher's own end
         tick()
-    words = tuple(state.word for state in watch.states if state.word)
-    return RanksOutcome(code=process.returncode, verdict=verdict, words=words)
+    failures = tuple(state.failure for state in watch.states if state.failure)
+    return RanksOutcome(code=process.returncode, verdict=verdict, failures=failures)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def _make_an_end(verdict: FailureVerdict, watch: Watch, folder: RunFolder) -> Fa
     """Keep stack traces where they tell something, end all ranks, note the fault; the verdict with their place."""
     decided = time.monotonic()
     if verdict.problem.kind == "rank-ended":
-        watch.words()  # where a rank has lost a peer, the word on the peer may come later
+        watch.await_failures()  # where a rank has lost a peer, the report of the peer may come later
         verdict = watch.verdict() or verdict
     if verdict.problem.kind in TRACED:
         watch.keep_stacks()

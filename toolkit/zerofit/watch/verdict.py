@@ -28,7 +28,7 @@ class RankState:
     here: bool = False  # its guard has reported
     beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.heartbeat`, `guard`)
     ended: int | None = None  # exit code of the rank; negative: the signal
-    word: dict[str, Any] | None = None  # what it said that it died of
+    failure: dict[str, Any] | None = None  # what it has reported itself
     lost: bool = False  # the connection to its guard has gone without the rank's end being reported
     busy: bool = False  # it used a core between its last two signs of life
 

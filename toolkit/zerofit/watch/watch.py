@@ -14,7 +14,7 @@ from zerofit.watch.launch_spec import LaunchSpec
 from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 
 HELLO_S = 10.0  # for a connection to say who it is
-WORDS_S = 2.0  # after the first failure, for other ranks to report theirs
+REPORTS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
 FROZEN_S = 5.0  # between two looks
 IN_REACH_S = 4.0  # guards speak once a second
@@ -75,9 +75,9 @@ class Watch:
         """What is wrong by now."""
         return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
-    def words(self) -> None:
-        """After a failure: a moment for other ranks to say what they died of."""
-        self._until(lambda: not self._known, WORDS_S)
+    def await_failures(self) -> None:
+        """Give the other ranks a moment to report why they failed."""
+        self._until(lambda: not self._known, REPORTS_S)
 
     def keep_stacks(self) -> None:
         """Have the stack traces of all ranks that can be reached written to the logs."""
@@ -162,7 +162,7 @@ class Watch:
             state.busy = (state.beat["cpu_s"] - before) / seconds > BUSY_CPU
         if "ended" in message:
             state.ended, state.beat = message["ended"], {**state.beat, **message.get("last", {})}
-            state.word = message.get("word")
+            state.failure = message.get("failure")
         if "stacks" in message:
             self._stacks.add(state.rank)
         state.heard = now

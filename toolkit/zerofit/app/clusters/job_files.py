@@ -130,6 +130,8 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            words += [f"--{name}={one}" for one in value]
         elif isinstance(value, dict):
             words.append(f"--{name}={json.dumps(value)}")
         else:

@@ -1,0 +1,126 @@
+"""What the loop, checkpoints and the saved model ask of each kind of trainer."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zerofit.data import Data
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.rank_coords import RankCoords
+
+Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
+
+
+@dataclass
+class StateNames:
+    """Names that the parameters and buffers of an engine's module have in the whole model."""
+
+    parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
+    ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
+    buffers: dict[int, str] = field(default_factory=dict)  # by id
+
+
+class EngineTrainer(ABC):
+    """One rank's way through its DeepSpeed engines."""
+
+    job: Job
+    coords: RankCoords
+    engine: Any  # the one whose learning rate and gradient norm are recorded
+    device: torch.device
+
+    @property
+    def module(self) -> nn.Module:
+        """All that this rank trains (parameters may be partitioned)."""
+        return self.engine.module
+
+    @abstractmethod
+    def train_step(self, batches: Iterator[Batch]) -> Tensor:
+        """Make one optimizer step on the next micro batches; return their losses on this rank, float32."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
+        """Return float64 (3,): summed loss, targets and right answers over all ranks, of `count` batches on each."""
+
+    def engines(self) -> dict[str, Any]:
+        """Return the DeepSpeed engines by the folder that a checkpoint has for each."""
+        return {"state": self.engine}
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return the sources of randomness that a checkpoint must keep, beside the libraries' own."""
+        return {}
+
+    def extra_metrics(self) -> dict[str, Any]:
+        """Return what is recorded of the last step beside what all runs record."""
+        if self.job.run.precision != "fp16":
+            return {}
+        return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
+
+    def state_names(self, engine: Any) -> StateNames:
+        """Return the names in the whole model of what one of the engines holds."""
+        module: nn.Module = engine.module
+        names = StateNames(buffers={id(buffer): name.lstrip(".") for name, buffer in persistent_buffers(module)})
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if 0 not in getattr(p, "ds_shape", p.shape) and names.parameters.setdefault(id(p), name) != name:
+                names.ties[name] = names.parameters[id(p)]
+        return names
+
+    def whole_weights(self, scratch: Path) -> dict[str, Tensor]:
+        """Return all weights of the model on rank 0 (elsewhere it may be empty). All ranks call this.
+
+        `scratch`: a folder that all ranks share, for parts on their way; what a killed run leaves there goes with the
+        next start.
+        """
+        engine, layout = self.engine, self.job.layout
+        if layout.zero_stage == 3 or layout.tp > 1:
+            weights = engine._consolidated_16bit_state_dict() or {}
+            turned = engine.zenflow  # ZenFlow partitions the transposed matrices
+            return {name: w.t() if turned and w.ndim == 2 else w for name, w in weights.items()}
+        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+
+    def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Show what the model has learned; return what of it belongs into the result. All ranks call this."""
+        return {}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return copies of what a rank has for itself and DeepSpeed does not save: random states and buffers."""
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "python": list(random.getstate()[1]),
+            "python_gauss": random.getstate()[2],
+            "numpy": torch.from_numpy(numpy_state[1].astype(np.int64)),
+            "numpy_rest": list(numpy_state[2:]),
+            "generators": {name: generator.get_state() for name, generator in self.generators().items()},
+            "buffers": {name: buffer.detach().clone() for name, buffer in persistent_buffers(self.module)},
+        }
+
+    def restore_rank_state(self, state: dict[str, Any]) -> None:
+        """Put back what `rank_state` returned."""
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
+        random.setstate((3, tuple(state["python"]), state["python_gauss"]))
+        np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["numpy_rest"]))
+        for name, generator in self.generators().items():
+            generator.set_state(state["generators"][name])
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self.module):
+                buffer.copy_(state["buffers"][name])
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that belong to the model's state, under the names that `rank_state` saves them by."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
