@@ -1,0 +1,36 @@
+"""A DeepSpeed without the attributes that saving needs is refused when its engine is made, not hours later."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+
+from zerofit.spec.errors import RunFailed
+from zerofit.train.zero_layouts import check_attributes
+
+
+def engine(**changes) -> SimpleNamespace:
+    names = ["checkpoint_engine", "seq_data_parallel_group", "seq_dp_world_size", "zenflow", "has_moe_layers"]
+    names += ["param_names", "global_steps", "global_samples", "skipped_steps", "lr_scheduler"]
+    names += ["_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name", "_consolidated_16bit_state_dict"]
+    return SimpleNamespace(**dict.fromkeys([*names, "clip_fp32_gradients"]) | {"optimizer": None} | changes)
+
+
+def test_what_is_missing_is_named_with_the_version():
+    class DeepSpeedZeroOptimizer:  # as a later version might have it
+        optimizer = round_robin_bit16_groups = round_robin_bit16_offsets = real_dp_process_group = None
+        elastic_checkpoint = single_partition_of_fp32_groups = cpu_offload = update_lp_params = None
+        scaled_global_norm = _model_parallel_all_reduce = None
+
+    check_attributes(engine())
+    broken = engine(optimizer=DeepSpeedZeroOptimizer())
+    del broken.zenflow
+    with pytest.raises(RunFailed) as caught:
+        check_attributes(broken)
+    problem = caught.value.problem
+    assert problem.kind == "deepspeed-version"
+    assert f"DeepSpeed {deepspeed.__version__} " in problem.message
+    assert "SimpleNamespace.zenflow, DeepSpeedZeroOptimizer.partition_size," in problem.message
+    assert "pip install" in problem.hint
