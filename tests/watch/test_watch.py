@@ -17,7 +17,7 @@ from zerofit.watch.watch import Watch
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
 
 
-def orders(port, **changes):
+def spec(port, **changes):
     known = {
         "folder": "/run",
         "token": "secret",
@@ -34,7 +34,7 @@ def orders(port, **changes):
 @pytest.fixture
 def watch():
     with closing(Watch("127.0.0.1")) as one:
-        one.expect(orders(one.port))
+        one.expect(spec(one.port))
         yield one
 
 
@@ -88,7 +88,7 @@ def test_a_guard_that_is_gone_without_a_word(watch):
 
 
 @pytest.mark.parametrize("hello", ["wrong", "", None])
-def test_strangers_are_not_heard(watch, hello):
+def test_unauthenticated_are_not_heard(watch, hello):
     wire = guard(watch, 0, token=hello)
     with pytest.raises(ConnectionLost):
         while True:
@@ -146,9 +146,9 @@ def test_lines_come_whole_however_they_are_cut():
 
 
 def test_orders_are_a_file_that_only_the_owner_reads(tmp_path):
-    path = tmp_path / "a $(touch x) 'b'\n" / "orders.json"
+    path = tmp_path / "a $(touch x) 'b'\n" / "launch_spec.json"
     path.parent.mkdir()
-    written = orders(1, environment={"A": "'$(x)\n"}, interfaces={"a": "eth0"})
+    written = spec(1, environment={"A": "'$(x)\n"}, interfaces={"a": "eth0"})
     written.write(path)
     assert path.stat().st_mode & 0o077 == 0
     assert LaunchSpec.read(path) == written

@@ -105,7 +105,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     The records of steps that will be made again go to logs/, and checkpoints of such steps get another name. Only
     what was never whole is deleted. Call it while no rank is at work in the folder.
     """
-    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.orders]:
+    for path in [*folder.logs.glob("rank-*.error.json"), folder.stopped, folder.stop_request, folder.launch_spec]:
         path.unlink(missing_ok=True)
     shutil.rmtree(folder.model_parts, ignore_errors=True)
     step = start.step if start else 0

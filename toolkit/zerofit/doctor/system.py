@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.orphans import mark_of, others
+from zerofit.launch.orphans import others, run_id_of
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -101,7 +101,7 @@ def strays() -> list[dict[str, Any]]:
     found = []
     for process in others():
         try:
-            run, argv = mark_of(process.pid), process.cmdline()
+            run, argv = run_id_of(process.pid), process.cmdline()
             if run is None and not any(word in RANKS for word in argv):
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:

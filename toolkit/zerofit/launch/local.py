@@ -48,7 +48,7 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
         addresses={HERE: "127.0.0.1"},
         master=("127.0.0.1", port),
         accelerator=machine.accelerator,
-        argv=lambda orders: [*launcher(ranks, port), str(GUARD), orders],
+        argv=lambda spec: [*launcher(ranks, port), str(GUARD), spec],
         env=lambda mark: env,
         timeout_s=job.run.heartbeat_timeout,
     )

@@ -38,7 +38,7 @@ def runner(
     hosts: Sequence[Host],
     logs: Path,
     master: tuple[str, int],
-    orders: str,
+    spec: str,
     *,
     runner_args: str = "",
     ssh_port: int | None = None,
@@ -46,7 +46,7 @@ def runner(
 ) -> list[str]:
     """The command that starts a guard for each rank on all hosts, or on host `node_rank` alone (without ssh).
 
-    `logs`: where the hostfile for it is written. `orders`: as `watch.orders.as_argument` gives it.
+    `logs`: where the hostfile for it is written. `spec`: as `watch.launch_spec.as_argument` gives it.
     """
     hostfile = logs / "hostfile"
     write_hostfile(hostfile, hosts)
@@ -59,7 +59,7 @@ def runner(
     argv += [f"--launcher_args={runner_args}"] if runner_args else []
     argv += ["--ssh_port", str(ssh_port)] if ssh_port else []
     argv += ["--no_ssh", "--node_rank", str(node_rank)] if node_rank is not None else ["--force_multi"]
-    return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), orders]
+    return [*argv, "--master_addr", master[0], "--master_port", str(master[1]), str(GUARD), spec]
 
 
 def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems) -> None:

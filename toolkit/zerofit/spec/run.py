@@ -161,7 +161,7 @@ class Run(BaseModel):
         default=None, description="validation samples an evaluation looks at (default: all)"
     )
     heartbeat_timeout: float = Field(
-        default=60.0, ge=5, description="seconds without a sign of life of a rank after which all ranks are stopped"
+        default=60.0, ge=5, description="seconds without a heartbeat of a rank after which all ranks are stopped"
     )
     log_every: PositiveInt = Field(
         default=10, description="steps between plain progress lines when there is no terminal"

@@ -33,7 +33,7 @@ class RunFolder:
     result = property(lambda self: self.path / "result.json")
     stopped = property(lambda self: self.logs / "stopped.json")  # where a run that was asked to stop has come to
     stop_request = property(lambda self: self.logs / "stop-requested")  # asks the ranks to save and stop
-    orders = property(lambda self: self.logs / "orders.json")  # for the guard of each rank
+    launch_spec = property(lambda self: self.logs / "launch_spec.json")  # for the guard of each rank
     faults = property(lambda self: self.logs / "faults.jsonl")  # what went wrong, and how long it took to see and mend
     lock = property(lambda self: self.logs / "run.lock")  # held by the command that watches over the ranks
     ranks_lock = property(lambda self: self.logs / "ranks.lock")  # shared by the ranks that are alive

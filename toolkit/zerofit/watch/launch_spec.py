@@ -1,5 +1,7 @@
-"""What the guard of each rank needs to know: one file in the run folder for each start, so that nothing of the user's
-goes through a shell."""
+"""The launch spec: a file in the run folder that tells each rank's guard what to start and whom to report to.
+
+Nothing of the user's goes through a shell this way.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ class LaunchSpec:
     """One start of a run on its hosts."""
 
     folder: str  # the run folder
-    token: str  # secret of this start: who knows it is heard
-    mark: str  # in the environment of all its processes, so that leftovers can be told
+    token: str  # secret of this start: guards authenticate with it
+    run_id: str  # in the environment of all its processes, so that orphans can be told
     attempt: int  # 1, and one more for each restart
     hosts: tuple[str, ...]  # one a rank
     watch: dict[str, tuple[str, int]]  # for each host: address and port of the command that watches
     master: tuple[str, int]  # address and port where rank 0 listens
     accelerator: str  # "cuda" or "cpu"
     coming_s: float  # until a guard must have reported
-    timeout_s: float  # without a word from the other side for so long, an end is made
+    timeout_s: float  # without a heartbeat for so long, the ranks are ended
     environment: dict[str, str] = field(default_factory=dict)  # for all ranks
     interfaces: dict[str, str] = field(default_factory=dict)  # for each host: the network interface to the master
     cwd: str = "/"  # where the command was started; the user's own modules are found there
@@ -57,19 +59,19 @@ class LaunchSpec:
 
     @classmethod
     def read(cls, path: Path) -> LaunchSpec:
-        """What `write` has written."""
+        """Read what `write` has written."""
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         pairs = {"watch": {k: tuple(v) for k, v in value["watch"].items()}, "master": tuple(value["master"])}
         return cls(**{**value, **pairs, "hosts": tuple(value["hosts"])})
 
 
 def as_argument(path: Path) -> str:
-    """A path in letters that mean nothing to any shell, to pdsh or to DeepSpeed."""
+    """Return a path in letters that mean nothing to any shell, to pdsh or to DeepSpeed."""
     return base64.urlsafe_b64encode(os.fsencode(path)).decode().rstrip("=")
 
 
 def from_argument(text: str) -> Path:
-    """The path that `as_argument` was given. Raises ValueError."""
+    """Return the path that `as_argument` was given. Raises ValueError."""
     try:
         return Path(os.fsdecode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))))
     except binascii.Error as error:
@@ -77,7 +79,7 @@ def from_argument(text: str) -> Path:
 
 
 def rank_of(env: Mapping[str, str], names: Sequence[tuple[str, str]] = RANK_NAMES) -> tuple[int, int]:
-    """Rank and local rank from what the launcher has set. Raises KeyError where none did."""
+    """Return rank and local rank from what the launcher has set. Raises KeyError where none did."""
     for rank, local in names:
         if rank in env:
             return int(env[rank]), int(env.get(local, 0))

@@ -1,5 +1,7 @@
-"""Beside each rank: starts it, tells the command that watches how it fares, and ends it when that is ordered or the
-command is gone. Stays light: no torch, no pydantic."""
+"""The guard beside each rank: starts it, reports its heartbeats to the command, ends it when told to or alone.
+
+Stays light: no torch, no pydantic.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from typing import Any
 import psutil
 
 from zerofit.launch.environment import environment
-from zerofit.launch.orphans import MARK_NAME
+from zerofit.launch.orphans import RUN_ID
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.route import interface_to
 from zerofit.spec.local_machine import usable_cores
@@ -33,7 +35,7 @@ from zerofit.watch.stacks import dump
 BEAT_S = 1.0
 CONNECT_S = 30.0
 FROZEN_S = 5.0
-LAST_WORDS_S = 3.0  # for the command to read them
+LAST_REPORT_S = 3.0  # for the command to read them
 FAILED = 3
 LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # the rank answers them, not its guard
 
@@ -41,76 +43,76 @@ LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # t
 class RankGuard:
     """One rank's guard."""
 
-    def __init__(self, orders: LaunchSpec, rank: int, process: subprocess.Popen[bytes], pulse: int, stacks: Path):
-        self._orders, self._rank, self._process, self._stacks = orders, rank, process, stacks
-        self._host = orders.hosts[rank]
-        self._pulse, self._half = pulse, b""
-        os.set_blocking(pulse, False)
+    def __init__(self, spec: LaunchSpec, rank: int, process: subprocess.Popen[bytes], heartbeat: int, stacks: Path):
+        self._spec, self._rank, self._process, self._stacks = spec, rank, process, stacks
+        self._host = spec.hosts[rank]
+        self._heartbeat, self._half = heartbeat, b""
+        os.set_blocking(heartbeat, False)
         self._answered = True  # whether the command has heard the last beat
         self._last: dict[str, Any] = {}
         self._failure: dict[str, Any] | None = None  # what the rank has reported
         self._heard = time.monotonic()
-        self._wire: JsonLineSocket | None = None
+        self._socket: JsonLineSocket | None = None
 
     def run(self) -> int:
-        """Watch until the rank has ended; the exit code to end with."""
+        """Watch until the rank has ended; return the exit code to end with."""
         try:
-            self._wire = self._connect()
+            self._socket = self._connect()
             return self._watch()
         except ConnectionLost as lost:
-            print(f"guard of rank {self._rank}: the command that watches is out of reach ({lost})", file=sys.stderr)
+            print(f"guard of rank {self._rank}: the supervising command is out of reach ({lost})", file=sys.stderr)
             dump(self._process.pid, self._stacks)
             return FAILED
         finally:
             self._kill()
 
     def _connect(self) -> JsonLineSocket:
-        deadline, address = time.monotonic() + CONNECT_S, self._orders.watch[self._host]
+        deadline, address = time.monotonic() + CONNECT_S, self._spec.watch[self._host]
         while True:
             try:
-                connection = socket.create_connection(address, timeout=5)
+                connected = socket.create_connection(address, timeout=5)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"{address[0]} port {address[1]}: {error}") from error
                 time.sleep(0.5)
-        wire = JsonLineSocket(connection, self._orders.timeout_s)
+        connection = JsonLineSocket(connected, self._spec.timeout_s)
         pids = {"pid": self._process.pid, "guard_pid": os.getpid()}
-        wire.send({"hello": self._orders.token, "rank": self._rank, "host": self._host, **pids})
-        return wire
+        connection.send({"hello": self._spec.token, "rank": self._rank, "host": self._host, **pids})
+        return connection
 
     def _watch(self) -> int:
-        wire = self._wire
-        assert wire
+        connection = self._socket
+        assert connection
         with selectors.DefaultSelector() as selector:
-            selector.register(wire, selectors.EVENT_READ)
-            selector.register(self._pulse, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self._heartbeat, selectors.EVENT_READ)
             next_beat, looked = 0.0, time.monotonic()
             while True:
                 if time.monotonic() - looked > FROZEN_S:  # all processes here were stopped
                     self._heard += time.monotonic() - looked
                 looked = time.monotonic()
                 for key, _ in selector.select(0.1):
-                    if key.fileobj is wire:
-                        for order in wire.receive():
-                            if self._obey(order, wire):
+                    if key.fileobj is connection:
+                        for order in connection.receive():
+                            if self._handle(order, connection):
                                 return FAILED
                     elif not self._hear():
-                        selector.unregister(self._pulse)
+                        selector.unregister(self._heartbeat)
                 code = self._process.poll()
                 if code is not None:
-                    return self._report_end(code, wire)
+                    return self._report_end(code, connection)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
-                    wire.flush()
+                    connection.flush()
                     if self._answered:  # else the command is stopped, and unread lines would pile up
                         self._answered = False
-                        wire.send({"beat": self._beat()})
+                        connection.send({"beat": self._beat()})
 
     def _hear(self) -> bool:
-        """Take what the rank has said; False once it has closed its end."""
+        """Read the rank's heartbeats and reports; return False once it has closed its end."""
         try:
-            data = os.read(self._pulse, 65536)
+            data = os.read(self._heartbeat, 65536)
         except BlockingIOError:
             return True
         *lines, self._half = (self._half + data).split(b"\n")
@@ -130,25 +132,27 @@ class RankGuard:
             cpu_s = times.user + times.system
         return {**self._last, "silent_s": round(time.monotonic() - self._heard, 1), "state": state, "cpu_s": cpu_s}
 
-    def _obey(self, order: dict[str, Any], wire: JsonLineSocket) -> bool:
-        """Do what is ordered; whether that is to make an end."""
+    def _handle(self, order: dict[str, Any], connection: JsonLineSocket) -> bool:
+        """Carry out a command; return whether it is to end the rank."""
         self._answered |= "heard" in order
         if order.get("do") == "stacks":
-            wire.send({"stacks": dump(self._process.pid, self._stacks)})
+            connection.send({"stacks": dump(self._process.pid, self._stacks)})
         return order.get("do") == "kill"
 
-    def _report_end(self, code: int, wire: JsonLineSocket) -> int:
-        """Say how the rank ended. After a failure stay until told to go: the launcher would end the other ranks, and
-        what they have to say would be lost."""
+    def _report_end(self, code: int, connection: JsonLineSocket) -> int:
+        """Report how the rank ended. After a failure stay until told to go.
+
+        Else the launcher would end the other ranks, and their reports would be lost.
+        """
         self._hear()
-        wire.send({"ended": code, "last": self._last, "failure": self._failure})
+        connection.send({"ended": code, "last": self._last, "failure": self._failure})
         if code == 0:
             return 0
-        deadline = time.monotonic() + self._orders.timeout_s
+        deadline = time.monotonic() + self._spec.timeout_s
         with selectors.DefaultSelector() as selector, suppress(ConnectionLost):
-            selector.register(wire, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
             while time.monotonic() < deadline:
-                if selector.select(0.5) and any(self._obey(order, wire) for order in wire.receive()):
+                if selector.select(0.5) and any(self._handle(order, connection) for order in connection.receive()):
                     break
         return code if code > 0 else 128 - code
 
@@ -157,50 +161,50 @@ class RankGuard:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-        if self._wire:
-            self._wire.finish(LAST_WORDS_S)
+        if self._socket:
+            self._socket.finish(LAST_REPORT_S)
 
 
 def main() -> None:
-    """`guard.py ORDERS`: the orders' path as `as_argument` writes it."""
+    """`rank_guard.py SPEC`: the launch spec's path, as `as_argument` writes it."""
     end_with_parent()
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
     path = from_argument(sys.argv[-1])
-    orders = LaunchSpec.read(path)
+    spec = LaunchSpec.read(path)
     rank, local_rank = rank_of(os.environ)
     reading, writing = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "zerofit.worker", orders.folder],
-        env=_environment(orders, rank, local_rank) | {HEARTBEAT_FD: str(writing)},
-        cwd=orders.cwd if os.path.isdir(orders.cwd) else "/",
+        [sys.executable, "-u", "-m", "zerofit.worker", spec.folder],
+        env=_environment(spec, rank, local_rank) | {HEARTBEAT_FD: str(writing)},
+        cwd=spec.cwd if os.path.isdir(spec.cwd) else "/",
         stdin=subprocess.DEVNULL,
         pass_fds=[writing],
     )
     os.close(writing)
-    stacks = Path(orders.folder, "logs", f"rank-{rank}.stacks.txt")
-    sys.exit(RankGuard(orders, rank, process, reading, stacks).run())
+    stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
+    sys.exit(RankGuard(spec, rank, process, reading, stacks).run())
 
 
-def _environment(orders: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
-    """What the rank gets: what is set on its host, what the command forwards, and its place among the ranks."""
-    local_size = orders.local_size(rank)
-    interface = orders.interfaces.get(orders.hosts[rank])
-    if interface is None and len(set(orders.hosts)) > 1:
-        interface = interface_to(orders.master[0])
-    forwarded = orders.environment | {MARK_NAME: orders.mark}
-    env = environment(orders.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
+def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
+    """Return what is set on the rank's host, what the command forwards, and the rank's place among all."""
+    local_size = spec.local_size(rank)
+    interface = spec.interfaces.get(spec.hosts[rank])
+    if interface is None and len(set(spec.hosts)) > 1:
+        interface = interface_to(spec.master[0])
+    forwarded = spec.environment | {RUN_ID: spec.run_id}
+    env = environment(spec.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         env.setdefault(name, interface or "")
-    several = {HOST_NAME: orders.hosts[rank]} if len(set(orders.hosts)) > 1 else {}
+    several = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}
     place: dict[str, object] = {
         **several,
         "RANK": rank,
         "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": orders.world_size,
+        "WORLD_SIZE": spec.world_size,
         "LOCAL_SIZE": local_size,
     }
-    place |= {"MASTER_ADDR": orders.master[0], "MASTER_PORT": orders.master[1]}
+    place |= {"MASTER_ADDR": spec.master[0], "MASTER_PORT": spec.master[1]}
     return env | {name: str(value) for name, value in place.items()}
 
 

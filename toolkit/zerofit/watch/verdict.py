@@ -1,4 +1,4 @@
-"""What is wrong with a run whose ranks have last been heard of like this: the one place that decides."""
+"""The verdict on a run from what its ranks have last reported: the one place that decides what is wrong."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class RankState:
     host: str
     heard: float  # when its guard last said something; before that, when the ranks were started
     here: bool = False  # its guard has reported
-    beat: dict[str, Any] = field(default_factory=dict)  # the last sign of life (`zerofit.train.heartbeat`, `guard`)
+    beat: dict[str, Any] = field(default_factory=dict)  # the last heartbeat (`zerofit.train.heartbeat`, `rank_guard`)
     ended: int | None = None  # exit code of the rank; negative: the signal
     failure: dict[str, Any] | None = None  # what it has reported itself
     lost: bool = False  # the connection to its guard has gone without the rank's end being reported
-    busy: bool = False  # it used a core between its last two signs of life
+    busy: bool = False  # it used a core between its last two heartbeats
 
     @property
     def where(self) -> str:
         """`step 12, backward, in all_reduce`."""
         if not self.beat.get("phase"):
-            return "before its first sign of life"
+            return "before its first heartbeat"
         parts = [f"step {self.beat['step'] + 1}", self.beat["phase"]]
         if self.beat.get("collective"):
             parts.append(f"in {self.beat['collective']}")
@@ -50,7 +50,7 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureVerdict:
-    """The cause of a failure that nobody left a word about."""
+    """The cause of a failure that no rank has reported."""
 
     problem: Problem
     ranks: tuple[int, ...]
@@ -61,9 +61,9 @@ class FailureVerdict:
 def judge(
     states: Sequence[RankState], now: float, timeout_s: float, coming_s: float = COMING_S
 ) -> FailureVerdict | None:
-    """The first thing that is wrong, or None. The most certain causes come first.
+    """Return the first thing that is wrong, or None. The most certain causes come first.
 
-    `timeout_s`: without a sign of life; `coming_s`: until a guard must have reported.
+    `timeout_s`: without a heartbeat; `coming_s`: until a guard must have reported.
     """
     checks: tuple[Callable[[Sequence[RankState], float, float], FailureVerdict | None], ...]
     checks = (_killed, _vanished, _ended, partial(_unheard, coming_s=coming_s), _silent, _all_still)
@@ -141,7 +141,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
             message = f"{state.name} has been stopped for {seconds:.0f} s (SIGSTOP, or a debugger), in {state.where}"
             return _verdict("rank-stopped", message, "kill -CONT, or end the debugger", [state], now)
         if seconds > limit:
-            message = f"{state.name} has given no sign of life for {seconds:.0f} s, in {state.where}"
+            message = f"{state.name} has sent no heartbeat for {seconds:.0f} s, in {state.where}"
             hint = "C++ code holds Python's interpreter lock, or waits for a disk: see its stack traces"
             return _verdict("hang", message, hint, [state], now)
     return None

@@ -1,4 +1,4 @@
-"""The command's ear: hears the guards of all ranks, and gives them orders."""
+"""The supervision server: receives heartbeats of all ranks from their guards, and sends them commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec
 from zerofit.watch.verdict import BUSY_CPU, FailureVerdict, RankState, judge
 
-HELLO_S = 10.0  # for a connection to say who it is
+HELLO_S = 10.0  # for a connection to authenticate
 REPORTS_S = 2.0  # after the first failure, for other ranks to report theirs
 STACKS_S = 12.0
 FROZEN_S = 5.0  # between two looks
@@ -22,7 +22,7 @@ LOSSY_S = 3.0  # a packet that is lost now and then is no news
 
 
 class Watch:
-    """Hears the guards of one start's ranks. One thread: everything happens in `poll`."""
+    """Receives what the guards of one start's ranks report. One thread: everything happens in `poll`."""
 
     def __init__(self, address: str):
         """Listen on a free port of `address` ("" for all of this machine's)."""
@@ -30,7 +30,7 @@ class Watch:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[JsonLineSocket, float] = {}
+        self._unauthenticated: dict[JsonLineSocket, float] = {}
         self._known: dict[JsonLineSocket, int] = {}
         self._stacks: set[int] = set()
         self.states: list[RankState] = []
@@ -42,16 +42,16 @@ class Watch:
         """Where it listens."""
         return self._listener.getsockname()[1]
 
-    def expect(self, orders: LaunchSpec) -> None:
-        """From now on these ranks are expected to report."""
-        self._token, self._timeout_s, self._coming_s = orders.token, orders.timeout_s, orders.coming_s
+    def expect(self, spec: LaunchSpec) -> None:
+        """Expect these ranks to report from now on."""
+        self._token, self._timeout_s, self._coming_s = spec.token, spec.timeout_s, spec.coming_s
         now = time.monotonic()
-        self.states = [RankState(rank, host, now) for rank, host in enumerate(orders.hosts)]
+        self.states = [RankState(rank, host, now) for rank, host in enumerate(spec.hosts)]
 
     def close(self) -> None:
-        """Hear no more."""
-        for wire in [*self._known, *self._strangers]:
-            wire.close()
+        """Close all connections."""
+        for connection in [*self._known, *self._unauthenticated]:
+            connection.close()
         self._selector.close()
         self._listener.close()
 
@@ -65,14 +65,14 @@ class Watch:
             if key.fileobj is self._listener:
                 self._accept()
             else:
-                self._hear(key.fileobj)
-        for wire, since in list(self._strangers.items()):
+                self._receive(key.fileobj)
+        for connection, since in list(self._unauthenticated.items()):
             if time.monotonic() - since > HELLO_S:
-                self._forget(wire)
+                self._forget(connection)
         self._polled = time.monotonic()
 
     def verdict(self) -> FailureVerdict | None:
-        """What is wrong by now."""
+        """Return what is wrong by now."""
         return judge(self.states, time.monotonic(), self._timeout_s, self._coming_s)
 
     def await_failures(self) -> None:
@@ -81,19 +81,19 @@ class Watch:
 
     def keep_stacks(self) -> None:
         """Have the stack traces of all ranks that can be reached written to the logs."""
-        self._order({"do": "stacks"})
+        self._send({"do": "stacks"})
         asked = {state.rank for state in self._in_reach() if state.ended is None}
         self._until(lambda: asked <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
-        """Order an end; whether all guards that can be reached have made one."""
+        """End all ranks; return whether all guards that can be reached have done so."""
         in_reach = {state.rank for state in self._in_reach()}
-        self._order({"do": "kill"})
+        self._send({"do": "kill"})
         self._until(lambda: not in_reach & set(self._known.values()), STACKS_S)
         return not in_reach & set(self._known.values())
 
     def summary(self) -> str:
-        """How the ranks are, in one short line; empty while there is nothing to say."""
+        """Return how the ranks are, in one short line; empty while there is nothing to say."""
         here = sum(s.here for s in self.states)
         if here < len(self.states):
             return f"waiting for ranks ({here} of {len(self.states)} are there)"
@@ -108,7 +108,7 @@ class Watch:
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
 
     def _in_reach(self) -> list[RankState]:
-        """Ranks whose guard has been heard just now; the others get orders too, but nobody waits for them."""
+        """Return the ranks whose guard has just reported; the others get commands too, but nobody waits for them."""
         now = time.monotonic()
         return [self.states[rank] for rank in self._known.values() if now - self.states[rank].heard < IN_REACH_S]
 
@@ -117,41 +117,41 @@ class Watch:
         while not done() and time.monotonic() < deadline:
             self.poll(0.1)
 
-    def _order(self, order: dict[str, Any]) -> None:
-        for wire in list(self._known):
+    def _send(self, command: dict[str, Any]) -> None:
+        for connection in list(self._known):
             with suppress(ConnectionLost):
-                wire.send(order)
+                connection.send(command)
 
     def _accept(self) -> None:
         with suppress(OSError):
-            connection, _ = self._listener.accept()
-            wire = JsonLineSocket(connection, max(self._timeout_s, 1.0))
-            self._strangers[wire] = time.monotonic()
-            self._selector.register(wire, selectors.EVENT_READ)
+            accepted, _ = self._listener.accept()
+            connection = JsonLineSocket(accepted, max(self._timeout_s, 1.0))
+            self._unauthenticated[connection] = time.monotonic()
+            self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, wire: Any) -> None:
+    def _receive(self, connection: Any) -> None:
         try:
-            for message in wire.receive():
-                if wire in self._strangers:
-                    self._greet(wire, message)
+            for message in connection.receive():
+                if connection in self._unauthenticated:
+                    self._authenticate(connection, message)
                 else:
-                    self._note(self.states[self._known[wire]], message)
+                    self._note(self.states[self._known[connection]], message)
                     if "beat" in message:
-                        wire.send({"heard": True})  # the guard says no more before
+                        connection.send({"heard": True})  # the guard says no more before
         except ConnectionLost:
-            if wire in self._known:
-                state = self.states[self._known[wire]]
+            if connection in self._known:
+                state = self.states[self._known[connection]]
                 state.lost = state.ended is None
-            self._forget(wire)
+            self._forget(connection)
 
-    def _greet(self, wire: JsonLineSocket, message: dict[str, Any]) -> None:
+    def _authenticate(self, connection: JsonLineSocket, message: dict[str, Any]) -> None:
         rank = message.get("rank")
         known = isinstance(rank, int) and 0 <= rank < len(self.states) and not self.states[rank].here
         if not known or not hmac.compare_digest(str(message.get("hello")).encode(), self._token.encode()):
-            raise ConnectionLost("a stranger")
+            raise ConnectionLost("not authenticated")
         assert isinstance(rank, int)
-        del self._strangers[wire]
-        self._known[wire] = rank
+        del self._unauthenticated[connection]
+        self._known[connection] = rank
         self.states[rank].here, self.states[rank].heard = True, time.monotonic()
 
     def _note(self, state: RankState, message: dict[str, Any]) -> None:
@@ -167,11 +167,11 @@ class Watch:
             self._stacks.add(state.rank)
         state.heard = now
 
-    def _forget(self, wire: JsonLineSocket) -> None:
-        self._selector.unregister(wire)
-        self._known.pop(wire, None)
-        self._strangers.pop(wire, None)
-        wire.close()
+    def _forget(self, connection: JsonLineSocket) -> None:
+        self._selector.unregister(connection)
+        self._known.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
+        connection.close()
 
 
 def _quiet_s(state: RankState, now: float) -> float:

@@ -104,5 +104,5 @@ def launcher_command(run: Run, hosts: Sequence[Host], options: LaunchOptions) ->
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
     with tempfile.TemporaryDirectory() as place:
-        argv = options.argv(used, Path(place), options.master_addr or used[0].name, as_argument(folder.orders))
+        argv = options.argv(used, Path(place), options.master_addr or used[0].name, as_argument(folder.launch_spec))
         return [part.replace(place, str(folder.logs)) for part in argv]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from zerofit.app.clusters.site import LaunchOptions, filled
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import started
-from zerofit.launch.orphans import MARK_NAME, end_all
+from zerofit.launch.orphans import RUN_ID, end_all
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.runner import runner, runner_environment
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
@@ -70,7 +70,7 @@ def _finished(folder: RunFolder, began: float) -> bool:
 def _launch_spec(folder: RunFolder) -> LaunchSpec | None:
     """Read the launch spec of a start that is under way."""
     try:
-        return LaunchSpec.read(folder.orders) if is_held(folder) else None
+        return LaunchSpec.read(folder.launch_spec) if is_held(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -91,11 +91,11 @@ def _start(
     report.phase(f"node {node}: starting its ranks, start {spec.attempt}")
     logs = folder.logs / f"node-{node}"
     logs.mkdir(exist_ok=True)
-    argv = runner("pdsh", used, logs, spec.master, as_argument(folder.orders), node_rank=node)
-    plain = {MARK_NAME: spec.mark, "DS_ACCELERATOR": spec.accelerator}
-    env = {**runner_environment(logs, plain), MARK_NAME: spec.mark}
+    argv = runner("pdsh", used, logs, spec.master, as_argument(folder.launch_spec), node_rank=node)
+    plain = {RUN_ID: spec.run_id, "DS_ACCELERATOR": spec.accelerator}
+    env = {**runner_environment(logs, plain), RUN_ID: spec.run_id}
     try:
         with started(folder, argv, env, "/", handle_signals=handle_signals) as process:
             process.wait()
     finally:
-        end_all(spec.mark)
+        end_all(spec.run_id)

@@ -16,7 +16,7 @@ from zerofit.doctor.software import model_code
 from zerofit.launch.hostfile import Host
 from zerofit.launch.launch_site import LaunchSite
 from zerofit.launch.machine import this_machine
-from zerofit.launch.orphans import MARK_NAME
+from zerofit.launch.orphans import RUN_ID
 from zerofit.launch.route import address_to
 from zerofit.launch.runner import DEFAULT_PORT, allocated, check, runner, runner_environment
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -52,14 +52,14 @@ class LaunchOptions:
         """The port where rank 0 will listen."""
         return self.master_port or DEFAULT_PORT
 
-    def argv(self, hosts: Sequence[Host], logs: Path, master: str, orders: str) -> list[str]:
+    def argv(self, hosts: Sequence[Host], logs: Path, master: str, spec: str) -> list[str]:
         """Return the launcher's command (`launch.runner.runner`)."""
         return runner(
             self.runner,
             hosts,
             logs,
             (master, self.port),
-            orders,
+            spec,
             runner_args=self.runner_args,
             ssh_port=self.ssh_port,
             node_rank=self.node_rank,
@@ -120,9 +120,9 @@ def cluster_site(
         addresses={host.name: _seen_from(host.name, found) or own for host in used},
         master=(master, options.port),
         accelerator=machine.accelerator,
-        argv=lambda orders: options.argv(used, folder.logs, master, orders),
+        argv=lambda spec: options.argv(used, folder.logs, master, spec),
         env=lambda mark: runner_environment(
-            folder.logs, {MARK_NAME: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
+            folder.logs, {RUN_ID: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
         ),
         cwd="/",
         forwarded=options.forwarded,
