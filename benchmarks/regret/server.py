@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from zerofit.watch.launch_spec import HOST_NAME, PULSE_NAME
+from zerofit.watch.launch_spec import HOST_NAME, HEARTBEAT_FD
 
 IMPORTED = (
     "torch._dynamo",  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
@@ -49,7 +49,7 @@ def _fork(task: dict[str, Any], rank: int, ranks: int) -> int:
         return child
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), HOST_NAME: "localhost"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(task["port"])}
-    os.environ[PULSE_NAME] = str(os.open(os.devnull, os.O_WRONLY))
+    os.environ[HEARTBEAT_FD] = str(os.open(os.devnull, os.O_WRONLY))
     sys.argv = ["zerofit.worker", task["folder"]]
     from zerofit import worker
 
