@@ -41,6 +41,6 @@ def _input_of(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torc
         model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
         x = example(inputs, driver.job.batch.micro)
     x = x.to(dtype) if x.is_floating_point() else x
-    for layer in as_layers(model)[: driver.bounds[driver.place.pp_rank]]:
+    for layer in as_layers(model)[: driver.first_layer]:
         x = layer.module(x)
     return x.shape, x.dtype

@@ -37,7 +37,8 @@ class PipelineTrainer(EngineTrainer):
         self.job, self.coords = job, coords
         self.device = torch.device(get_accelerator().current_device_name())
         self._layers, bounds = _build_stage(job, coords, inputs)
-        self._own_layers = self._layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
+        self.first_layer = bounds[coords.pp_rank]
+        self._own_layers = self._layers[self.first_layer : bounds[coords.pp_rank + 1]]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         module = _Staged(self._layers, bounds, job, loss_fn=self._loss)
         self.engine = start_engine(job, module, job.steps)

@@ -12,7 +12,7 @@ class RankCoords:
     """Coordinates of a rank. Tensor and sequence parallel neighbours are adjacent ranks; pipeline stages are outermost.
 
     This is how DeepSpeed lays its groups out (utils/groups.py `_init_tp_mesh_device`, sequence parallel state, and
-    `PipeDataParallelTopology`), which the drivers check when they start.
+    `PipeDataParallelTopology`), which the trainers check when they start.
     """
 
     rank: int
@@ -22,7 +22,7 @@ class RankCoords:
 
 
 def coords_of(rank: int, layout: Layout) -> RankCoords:
-    """The coordinates of a rank; at most one of tp, pp and sp is above 1."""
+    """Return the coordinates of a rank; at most one of tp, pp and sp is above 1."""
     inner = layout.tp * layout.sp
     within_stage = rank % (layout.dp * inner)
     return RankCoords(
