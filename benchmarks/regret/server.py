@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from zerofit.watch.launch_spec import HOST_NAME, HEARTBEAT_FD
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME
 
 IMPORTED = (
     "torch._dynamo",  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
