@@ -141,7 +141,8 @@ class Saver:
                 self._saved(save, stalled_s)
         except Exception as error:
             traceback.print_exc()
-            problem = _problem(f"{type(error).__name__}: {error}", self._folder.checkpoints)
+            message = f"saving in the background raised {type(error).__name__}: {error}"
+            problem = Problem(kind="save-failed", message=message, hint="logs/rank-0.log has the traceback")
         if problem:
             self._failed(save, problem)
 
