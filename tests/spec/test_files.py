@@ -106,7 +106,7 @@ def test_a_secret_stays_one_where_a_readable_file_was(tmp_path):
     spec = LaunchSpec(
         folder="/runs/a",
         token="secret",
-        mark="m",
+        run_id="m",
         attempt=1,
         hosts=("here",),
         watch={"here": ("127.0.0.1", 1)},

@@ -21,7 +21,7 @@ def spec(port, **changes):
     known = {
         "folder": "/run",
         "token": "secret",
-        "mark": "m",
+        "run_id": "m",
         "coming_s": 9.0,
         "attempt": 1,
         "hosts": ("a", "b"),
@@ -70,11 +70,11 @@ def test_ranks_come_beat_and_end(watch):
     first.send({"ended": 0, "last": {}})
     ending = threading.Thread(target=first.finish, args=(5,))  # with an answer to the beat unread
     ending.start()
-    second.send({"ended": 3, "last": {"step": 7}, "word": {"rank": 1, "problems": []}})
+    second.send({"ended": 3, "last": {"step": 7}, "failure": {"rank": 1, "problems": []}})
     until(watch, lambda: watch.states[1].ended is not None)
     until(watch, lambda: not ending.is_alive())
     assert (watch.states[0].ended, watch.states[0].lost) == (0, False)
-    assert watch.states[1].word == {"rank": 1, "problems": []}
+    assert watch.states[1].failure == {"rank": 1, "problems": []}
     assert watch.verdict().ranks == (1,)
 
 
@@ -88,7 +88,7 @@ def test_a_guard_that_is_gone_without_a_word(watch):
 
 
 @pytest.mark.parametrize("hello", ["wrong", "", None])
-def test_unauthenticated_are_not_heard(watch, hello):
+def test_strangers_are_not_heard(watch, hello):
     wire = guard(watch, 0, token=hello)
     with pytest.raises(ConnectionLost):
         while True:
@@ -125,7 +125,7 @@ def test_orders_to_the_guards(watch):
     until(watch, lambda: watch.states[0].here)
     wire.send({"beat": BEAT})
     assert received(watch, wire) == [{"heard": True}]
-    watch._order({"do": "stacks"})
+    watch.send_all({"do": "stacks"})
     assert received(watch, wire) == [{"do": "stacks"}]
     wire.close()
     assert watch.stop()

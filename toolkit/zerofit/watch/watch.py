@@ -81,14 +81,14 @@ class Watch:
 
     def keep_stacks(self) -> None:
         """Have the stack traces of all ranks that can be reached written to the logs."""
-        self._send({"do": "stacks"})
+        self.send_all({"do": "stacks"})
         asked = {state.rank for state in self._in_reach() if state.ended is None}
         self._until(lambda: asked <= self._stacks, STACKS_S)
 
     def stop(self) -> bool:
         """End all ranks; return whether all guards that can be reached have done so."""
         in_reach = {state.rank for state in self._in_reach()}
-        self._send({"do": "kill"})
+        self.send_all({"do": "kill"})
         self._until(lambda: not in_reach & set(self._known.values()), STACKS_S)
         return not in_reach & set(self._known.values())
 
@@ -117,7 +117,8 @@ class Watch:
         while not done() and time.monotonic() < deadline:
             self.poll(0.1)
 
-    def _send(self, command: dict[str, Any]) -> None:
+    def send_all(self, command: dict[str, Any]) -> None:
+        """Send a command to all guards."""
         for connection in list(self._known):
             with suppress(ConnectionLost):
                 connection.send(command)
