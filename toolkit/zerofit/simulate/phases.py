@@ -16,7 +16,6 @@ from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.rank_coords import coords_of
-from zerofit.train.trainer import EngineTrainer
 
 Driver = ZeroTrainer | PipelineTrainer
 
