@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from zerofit.spec.errors import UserError as UserError
     from zerofit.spec.events import Event as Event
     from zerofit.spec.run import Run as Run
+    from zerofit.train.callbacks import Callback as Callback
     from zerofit.tune.result import TuneResult as TuneResult
 
 __all__ = [
+    "Callback",
     "Checkpoint",
     "Cluster",
     "Comparison",
@@ -69,6 +71,7 @@ __all__ = [
     "tune",
 ]
 _PLACES = {
+    "Callback": "zerofit.train.callbacks",
     "Checkpoint": "zerofit.app.checkpoints",
     "Cluster": "zerofit.spec.cluster",
     "Comparison": "zerofit.app.comparing.result",
