@@ -60,6 +60,14 @@ def test_the_example_of_each_runs(name, tmp_path, monkeypatch):
         return  # a result: what returns it has the example
     found = [one for one in doctest.DocTestFinder().find(value, name) if one.examples]
     assert found
+    if name == "Session":  # joins a process group, and leaves a launcher's variables in the environment
+        module = "zerofit.app.session"
+        assert (
+            said(f"import doctest, {module} as m; print('failed', doctest.testmod(m))")
+            .splitlines()[-1]
+            .startswith("failed TestResults(failed=0")
+        )
+        return
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for one in found:
         runner.run(one)

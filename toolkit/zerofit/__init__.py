@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zerofit.app.inference import generate as generate
     from zerofit.app.planning.answers import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
+    from zerofit.app.session import Session as Session
     from zerofit.app.simulation import simulate as simulate
     from zerofit.app.training import TrainingRun as TrainingRun
     from zerofit.app.training import train as train
@@ -53,6 +54,7 @@ __all__ = [
     "Problem",
     "Run",
     "RunFailed",
+    "Session",
     "Simulation",
     "Stopped",
     "TrainingResult",
@@ -84,6 +86,7 @@ _PLACES = {
     "Run": "zerofit.spec.run",
     "RunFailed": "zerofit.spec.errors",
     "Simulation": "zerofit.simulate.result",
+    "Session": "zerofit.app.session",
     "Stopped": "zerofit.spec.errors",
     "TrainingResult": "zerofit.app.training_result",
     "TrainingRun": "zerofit.app.training",

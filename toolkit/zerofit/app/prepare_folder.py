@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
 from zerofit.app.resolve import resolve_job
 from zerofit.app.resume import find_start
 from zerofit.app.training_result import TrainingResult
@@ -37,16 +39,20 @@ class PreparedRun:
 
 
 def prepare(
-    asked: RunRequest, report: Reporter, machine: Machine | None = None, folder: RunFolder | None = None
+    asked: RunRequest,
+    report: Reporter,
+    machine: Machine | None = None,
+    folder: RunFolder | None = None,
+    model: nn.Module | None = None,
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
 
     `machine`: the devices of all hosts together; None: those of this one. `folder`: the run folder where this command
-    holds it already. Raises UserError with all that is wrong.
+    holds it already. `model`: in place of the one that the run names. Raises UserError with all that is wrong.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(asked.run))
-    resolved = resolve_job(asked, machine=machine, report=report, problems=problems)
+    resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
     job = replace(resolved.job, start=find_start(resolved.job, folder, report))
     try:

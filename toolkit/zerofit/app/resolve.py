@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from zerofit.app.model_inputs import assumed_inputs
 from zerofit.check.document import Document, of_data
 from zerofit.config.ds_json import find_config, read_document
@@ -28,7 +30,7 @@ from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Job
 from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
-from zerofit.train.probe import models_say, probe, task_of
+from zerofit.train.probe import fed_with, models_say, probe, task_of
 
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
@@ -69,6 +71,7 @@ def resolve_job(
     report: Reporter | None = None,
     problems: Problems | None = None,
     check_task: Callable[[Task, Problems], None] | None = None,
+    model: nn.Module | None = None,
 ) -> ResolvedJob:
     """Decide everything about a run and check it: the one way from a `RunRequest` to a `Job`, for every command.
 
@@ -84,13 +87,14 @@ def resolve_job(
         report: hears notes about the data, warnings about the JSON and the progress of preparing data.
         problems: what was found wrong before, to be raised together with what is found here.
         check_task: further checks of the caller, given the model's task.
+        model: a model that is there already, in place of the one that the run names.
 
     Raises:
         UserError: with all that is wrong.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
     local, machine = machine is None, machine or this_machine()
-    found = problems.attempt(lambda: find_model(asked))
+    found = problems.attempt(lambda: find_model(asked) if model is None else _given(asked, model))
     document = problems.attempt(lambda: ds_document(asked.run))
     if asked.run.data is not None:
         problems.attempt(lambda: split_name(asked.run.data or ""))  # refuses what it does not know
@@ -110,21 +114,22 @@ def resolve_job(
     assert found and document and decision
     for warning in decision.warnings:
         report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(asked.run)))
-    model = open_model(replace(asked, run=decision.run), *found, inputs=inputs, image=image, report=report)
-    decision = replace(decision, run=model.run)
-    check_model(decision.run, decision.layout, model.facts, problems)
+    asked = replace(asked, run=decision.run)
+    opened = open_model(asked, *found, inputs=inputs, image=image, report=report, model=model)
+    decision = replace(decision, run=opened.run)
+    check_model(decision.run, decision.layout, opened.facts, problems)
     steps = decision.run.steps or ASSUMED_STEPS
-    if model.data and inputs == "data":
-        steps = _steps(decision, model.data, problems)
-    decision = with_recipe(decision, kind_of(*found), model.facts, steps)
-    ds_config = resolve(document.config, decision, model.facts, machine, steps, problems)
+    if opened.data and inputs == "data":
+        steps = _steps(decision, opened.data, problems)
+    decision = with_recipe(decision, kind_of(*found), opened.facts, steps)
+    ds_config = resolve(document.config, decision, opened.facts, machine, steps, problems)
     problems.raise_if_any()
     job = Job(
         run=decision.run,
         layout=decision.layout,
         batch=decision.batch,
         steps=steps,
-        facts=model.facts,
+        facts=opened.facts,
         ds_config=ds_config,
     )
     return ResolvedJob(
@@ -132,8 +137,8 @@ def resolve_job(
         ds_source=document.config,
         decision=decision,
         machine=machine,
-        data=model.data,
-        inputs=model.inputs,
+        data=opened.data,
+        inputs=opened.inputs,
     )
 
 
@@ -146,6 +151,7 @@ def open_model(
     image: str | None = None,
     usual_seq_len: int = DEFAULT_SEQ_LEN,
     report: Reporter | None = None,
+    model: nn.Module | None = None,
 ) -> OpenedModel:
     """Open the data of a model (see `resolve_job`) and read the model's figures. Raises UserError."""
     report = report or Reporter()
@@ -164,7 +170,7 @@ def open_model(
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     elif inputs == "assumed":
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
-    facts = probe(source, task, fed, run)
+    facts = probe(source, task, fed, run, model)
     return OpenedModel(source=source, task=task, run=run, data=data, inputs=fed, facts=facts)
 
 
@@ -182,6 +188,11 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
     if source.origin == PRETRAINED:
         return "pretrained"
     return "cnn" if is_cnn(source) else "transformer"
+
+
+def _given(asked: RunRequest, model: nn.Module) -> tuple[ModelSource, Task]:
+    """Return source and task of a model that is there already."""
+    return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(model)
 
 
 def ds_place(run: Run) -> str:

@@ -22,7 +22,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import IGNORE_INDEX
-from zerofit.train.build import build_whole, parameter_groups
+from zerofit.train.build import batch_norm_in_fp32, build_whole, parameter_groups
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.sample import continue_text
@@ -99,10 +99,14 @@ def _sequence_parallel_excess(job: Job) -> int:
 class ZeroTrainer(EngineTrainer):
     """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
 
-    def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):
+    def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
+        """`model`: in place of the one that the run names."""
         self.job, self.coords = job, coords
         self.device = torch.device(get_accelerator().current_device_name())
-        model = build_whole(job, inputs)
+        if model is None:
+            model = build_whole(job, inputs)
+        elif job.run.precision != "fp32":
+            batch_norm_in_fp32(model)
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
         self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
@@ -141,7 +145,7 @@ class ZeroTrainer(EngineTrainer):
         return {"sample": data.decode(tokens)}
 
     def _loss(self, batch: Batch) -> Tensor:
-        x, labels, extra = self._inputs(batch)
+        x, labels, extra = self.to_device(batch)
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
         logits, aux = self._logits(x, extra)
@@ -151,7 +155,7 @@ class ZeroTrainer(EngineTrainer):
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:
-        x, labels, extra = self._inputs(batch)
+        x, labels, extra = self.to_device(batch)
         if self._own_loss:
             return self._own_eval(x, labels)
         logits, _ = self._logits(x, extra)
@@ -181,8 +185,8 @@ class ZeroTrainer(EngineTrainer):
             return self.engine(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
         return self.engine(x, labels=labels)
 
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This rank's inputs and labels on its device; under sequence parallelism its slice, with positions."""
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return inputs and labels on this rank's device; under sequence parallelism its slice, with positions."""
         x = batch["inputs"].to(self.device, non_blocking=True)
         labels = batch["labels"].to(self.device, non_blocking=True)
         if x.is_floating_point():

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.spec.errors import Problem, RunFailed
@@ -62,27 +63,35 @@ class Loop:
 
     def _train(self) -> LoopResult:
         job, trainer, every = self.job, self.trainer, self.job.run.eval_every
-        order = Order(len(self.data.train), job.run.seed)
+        figures: dict[str, float] = {}
+        for step, batches, indices in self.steps():
+            lr = trainer.engine.get_lr()[0]
+            self.record(step, trainer.train_step(batches), indices, lr)
+            if step + 1 == job.steps or (every and (step + 1) % every == 0):
+                figures = self.evaluate(step)
+            if self.save_and_stop(step + 1):
+                return LoopResult(step=step + 1, stopped=True, figures=figures)
+        return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
+        """Yield each step that is to be done (0-based), its micro batches, and a list that gets their samples."""
+        order = Order(len(self.data.train), self.job.run.seed)
         micro = micro_batches(self.data.train, order, self._slices(), self._workers())
         before_step = overridden(self.callbacks, "on_step_begin")
-        figures: dict[str, float] = {}
         self.progress.first = self.first
-        for step in range(self.first, job.steps):
+        for step in range(self.first, self.job.steps):
             self.progress.step = step
             if before_step:
                 for on_step_begin in before_step:
                     on_step_begin(step)
                 self.recorder.skip_time()
-            lr = trainer.engine.get_lr()[0]
             indices: list[np.ndarray] = []
-            losses = trainer.train_step(self._step_batches(step, micro, order, indices))
-            norm = trainer.engine.get_global_grad_norm()
-            self.recorder.add(step, losses, indices, lr, norm, trainer.extra_metrics())
-            if step + 1 == job.steps or (every and (step + 1) % every == 0):
-                figures = self.evaluate(step)
-            if self._save_and_stop(step + 1):
-                return LoopResult(step=step + 1, stopped=True, figures=figures)
-        return LoopResult(step=job.steps, stopped=False, figures=figures or self.evaluate(job.steps - 1))
+            yield step, self._step_batches(step, micro, order, indices), indices
+
+    def record(self, step: int, losses: Tensor, indices: Sequence[np.ndarray], lr: float) -> None:
+        """Note a step that has been made: the losses of its micro batches on this rank, and their samples."""
+        norm = self.trainer.engine.get_global_grad_norm()
+        self.recorder.add(step, losses, indices, lr, norm, self.trainer.extra_metrics())
 
     @property
     def first(self) -> int:
@@ -112,7 +121,7 @@ class Loop:
             indices.append(one["indices"])
             yield one | {"weight": weight}
 
-    def _save_and_stop(self, done: int) -> bool:
+    def save_and_stop(self, done: int) -> bool:
         """Save where it is time after so many steps, or where asked to stop; return whether to stop."""
         requests, recorder = self.requests, self.recorder
         last = done == self.job.steps

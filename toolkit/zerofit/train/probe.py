@@ -20,14 +20,19 @@ from zerofit.spec.run import Run
 from zerofit.spec.task import Task
 
 
-def probe(source: ModelSource, task: Task, inputs: Inputs | None, run: Run) -> ModelFacts:
+def probe(
+    source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
+) -> ModelFacts:
     """The facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+
+    `model`: a model that is there already, in place of the source's.
 
     Raises UserError where model and data do not go together.
     """
     with models_say("MODEL"):
-        with torch.device("meta"):
-            model = build(source, inputs, dict(run.model_args))
+        if model is None:
+            with torch.device("meta"):
+                model = build(source, inputs, dict(run.model_args))
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=run.pipeline > 1)
     config = getattr(model, "config", None)
@@ -54,7 +59,11 @@ def task_of(source: ModelSource, run: Run) -> Task:
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
-        model = build(source, None, dict(run.model_args))
+        return fed_with(build(source, None, dict(run.model_args)))
+
+
+def fed_with(model: nn.Module) -> Task:
+    """Return what a user's own model is fed: tokens if its forward takes input_ids, else images."""
     return "causal-lm" if "input_ids" in inspect.signature(model.forward).parameters else "image"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerofit.data import Data, open_data
 from zerofit.spec.events import Reporter
@@ -20,7 +21,7 @@ from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.loggers import EventLog, make_loggers
-from zerofit.train.loop import Loop
+from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.rank_coords import RankCoords, coords_of
@@ -56,8 +57,9 @@ class RankRun:
         signals: SignalNotes | None = None,
         progress: RankProgress | None = None,
         callbacks: Sequence[Callback] = (),
+        model: nn.Module | None = None,
     ):
-        """`callbacks`: of this rank alone, beside those that the run names."""
+        """`callbacks`: of this rank alone, beside those that the run names. `model`: in place of the run's."""
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
         self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
@@ -66,7 +68,7 @@ class RankRun:
         events.phase("reading the data")
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
-        self.trainer = _make_trainer(job, coords, self.data)
+        self.trainer = _make_trainer(job, coords, self.data, model)
         _seed_rank(job, coords)
         requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
         recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests)
@@ -89,9 +91,16 @@ class RankRun:
 
     def run(self) -> dict[str, Any]:
         """Train, save the model and write the result; empty where the run was stopped on request."""
+        self.begin()
+        return self.finish(self.loop.run())
+
+    def begin(self) -> None:
+        """Note that training begins."""
+        self._events.training(steps=self.job.steps, done=self.loop.first)
+
+    def finish(self, ended: LoopResult) -> dict[str, Any]:
+        """Save the model and write the result of a loop that has ended; empty where it was stopped on request."""
         job, folder, events = self.job, self.folder, self._events
-        events.training(steps=job.steps, done=self.loop.first)
-        ended = self.loop.run()
         self._saver.wait()
         if ended.stopped:
             if self.rank == 0:
@@ -110,10 +119,12 @@ class RankRun:
         return result
 
 
-def _make_trainer(job: Job, coords: RankCoords, data: Data) -> EngineTrainer:
+def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | None) -> EngineTrainer:
     if job.facts.task == "gan":
         return GanTrainer(job, coords, data.inputs)
-    return (PipelineTrainer if job.layout.pp > 1 else ZeroTrainer)(job, coords, data.inputs)
+    if job.layout.pp > 1:
+        return PipelineTrainer(job, coords, data.inputs)
+    return ZeroTrainer(job, coords, data.inputs, model)
 
 
 def _seed_rank(job: Job, coords: RankCoords) -> None:

@@ -1,0 +1,72 @@
+"""zerofit.Session: a user's own loop inside ranks trains what plain PyTorch does, and leaves a run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import copy, sys
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+import zerofit as zf
+
+STEPS = {"steps": int(sys.argv[1])}
+run = zf.Run(data="digits", micro_batch=4, gradient_accumulation_steps=2, lr=0.05, optimizer="sgd", momentum=0.9,
+             schedule="constant", warmup_steps=0, weight_decay=0.0, gradient_clipping=0.0, ds_config="zero1",
+             output="run", **STEPS)
+session = zf.Session(run)
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+plain = copy.deepcopy(model)
+engine, batches = session.prepare(model)
+seen = []
+for batch in batches:
+    loss = cross_entropy(engine(batch["inputs"]), batch["labels"])
+    engine.backward(loss)
+    engine.step()
+    session.step(loss)
+    seen.append((batch["inputs"], batch["labels"]))
+
+of_all = [None] * dist.get_world_size()
+dist.all_gather_object(of_all, seen)
+optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), []
+for step in range(0, len(seen), 2):
+    parts = [one[step + k] for one in of_all for k in range(2)]
+    loss = torch.stack([cross_entropy(plain(x), y) for x, y in parts]).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+if len(sys.argv) > 2:
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    recorded = [__import__("json").loads(line)["loss"] for line in open("run/metrics.jsonl")]
+    torch.testing.assert_close(torch.tensor(recorded), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+print("ENDED", session.result.steps, session.result.world_size, session.result.resumed_from)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path, launcher):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2"] if launcher == "torchrun" else []
+
+    def ended(*args: str) -> str:
+        argv = [sys.executable, *ranks, "own.py", *args]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr[:6000]
+        return next(line for line in done.stdout.splitlines() if line.startswith("ENDED"))
+
+    world = 2 if ranks else 1
+    assert ended("6", "compare") == f"ENDED 6 {world} None"
+    folder = tmp_path / "run"
+    assert json.loads((folder / "result.json").read_text())["samples"] == 6 * 8 * world
+    assert (folder / "model" / "model.safetensors").is_file()
+    if launcher == "torchrun":
+        assert ended("9") == f"ENDED 9 2 {folder}/checkpoints/step-00000006"
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 9
