@@ -62,7 +62,7 @@ def test_questions_and_boxes(profile):
         nothing.write("nowhere")
     fewest = zf.plan(profile=profile, cluster=replace(H100, host_memory="64GiB"), minimum="gpus")
     assert fewest.cluster.ranks == fewest.answer.cluster.ranks == 1
-    deep = zf.plan(profile=profile, cluster=zf.Cluster("t4", gpus=1), maximum="micro-batch", precision="bf16")
+    deep = zf.plan(profile=profile, cluster=zf.Cluster("l4", gpus=1), maximum="micro-batch")
     assert deep.to_dict()["asked"]["value"] == deep.layouts[0].layout.micro_batch
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zerofit import hf as hf
     from zerofit.app.checking import check as check
     from zerofit.app.checkpoints import Checkpoint as Checkpoint
     from zerofit.app.comparing.comparisons import compare_scaling as compare_scaling
@@ -67,6 +68,7 @@ __all__ = [
     "compare_strategies",
     "evaluate",
     "generate",
+    "hf",
     "plan",
     "simulate",
     "train",
@@ -98,6 +100,7 @@ _PLACES = {
     "compare_strategies": "zerofit.app.comparing.comparisons",
     "evaluate": "zerofit.app.inference",
     "generate": "zerofit.app.inference",
+    "hf": "zerofit.hf",
     "plan": "zerofit.app.planning.planner",
     "simulate": "zerofit.app.simulation",
     "train": "zerofit.app.training",
@@ -109,7 +112,8 @@ def __getattr__(name: str) -> object:
     """Load a public name from where it is defined."""
     if name not in _PLACES:
         raise AttributeError(f"module 'zerofit' has no attribute {name!r}")
-    value = getattr(import_module(_PLACES[name]), name)
+    module = import_module(_PLACES[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

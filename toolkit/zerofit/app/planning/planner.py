@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -82,9 +83,9 @@ def plan(
 def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_event: OnEvent | None = None) -> Plan:
     """Return the plan for the best of the clusters, with those for all of them where there are several."""
     start, problems = time.perf_counter(), Problems()
-    corrections = request.corrections
-    for cluster in clusters if corrections else ():
-        problems.attempt(lambda kind=cluster.device.kind: refuse_other_device(corrections, kind))
+    if corrections := request.corrections:
+        for cluster in clusters:
+            problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
     problems.raise_if_any()
     plans = [_plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)

@@ -127,14 +127,14 @@ def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
         message = "--max seq-len needs a model that takes tokens, by its name: other lengths are traced anew"
         hint = "give MODEL instead of --profile" if traced is None else "take --max micro-batch"
         raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
-    limit = longest_sequence(traced)
+    limit, model = longest_sequence(traced), traced.model
     # where it may be recomputed it is: the longest sequence is found among the layouts that need least
     checkpointing = True if request.checkpointing is None else request.checkpointing
     lean = replace(traced, checkpointings=(checkpointing,))
     single = replace(request, micro_batch=request.micro_batch or 1)
 
     def wants(seq_len: int) -> float:
-        report.status(f"tracing {traced.model} at {seq_len} tokens ...")
+        report.status(f"tracing {model} at {seq_len} tokens ...")
         profile = trace(replace(lean, seq_len=seq_len), report)
         return pressure(profile, cluster, single, forecast_of(profile, cluster))
 

@@ -1,0 +1,452 @@
+"""For the Hugging Face Trainer: its training simulated before it starts, and callbacks that watch it.
+
+    args = TrainingArguments(..., deepspeed="ds.json")
+    zf.hf.simulate("llama-3.2-1b", args, zf.Cluster("h100-80gb", gpus=8), seq_len=2048)
+    trainer = Trainer(model, args, callbacks=[zf.hf.HangWatch(), zf.hf.NanReport()])
+
+This module imports transformers and torch; `import zerofit` does not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import (
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.integrations.deepspeed import (
+    HfTrainerDeepSpeedConfig,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
+)
+
+from zerofit.app.resolve import ASSUMED_STEPS
+from zerofit.app.simulation import simulate as simulate_run
+from zerofit.check.dotted import autos
+from zerofit.config.ds_json import read_document
+from zerofit.models.catalog import ModelError, find
+from zerofit.simulate.result import Simulation
+from zerofit.spec.cache import cache_root
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.files import write_text
+from zerofit.spec.run import Run
+
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}  # whose states are zerofit's too
+RECENT_BATCHES = 64  # whose indices are remembered: more than loader processes draw ahead of training
+
+
+# --- a training of the Trainer as a run ---
+
+
+def run_of(
+    model: str | PretrainedConfig | PreTrainedModel,
+    args: TrainingArguments,
+    cluster: Cluster,
+    *,
+    seq_len: int | None = None,
+    on_event: OnEvent | None = None,
+) -> Run:
+    """Return the run that the Trainer would train, one rank a device of the cluster.
+
+    Args:
+        model: a name that zerofit or transformers knows, a folder, a config, or a model.
+        args: batch, accumulation, precision, checkpointing, optimizer, steps and the DeepSpeed JSON are read from it.
+        cluster: its devices are the ranks; `args.world_size`, which is this process's, is not looked at.
+        seq_len: tokens of a sample, which the arguments do not say.
+        on_event: hears what is assumed.
+
+    Raises:
+        UserError: with everything that the Trainer would refuse, or that zerofit cannot simulate.
+    """
+    problems, report = Problems(), Reporter(on_event)
+    name, config = _model(model)
+    if args.fsdp:
+        problems.add("trainer", "args.fsdp: zerofit simulates DeepSpeed", "set args.deepspeed instead", "args.fsdp")
+    written, optimizer = _written(args, report), None
+    if "optimizer" not in written:
+        asked = str(getattr(args.optim, "value", args.optim))
+        optimizer = OPTIMIZERS.get(asked)
+        if optimizer is None:
+            hint = f"known: {', '.join(OPTIMIZERS)}; or an optimizer block in the DeepSpeed JSON"
+            problems.add("trainer", f"args.optim {asked} is not simulated", hint, "args.optim")
+    steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only a schedule asks
+    degrees = {
+        "tensor_parallel": written.get("tensor_parallel", {}).get("autotp_size"),
+        "sequence_parallel": written.get("sequence_parallel_size"),
+    }
+    filled = problems.attempt(lambda: _filled(written, args, config, cluster.ranks, steps))
+    problems.raise_if_any()
+    fields: dict[str, Any] = {
+        "optimizer": optimizer,
+        "seq_len": seq_len,
+        **{key: degree for key, degree in degrees.items() if isinstance(degree, int) and degree > 1},
+    }
+    return Run(
+        model=name,
+        ds_config=filled,
+        ranks=cluster.ranks,
+        micro_batch=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        # transformers 5.23 has renamed it
+        activation_checkpointing=bool(
+            getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False)
+        ),
+        steps=steps,
+        **{key: value for key, value in fields.items() if value is not None},
+    )
+
+
+def simulate(
+    model: str | PretrainedConfig | PreTrainedModel,
+    args: TrainingArguments,
+    cluster: Cluster | None = None,
+    *,
+    seq_len: int | None = None,
+    exact: bool = False,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Simulate what the Trainer would train (see `run_of`), without memory and without GPUs.
+
+    >>> from transformers import LlamaConfig, TrainingArguments
+    >>> import zerofit as zf
+    >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2,
+    ...                      num_attention_heads=4, max_position_embeddings=64, eos_token_id=2)
+    >>> args = TrainingArguments(per_device_train_batch_size=2, use_cpu=True)
+    >>> zf.hf.simulate(config, args, zf.Cluster("l4", gpus=2), seq_len=16).fits
+    True
+    """
+    cluster = cluster or Cluster.here()
+    run = run_of(model, args, cluster, seq_len=seq_len, on_event=on_event)
+    return simulate_run(run, cluster, exact=exact, on_event=on_event)
+
+
+def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, PretrainedConfig | None]:
+    """Return a name that zerofit takes, and the config that the Trainer sizes buckets by. Raises UserError."""
+    if isinstance(model, str):
+        try:
+            source = find(model)
+            if source.family != "transformers":
+                return model, None
+            from zerofit.models.hf import make_config
+
+            return model, make_config(source, None, {})
+        except ModelError as error:
+            if error.kind != "unknown-model":
+                raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint)) from None
+            model = _hub_config(model, error)
+    config = model
+    if isinstance(model, PreTrainedModel):
+        config = model.config
+        config.architectures = config.architectures or [type(model).__name__]
+    assert isinstance(config, PretrainedConfig)
+    text = config.to_json_string(use_diff=False)
+    # a file of its own content: it is read again when knobs are simulated
+    file = cache_root() / "hf" / hashlib.sha256(text.encode()).hexdigest()[:20] / "config.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+    return str(file), config
+
+
+def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        message = f"{unknown.message}; and transformers: {str(error).splitlines()[0]}"
+        raise UserError(Problem(kind=unknown.kind, message=message, hint=unknown.hint)) from None
+
+
+def _written(args: TrainingArguments, report: Reporter) -> dict[str, Any]:
+    """Return the DeepSpeed JSON as the user wrote it; the plainest where there is none. Raises UserError."""
+    if isinstance(args.deepspeed, dict):
+        return args.deepspeed
+    if args.deepspeed:
+        return dict(read_document(Path(str(args.deepspeed)), where="args.deepspeed").config)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    words = f", with float32 weights that {precision} operations cast" if precision else ""
+    report.note(f"args.deepspeed is not set: simulated as DeepSpeed's stage 0{words}")
+    plain: dict[str, Any] = {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": "auto"}
+    if precision:
+        plain["torch_autocast"] = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
+    return plain
+
+
+class _AsOnCluster:
+    """The arguments as the ranks of a cluster would read them."""
+
+    def __init__(self, args: TrainingArguments, ranks: int):
+        self._args, self.world_size = args, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
+
+
+@dataclass(frozen=True)
+class _WithConfig:
+    """All of a model that transformers looks at to fill a DeepSpeed JSON."""
+
+    config: PretrainedConfig | None
+
+
+def _filled(
+    written: dict[str, Any], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
+) -> dict[str, Any]:
+    """Return the JSON with its "auto" values filled by transformers. Raises UserError where the two disagree."""
+    mine = getattr(args, "hf_deepspeed_config", None)
+    try:
+        filler = HfTrainerDeepSpeedConfig(written)  # takes the place of the Trainer's own for from_pretrained
+        seen = _AsOnCluster(args, ranks)
+        filler.trainer_config_process(seen)
+        filler.trainer_config_finalize(seen, _WithConfig(config), steps)
+        if left := list(autos(filler.config)):
+            raise ValueError(f'the Trainer does not fill {", ".join(left)}, which says "auto"')
+        return dict(filler.config)
+    except ValueError as error:
+        hint = 'write values where the Trainer has none, and "auto" where it has'
+        problem = Problem(kind="trainer", message=str(error), hint=hint, where="args.deepspeed")
+        raise UserError(problem) from None
+    finally:
+        set_hf_deepspeed_config(mine) if mine is not None else unset_hf_deepspeed_config()
+
+
+# --- callbacks ---
+
+
+class MemoryAgainstForecast(TrainerCallback):
+    """Compares the memory of this rank with a forecast, and warns once where it is above it.
+
+    `forecast` is a simulation, or bytes. `measured_bytes` is the most that torch has allocated on this rank's GPU; on
+    a CPU it is what the process has grown by since this callback was made, which should be before the model is.
+    """
+
+    def __init__(self, forecast: Simulation | int, *, tolerance: float = 0.05):
+        self.forecast_bytes = forecast if isinstance(forecast, int) else forecast.peak_bytes
+        self.tolerance = tolerance
+        self.measured_bytes = 0
+        self._before, self._warned = psutil.Process().memory_info().rss, False
+
+    @property
+    def ratio(self) -> float:
+        """What was measured, as a share of the forecast."""
+        return self.measured_bytes / self.forecast_bytes
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure after a micro batch."""
+        self._measure(args, state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure after a step, and warn."""
+        self._measure(args, state)
+
+    def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
+        if args.device.type == "cuda":
+            now = torch.cuda.max_memory_allocated(args.device)
+        else:
+            now = psutil.Process().memory_info().rss - self._before
+        self.measured_bytes = max(self.measured_bytes, now)
+        if self.ratio > 1 + self.tolerance and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"rank {args.process_index} has {self.measured_bytes:,} bytes by step {state.global_step}, "
+                f"{self.ratio - 1:.0%} more than the forecast of {self.forecast_bytes:,}",
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanFinding:
+    """A loss that is not finite, and what it came from."""
+
+    step: int  # optimizer steps that were done before
+    micro_batch: int  # forward passes of this rank before it, from 0
+    rank: int
+    loss: str  # "nan", "inf" or "-inf": JSON knows none of them
+    indices: list[int] | None  # of the samples in the training set; None where they cannot be known
+    batch_file: str  # the batch, for torch.load
+    shapes: dict[str, list[int]]
+
+
+class NanReport(TrainerCallback):
+    """Finds the first loss of the model that is NaN or infinite, and keeps the batch and its samples.
+
+    Writes `nan-rank-R.json` and `nan-rank-R.pt` into `folder` (default: `args.output_dir`), warns, and stops the
+    training if `stop`. Samples are known where the Trainer's loader draws indices (not for an IterableDataset).
+    """
+
+    def __init__(self, folder: Path | str | None = None, *, stop: bool = False):
+        self.folder, self.stop = folder, stop
+        self.finding: NanFinding | None = None
+        self._drawn: _RecordedBatches | None = None
+        self._seen: list[tuple[int, torch.Tensor, dict[str, Any]]] = []  # of this step: number, loss, batch
+        self._count = 0
+        self._hook: Any = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Listen to the model's losses and to the loader's indices."""
+        self._count, self._seen = 0, []
+        self._hook = model.register_forward_hook(self._forward, with_kwargs=True)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # accelerate wraps torch's
+        sampler = getattr(loader, "batch_sampler", None)
+        if sampler is not None and state.global_step == 0:  # a run that goes on gets another loader
+            self._drawn = _RecordedBatches(sampler)
+            loader.__dict__["batch_sampler"] = self._drawn  # assigning it is refused by torch
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look at the losses of a micro batch."""
+        self._look(args, state, control)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look at the losses of the step's last micro batch."""
+        self._look(args, state, control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop listening."""
+        self._hook.remove()
+
+    def _forward(self, module: torch.nn.Module, args: Any, batch: dict[str, Any], output: Any) -> None:
+        if module.training and self.finding is None:
+            loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
+            if isinstance(loss, torch.Tensor):
+                self._seen.append((self._count, loss.detach(), batch))
+            self._count += 1
+
+    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        seen, self._seen = self._seen, []
+        for number, loss, batch in seen:
+            value = float(loss.float().sum())
+            if not math.isfinite(value) and self.finding is None:
+                self.finding = self._kept(args, state, number, value, batch)
+                samples = self.finding.indices if self.finding.indices is not None else "unknown"
+                warnings.warn(
+                    f"rank {self.finding.rank}: the loss is {value} at step {self.finding.step}; samples {samples}, "
+                    f"batch in {self.finding.batch_file}",
+                    stacklevel=2,
+                )
+                control.should_training_stop |= self.stop
+
+    def _kept(
+        self, args: TrainingArguments, state: TrainerState, number: int, loss: float, batch: dict[str, Any]
+    ) -> NanFinding:
+        folder = Path(self.folder or args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"nan-rank-{args.process_index}"
+        tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        torch.save(tensors, f"{stem}.pt")
+        finding = NanFinding(
+            step=number // args.gradient_accumulation_steps,
+            micro_batch=number,
+            rank=args.process_index,
+            loss=str(loss),
+            indices=self._drawn.indices(number) if self._drawn else None,
+            batch_file=f"{stem}.pt",
+            shapes={name: list(value.shape) for name, value in tensors.items()},
+        )
+        write_text(Path(f"{stem}.json"), json.dumps(asdict(finding), indent=2) + "\n")
+        return finding
+
+
+class _RecordedBatches:
+    """A batch sampler that remembers the indices of the batches that were last drawn from it."""
+
+    def __init__(self, sampler: Any):
+        self._sampler, self._drawn = sampler, 0
+        self._recent: deque[tuple[int, list[int]]] = deque(maxlen=RECENT_BATCHES)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._sampler:
+            self._recent.append((self._drawn, list(batch)))
+            self._drawn += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def indices(self, number: int) -> list[int] | None:
+        """Return the indices of the n-th batch since training began; None where it is forgotten."""
+        return next((indices for n, indices in self._recent if n == number), None)
+
+
+class HangWatch(TrainerCallback):
+    """Writes the stacks of all threads to a file where no step has ended for `seconds`, and says so.
+
+    The file is `hang-rank-R.txt` in `folder` (default: `args.output_dir`). Evaluating and saving count as progress
+    when they end; give more seconds where they take long.
+    """
+
+    def __init__(self, seconds: float = 600.0, *, folder: Path | str | None = None):
+        self.seconds, self.folder = seconds, folder
+        self.file: Path | None = None  # once something hung
+        self._progress, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin to watch."""
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._watch, args=(args,), name="zerofit-hang-watch", daemon=True)
+        self._thread.start()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """End watching."""
+        self._ended.set()
+        self._progress.set()
+        if self._thread:
+            self._thread.join()
+
+    def _mark(self, *_: Any, **__: Any) -> None:
+        self._progress.set()
+
+    on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _mark
+
+    def _watch(self, args: TrainingArguments) -> None:
+        told = False
+        while not self._ended.is_set():
+            if self._progress.wait(self.seconds):
+                self._progress.clear()
+                told = False
+            elif not told:
+                told = True
+                self._tell(args)
+
+    def _tell(self, args: TrainingArguments) -> None:
+        folder = Path(self.folder or args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / f"hang-rank-{args.process_index}.txt"
+        with self.file.open("a", encoding="utf-8") as file:
+            words = f"rank {args.process_index}, process {os.getpid()}: no step has ended for {self.seconds:.0f} s"
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        warnings.warn(f"{words}; the stacks of all threads are in {self.file}", stacklevel=2)
