@@ -75,10 +75,10 @@ def test_it_needs_what_the_same_run_needs(tmp_path, cache):
         gradient_accumulation_steps=2,
         seq_len=LENGTH,
         precision="bf16",
+        weight_decay=0.0,  # the Trainer's default; else zerofit's matrices are a parameter group of their own
     )
     same = zf.simulate(run, CLUSTER)
-    # the Trainer decays no weights by default, zerofit the matrices: two groups, each padded
-    assert found.peak_bytes == pytest.approx(same.peak_bytes, rel=1e-3)
+    assert found.peak_bytes == same.peak_bytes
 
 
 def test_callbacks_in_the_trainer(tmp_path):
