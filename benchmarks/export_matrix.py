@@ -163,7 +163,7 @@ def _compare(trained: Trained, out: Path) -> dict[str, Any]:
     close = True
     if trained.job.facts.task != "gan" and not trained.job.facts.own:
         row |= {"engine_loss": trained.result["eval"]["loss"], "loaded_loss": _eval_loss(_load(out, trained), trained)}
-        close = abs(row["engine_loss"] - row["loaded_loss"]) <= TOLERANCE[trained.job.run.precision or "fp32"]
+        close = abs(row["engine_loss"] - row["loaded_loss"]) <= TOLERANCE[trained.job.precision]
     return row | {"status": "equal" if same and close else "different"}
 
 

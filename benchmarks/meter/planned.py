@@ -17,7 +17,7 @@ from zerofit.spec.run_folder import Job
 def planned(target: SimulationTarget) -> dict[str, Any]:
     """The forecast for the rank that needs most, as plain JSON."""
     job, device = target.job, target.accelerator
-    setting = TraceSetting(job.run.precision or "fp32", job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
+    setting = TraceSetting(job.precision, job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
     source, args = find(job.run.model), dict(job.run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
     return asdict(forecast(profile, layout_of(job), device))
@@ -41,7 +41,7 @@ def layout_of(job: Job) -> PlannedLayout:
         tp=layout.tp,
         pp=layout.pp,
         sp=layout.sp,
-        precision=job.run.precision or "fp32",
+        precision=job.precision,
         checkpointing=job.run.activation_checkpointing,
         offload_optimizer=get(zero, "offload_optimizer.device", "none"),
         offload_param=get(zero, "offload_param.device", "none"),

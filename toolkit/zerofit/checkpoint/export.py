@@ -97,7 +97,7 @@ class _Plan:
     """What is to be written, decided and checked before anything is."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, dtype: Precision | None, trusted: bool):
-        self.dtype: Precision = dtype or manifest.job.run.precision or "fp32"
+        self.dtype: Precision = dtype or manifest.job.precision
         self.state = whole_model(checkpoint, manifest.job.facts.task)
         self.model, self.transformers = _meta_model(manifest, checkpoint / MANIFEST, trusted)
         _check_names(self.model, self.state, checkpoint)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 import psutil
 
@@ -41,7 +42,8 @@ def main(parent: int, op: str) -> None:
     _end_with(parent)
     from deepspeed.accelerator import get_accelerator
 
-    builder = get_accelerator().get_op_builder(op)()
+    accelerator: Any = get_accelerator()  # DeepSpeed annotates nothing of it
+    builder = accelerator.get_op_builder(op)()
     assert builder.is_compatible(verbose=True), f"{op} is not compatible with this machine"
     builder.load()
 

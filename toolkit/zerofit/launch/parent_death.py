@@ -45,7 +45,7 @@ def main() -> None:
 def _look_often() -> None:
     """DeepSpeed's launcher looks at its ranks once a second, and sleeps once more after the last one's end."""
     sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(seconds, LOOK_S))
+    time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
 
 
 if __name__ == "__main__":

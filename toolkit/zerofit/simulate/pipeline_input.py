@@ -36,7 +36,7 @@ def _input_of(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torc
 
     They are built once more, since the driver's may share weights with layers of this stage.
     """
-    run, dtype = driver.job.run, DTYPES[driver.job.run.precision or "fp32"]
+    run, dtype = driver.job.run, DTYPES[driver.job.precision]
     with torch.device("meta"):
         model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
         x = example(inputs, driver.job.batch.micro)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from zerofit.spec.files import write_json
 from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.precision import Precision
 from zerofit.spec.run import Run
 
 
@@ -76,6 +77,11 @@ class Job:
     facts: ModelFacts
     ds_config: dict[str, Any]
     start: Start | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """The number format that it trains in."""
+        return self.run.precision or "fp32"
 
     def samples_after(self, step: int) -> int:
         """Samples consumed by the whole training up to this step, whatever batch size it began with."""

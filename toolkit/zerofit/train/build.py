@@ -26,7 +26,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     torch.manual_seed(run.seed)
     with _partitioned_from_birth(source, job.ds_config):
         model = build(source, inputs, dict(run.model_args), checkpointing=run.activation_checkpointing)
-    if run.precision != "fp32":
+    if job.precision != "fp32":
         batch_norm_in_fp32(model)
     return model
 
@@ -44,7 +44,7 @@ class _alive:
         self._ds_config = ds_config
 
     def __enter__(self) -> None:
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         self._keep = HfDeepSpeedConfig(self._ds_config)
 

@@ -129,7 +129,7 @@ class HostCopies:
 
     def of(self, value: Any, file: str) -> Any:
         """Return the structure with every tensor copied; tensors that are one stay one. `file` names the structure."""
-        copies: dict[tuple[int, int, torch.Size, tuple[int, ...]], Tensor] = {}
+        copies: dict[tuple[object, ...], Tensor] = {}  # by address, offset, shape and strides
 
         def copy(item: Any) -> Any:
             if isinstance(item, Tensor):

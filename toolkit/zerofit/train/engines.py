@@ -9,7 +9,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import batch_norm_in_fp32, build_whole, parameter_groups
 from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.process_group import rank_device
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.sample import continue_text
 from zerofit.train.schedule import make_scheduler
@@ -38,17 +38,18 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
     """Call deepspeed.initialize with exactly the run folder's JSON; the learning rate follows the run's schedule."""
     run = job.run
     if "scheduler" not in job.ds_config:
-        curve = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
+        assert run.lr  # a job's run is resolved
+        curve: dict[str, Any] = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
     if get(job.ds_config, "activation_checkpointing.cpu_checkpointing") is True:
         keep_on_host(model)  # DeepSpeed itself would only do so for its own checkpoint function
     decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
-    groups = parameter_groups(model.parameters(), decay)
+    groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation knows no groups
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
     check_attributes(engine)
     if job.layout.zero_stage == 0:
-        _keep_gradient_norm(engine) if run.precision == "fp32" else _forget_dummy_step(engine)
+        _keep_gradient_norm(engine) if job.precision == "fp32" else _forget_dummy_step(engine)
     if run.compile:
         engine.compile()
     return engine
@@ -102,10 +103,10 @@ class ZeroTrainer(EngineTrainer):
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
         """`model`: in place of the one that the run names."""
         self.job, self.coords = job, coords
-        self.device = torch.device(get_accelerator().current_device_name())
+        self.device = rank_device()
         if model is None:
             model = build_whole(job, inputs)
-        elif job.run.precision != "fp32":
+        elif job.precision != "fp32":
             batch_norm_in_fp32(model)
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
@@ -140,8 +141,9 @@ class ZeroTrainer(EngineTrainer):
         if job.layout.sp > 1 or job.facts.own or job.facts.task != "causal-lm" or not (data.encode and data.decode):
             return {}
         progress("writing a sample")
-        context: int = job.run.seq_len  # type: ignore[assignment]
-        tokens = continue_text(self.engine, self.device, data.encode(PROMPT), SAMPLE_TOKENS, context, job.run.seed)
+        prompt, context = data.encode(PROMPT), job.run.seq_len
+        assert context  # a job's run on text is resolved
+        tokens = continue_text(self.engine, self.device, prompt, SAMPLE_TOKENS, context, job.run.seed)
         return {"sample": data.decode(tokens)}
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -190,7 +192,7 @@ class ZeroTrainer(EngineTrainer):
         x = batch["inputs"].to(self.device, non_blocking=True)
         labels = batch["labels"].to(self.device, non_blocking=True)
         if x.is_floating_point():
-            x = x.to(DTYPES[self.job.run.precision])
+            x = x.to(DTYPES[self.job.precision])
         sp = self.job.layout.sp
         if sp == 1:
             return x, labels, {}

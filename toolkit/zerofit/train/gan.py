@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,11 +15,13 @@ from zerofit.data import Data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
+from zerofit.models.gan import DCGAN
 from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import batch_norm_in_fp32
 from zerofit.train.engines import start_engine
+from zerofit.train.process_group import rank_device
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.trainer import Batch, EngineTrainer
 
@@ -35,11 +36,12 @@ class GanTrainer(EngineTrainer):
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None):
         self.job, self.coords = job, coords
-        self.device = torch.device(get_accelerator().current_device_name())
+        self.device = rank_device()
         torch.manual_seed(job.run.seed)
         checkpointing = job.run.activation_checkpointing
         pair = build(find(job.run.model), inputs, dict(job.run.model_args), checkpointing=checkpointing)
-        if job.run.precision != "fp32":
+        assert isinstance(pair, DCGAN)  # the only model of its task
+        if job.precision != "fp32":
             batch_norm_in_fp32(pair)
         self.latent_size = pair.generator.latent_size
         self.generator = start_engine(job, pair.generator, job.steps)
@@ -56,7 +58,7 @@ class GanTrainer(EngineTrainer):
         """One step of each network; float32 (micro batches,) of loss_d + loss_g."""
         pairs = []
         for _ in range(self.job.batch.accumulation):
-            real = next(batches)["inputs"].to(self.device, DTYPES[self.job.run.precision])
+            real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
             fake = self.generator(self._draw(len(real)))
             pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
         losses = torch.stack(pairs)  # (micro batches, 2)
@@ -104,7 +106,7 @@ class GanTrainer(EngineTrainer):
         self.generator.eval()
         for batch in batches:
             keep = (batch["labels"] != IGNORE_INDEX).to(self.device)
-            real = batch["inputs"].to(self.device, DTYPES[self.job.run.precision])[keep]
+            real = batch["inputs"].to(self.device, DTYPES[self.job.precision])[keep]
             if len(real):
                 sums += self._judge(real)
         self.engine.train()
@@ -129,7 +131,7 @@ class GanTrainer(EngineTrainer):
 
     def _draw(self, count: int) -> Tensor:
         noise = torch.randn(count, self.latent_size, 1, 1, generator=self._noise)
-        return noise.to(self.device, DTYPES[self.job.run.precision])
+        return noise.to(self.device, DTYPES[self.job.precision])
 
 
 def _judged(logits: Tensor, target: float) -> Tensor:

@@ -47,7 +47,7 @@ class Heartbeat:
     def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
         """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
         self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0  # None only before it starts
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
         self._resent = 0.0  # when a connection was last seen to send again what was lost

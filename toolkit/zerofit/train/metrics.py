@@ -53,7 +53,7 @@ class MetricsRecorder:
         self._stretch = 1.0  # a step's real time over the time it took to issue; above 1 where a device lags behind
         self._last_end = time.perf_counter()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        self._peak = peak_flops(name, job.run.precision or "fp32")
+        self._peak = peak_flops(name, job.precision)
         self.last: StepRecord | None = None  # this rank's newest record; of a resumed run the checkpoint's
 
     def add(

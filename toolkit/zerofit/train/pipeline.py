@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
@@ -26,6 +25,7 @@ from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, example
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.rank_coords import RankCoords
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames
 
@@ -35,7 +35,7 @@ class PipelineTrainer(EngineTrainer):
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
-        self.device = torch.device(get_accelerator().current_device_name())
+        self.device = rank_device()
         self._layers, bounds = _build_stage(job, coords, inputs)
         self.first_layer = bounds[coords.pp_rank]
         self._own_layers = self._layers[self.first_layer : bounds[coords.pp_rank + 1]]
@@ -63,7 +63,7 @@ class PipelineTrainer(EngineTrainer):
         """Return the names of this stage's state; a weight that several layers share has its first layer's name."""
         names, firsts = StateNames(), {}
         for layer in self._layers:
-            if layer.tied:
+            if layer.tied and layer.tied_attr:
                 own = layer.names[layer.tied_attr]
                 if firsts.setdefault(layer.tied, own) != own:
                     names.ties[own] = firsts[layer.tied]
@@ -104,7 +104,7 @@ class PipelineTrainer(EngineTrainer):
     def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x = batch["inputs"]
         if x.is_floating_point():
-            x = x.to(DTYPES[self.job.run.precision])
+            x = x.to(DTYPES[self.job.precision])
         return x, (batch["labels"], torch.tensor(batch.get("weight", 1.0)))
 
 
@@ -184,7 +184,7 @@ def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Lay
     torch.manual_seed(run.seed)
     with torch.device("meta" if from_meta else "cpu"):
         model = build(source, inputs, dict(run.model_args))
-    if run.precision != "fp32":
+    if job.precision != "fp32":
         batch_norm_in_fp32(model)
     layers = as_layers(model, checkpointing=run.activation_checkpointing)
     weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
@@ -222,7 +222,7 @@ def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
 
 def _walk(layers: list[Layer], job: Job, inputs: Inputs) -> Iterator[tuple[Layer, Tensor]]:
     """Each layer on the device with the input it gets in the pipeline."""
-    device, dtype = torch.device(get_accelerator().current_device_name()), DTYPES[job.run.precision]
+    device, dtype = rank_device(), DTYPES[job.precision]
     x = example(inputs, job.batch.micro).to(device)
     x = x.to(dtype) if x.is_floating_point() else x
     for layer in layers:
@@ -235,12 +235,12 @@ def _walk(layers: list[Layer], job: Job, inputs: Inputs) -> Iterator[tuple[Layer
 
 def _time_layer(layer: Layer, x: Tensor) -> float:
     for _ in range(2):
-        get_accelerator().synchronize()
+        accelerator().synchronize()
         start = time.perf_counter()
         out = layer.module(x)
         if out.requires_grad:
             out.float().sum().backward()
-        get_accelerator().synchronize()
+        accelerator().synchronize()
     seconds = time.perf_counter() - start
     layer.module.zero_grad(set_to_none=True)
     return seconds

@@ -6,8 +6,9 @@ import os
 from datetime import timedelta
 
 import deepspeed
+import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 
 
 def start(timeout: timedelta) -> None:
@@ -15,9 +16,8 @@ def start(timeout: timedelta) -> None:
     # on CPUs DeepSpeed would compile its shared memory all-reduce for 45 s; only its inference code calls it
     # (comm/torch.py, inference_all_reduce)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))  # DeepSpeed does so only when it makes its engine
+    if accelerator().device_name() != "cpu":
+        accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # DeepSpeed does so only when it makes its engine
     deepspeed.init_distributed(timeout=timeout)
 
 
@@ -25,3 +25,15 @@ def stop() -> None:
     """Leave the group once all ranks are done."""
     dist.barrier()
     dist.destroy_process_group()
+
+
+def accelerator() -> DeepSpeedAccelerator:
+    """Return DeepSpeed's interface to the kind of device that ranks train on."""
+    found = get_accelerator()
+    assert found  # DeepSpeed makes it on the first call, or raises
+    return found
+
+
+def rank_device() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device(accelerator().current_device_name())

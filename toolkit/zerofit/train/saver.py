@@ -196,7 +196,7 @@ class Saver:
         """Make the staging folder, unless the disk has no room for one more checkpoint."""
         self._folder.checkpoints.mkdir(exist_ok=True)
         known = [entry.manifest.total_bytes for entry in self._store.entries() if entry.manifest]
-        needed = known[-1] if known else self._job.facts.checkpoint_bytes(self._job.run.precision or "fp32")
+        needed = known[-1] if known else self._job.facts.checkpoint_bytes(self._job.precision)
         free = shutil.disk_usage(self._folder.checkpoints).free
         if free < needed + SPARE_BYTES:
             spare = f"beside {shown_bytes(SPARE_BYTES)} for logs and metrics"

@@ -60,7 +60,7 @@ class EngineTrainer(ABC):
 
     def extra_metrics(self) -> dict[str, Any]:
         """Return what is recorded of the last step beside what all runs record."""
-        if self.job.run.precision != "fp16":
+        if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.run_folder import Job
 from zerofit.train.trainer import EngineTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
@@ -32,7 +36,8 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         if source.family == "transformers":
             with torch.device("meta"):
-                model = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
+                built = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
+            model = cast("PreTrainedModel", built)
             # stages of a pipeline step on copies of a tied weight, which can come apart in the last bit
             ties = model.all_tied_weights_keys
             weights |= {name: weights[first] for name, first in ties.items() if name in weights and first in weights}

@@ -340,8 +340,8 @@ def _to_16_bit(optimizer: Any) -> None:
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
-def _frozen_part(engine: Any, p: nn.Parameter, tag: str) -> ParamShard:
-    """This rank's part of a parameter that is not trained."""
+def _frozen_part(engine: Any, p: Any, tag: str) -> ParamShard:
+    """This rank's part of a partitioned parameter that is not trained."""
     start, numel = _part(p)
     return ParamShard(
         parameter=p,
@@ -354,7 +354,7 @@ def _frozen_part(engine: Any, p: nn.Parameter, tag: str) -> ParamShard:
     )
 
 
-def _part(p: nn.Parameter) -> tuple[int, int]:
-    """Start and length of this rank's part of a partitioned parameter, without padding; it may be empty."""
+def _part(p: Any) -> tuple[int, int]:
+    """Return start and length of this rank's part of a ZeRO-3 parameter, without padding; may be empty."""
     start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
     return start, max(0, min(p.ds_tensor.ds_numel, p.ds_numel - start))

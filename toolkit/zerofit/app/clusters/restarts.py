@@ -85,7 +85,7 @@ class RestartingRun:
             prepared = prepare(self.asked, self.report, machine, self.folder)
             job, folder = prepared.job, prepared.folder
             if found:
-                room = disk(found.facts, job.facts.checkpoint_bytes(job.run.precision or "fp32"))
+                room = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
                 self._refuse([one for one in room if one.status != OK])
             _check_libaio(found, job.ds_config)
             finished = finished_before(job, folder)
