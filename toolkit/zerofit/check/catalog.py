@@ -50,8 +50,8 @@ def catalog() -> Catalog:
     version = importlib.metadata.version("deepspeed")
     found = _shipped(version) or _derived(version)
     _lay_in(found["schema"], found["deprecated"])
-    names = ("strict", "removed")
-    return Catalog(**{k: frozenset(v) if k in names else v for k, v in found.items()})
+    strict, removed = (frozenset(found.pop(name)) for name in ("strict", "removed"))
+    return Catalog(strict=strict, removed=removed, **found)
 
 
 def _data(name: str) -> Any:

@@ -267,7 +267,9 @@ def _of_field(field: Any) -> Schema:
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-    annotation = typing.Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    annotation = field.annotation
+    if field.metadata:  # a type that no type checker can know
+        annotation = typing.cast(typing.Any, typing.Annotated[field.annotation, *field.metadata])
     try:
         schema = _inlined(TypeAdapter(annotation).json_schema())
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):

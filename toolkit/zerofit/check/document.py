@@ -155,6 +155,7 @@ def _value(node: Tree | Token, commas: list[TextPosition]) -> ParsedValue:
 
 def _member(pair: Tree, commas: list[TextPosition]) -> ObjectMember:
     key, value = pair.children
+    assert isinstance(key, Token)  # see GRAMMAR
     return ObjectMember(key=json.loads(key), place=_place(key), value=_value(value, commas))
 
 

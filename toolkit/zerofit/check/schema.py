@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.auto import FILLED
@@ -33,7 +34,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _names(scheduler: dict[str, Any]) -> list[str]:
+def _names(scheduler: Mapping[str, Any]) -> list[str]:
     return [*scheduler["required"], *scheduler["optional"]]
 
 

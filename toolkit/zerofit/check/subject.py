@@ -68,6 +68,11 @@ class CheckSubject:
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks; 0 where it is not known."""
+        return self.setting.ranks or 0
+
+    @property
     def stage(self) -> int:
         """ZeRO stage; 0 where none is given."""
         value = self.number(f"{ZERO}.stage")

@@ -20,12 +20,12 @@ def solve(given: Mapping[str, Any], dp: int, pp: int, where: str, problems: Prob
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
         return Batch(micro=micro or DEFAULT_MICRO, accumulation=steps or pp, dp=dp)
-    if micro is None and steps is None:
+    if micro is None and steps is not None:
+        micro = max(1, total // (dp * steps))
+    elif micro is None:
         share = total // dp  # samples a data parallel rank takes in one step
         fit = [m for m in range(1, DEFAULT_MICRO + 1) if share and share % m == 0 and share // m >= pp]
         micro = max(fit, default=1)
-    if micro is None:
-        micro = max(1, total // (dp * steps))
     if steps is None:
         steps = max(1, total // (dp * micro))
     batch = Batch(micro=micro, accumulation=steps, dp=dp)

@@ -34,7 +34,8 @@ def flows() -> dict[str, Flow]:
         except OSError:
             continue  # closed meanwhile, or no TCP
         if len(info) >= _COUNTS_AT + _COUNTS.size:
-            found[link] = Flow(*_COUNTS.unpack_from(info, _COUNTS_AT), info[_RETRANSMITS_AT] > 0)
+            sent, received = _COUNTS.unpack_from(info, _COUNTS_AT)
+            found[link] = Flow(sent, received, info[_RETRANSMITS_AT] > 0)
     return found
 
 

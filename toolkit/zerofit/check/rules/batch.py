@@ -33,8 +33,8 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
     if total and c.tensor_parallel > 1:
         yield _with_tensor_parallel(c, total, micro, steps)
-    elif total and c.setting.ranks:
-        yield from _against_ranks(c, total, micro, steps, c.setting.ranks)
+    elif total and c.ranks:
+        yield from _against_ranks(c, total, micro, steps, c.ranks)
     elif total and total % ((micro or 1) * (steps or 1)):
         yield _identity(c, total, micro or 1, steps or 1, None)
 

@@ -75,17 +75,15 @@ EXPERTS = (
     Rule(
         code="experts-ranks",
         path=f"{EP}.autoep_size",
-        when=lambda c: (
-            c.on(f"{EP}.enabled") and bool(c.setting.ranks) and (c.setting.ranks // c.pipeline) % _experts(c) != 0
-        ),
-        message=lambda c: f"autoep_size {{value}} does not divide {c.setting.ranks // c.pipeline} ranks",
+        when=lambda c: c.on(f"{EP}.enabled") and bool(c.ranks) and (c.ranks // c.pipeline) % _experts(c) != 0,
+        message=lambda c: f"autoep_size {{value}} does not divide {c.ranks // c.pipeline} ranks",
         why='DeepSpeed stops once the ranks run: "autoep_size * expert_tensor_parallel_size must divide the stage '
         'size"',
         fix="take a divisor of the number of ranks, and of the experts",
         edits=lambda c: (
             Assignment(
                 f"{EP}.autoep_size",
-                max(d for d in range(1, _experts(c) + 1) if (c.setting.ranks // c.pipeline) % d == 0),
+                max(d for d in range(1, _experts(c) + 1) if (c.ranks // c.pipeline) % d == 0),
             ),
         ),
         source="module_inject/auto_ep_folding.py:112",

@@ -137,7 +137,8 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
     if name is None:
         return
     known = c.catalog.optimizers
-    if c.optimizer not in known:
+    variants = known.get(c.optimizer or "")
+    if variants is None:
         better = near(name, ["AdamW", *known], {"adam_w": "AdamW", "fusedadam": "AdamW", **GONE})
         yield Finding(
             code="optimizer-unknown",
@@ -150,7 +151,6 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             edits=(Assignment("optimizer.type", better or "AdamW"),),
         )
         return
-    variants = known[c.optimizer]
     taken = variants.get(_variant(c, variants))
     params = c.section(PARAMS)
     for key in params:

@@ -23,7 +23,7 @@ def _data(c: CheckSubject) -> int:
 
 
 def _not_dividing(c: CheckSubject, degree: int) -> bool:
-    return bool(c.setting.ranks) and degree > 1 and c.setting.ranks % degree != 0
+    return bool(c.ranks) and degree > 1 and c.ranks % degree != 0
 
 
 def _heads(c: CheckSubject) -> bool:
@@ -33,8 +33,17 @@ def _heads(c: CheckSubject) -> bool:
     return any(n % degree for n in (facts.attention_heads, facts.kv_heads or degree))
 
 
+def _heads_left_over(c: CheckSubject) -> str:
+    facts = c.setting.facts
+    assert facts is not None  # see _heads
+    return (
+        f"autotp_size {{value}} does not divide the model's {facts.attention_heads} attention "
+        f"heads and {facts.kv_heads} key-value heads"
+    )
+
+
 def _largest(c: CheckSubject, degree: int) -> int:
-    return max(d for d in _divisors(c.setting.ranks or 1) if d <= degree)
+    return max(d for d in _divisors(c.ranks or 1) if d <= degree)
 
 
 PARALLEL = (
@@ -42,7 +51,7 @@ PARALLEL = (
         code="tensor-parallel-ranks",
         path=f"{TP}.autotp_size",
         when=lambda c: _not_dividing(c, c.tensor_parallel),
-        message=lambda c: f"autotp_size {{value}} does not divide {c.setting.ranks} ranks",
+        message=lambda c: f"autotp_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
         fix="take a divisor of the number of ranks",
         edits=lambda c: (Assignment(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),),
@@ -52,10 +61,7 @@ PARALLEL = (
         code="tensor-parallel-heads",
         path=f"{TP}.autotp_size",
         when=_heads,
-        message=lambda c: (
-            f"autotp_size {{value}} does not divide the model's {c.setting.facts.attention_heads} attention "
-            f"heads and {c.setting.facts.kv_heads} key-value heads"
-        ),
+        message=_heads_left_over,
         why="DeepSpeed makes uneven shards or leaves ranks without a head",
         fix="take a divisor of both",
         edits=(Assignment(f"{TP}.autotp_size", 1),),
@@ -105,7 +111,7 @@ PARALLEL = (
         code="sequence-parallel-ranks",
         path="sequence_parallel_size",
         when=lambda c: _not_dividing(c, c.sequence_parallel),
-        message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.setting.ranks} ranks",
+        message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
         fix="take a divisor of the number of ranks",
         edits=lambda c: (Assignment("sequence_parallel_size", _largest(c, c.sequence_parallel)),),
@@ -122,7 +128,7 @@ PARALLEL = (
         why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
         "(zerofit does) or data_parallel_size is given too",
         fix="give data_parallel_size too, or register Ulysses in code",
-        edits=lambda c: (Assignment("data_parallel_size", max(1, (c.setting.ranks or 1) // c.sequence_parallel)),),
+        edits=lambda c: (Assignment("data_parallel_size", max(1, c.ranks // c.sequence_parallel)),),
         source="__init__.py:543",
     ),
     Rule(
@@ -169,20 +175,20 @@ PARALLEL = (
         when=lambda c: (
             c.has("sequence_parallel_size")
             and _data(c) > 0
-            and bool(c.setting.ranks)
+            and bool(c.ranks)
             and not _not_dividing(c, c.sequence_parallel)
-            and _data(c) * c.sequence_parallel != c.setting.ranks
+            and _data(c) * c.sequence_parallel != c.ranks
         ),
         message=lambda c: (
             f"data_parallel_size {{value}} x sequence_parallel_size {c.sequence_parallel} is not the number of ranks, "
-            f"{c.setting.ranks}"
+            f"{c.ranks}"
         ),
         why='DeepSpeed does not look: above it torch stops ("Mesh should not be bigger than default world size"), '
         "below it ranks are left out of every group",
         fix="take the number of ranks divided by sequence_parallel_size",
         edits=lambda c: (
-            (Assignment("data_parallel_size", c.setting.ranks // c.sequence_parallel),)
-            if c.setting.ranks % c.sequence_parallel == 0
+            (Assignment("data_parallel_size", c.ranks // c.sequence_parallel),)
+            if c.ranks % c.sequence_parallel == 0
             else ()
         ),
         source="__init__.py:545, comm/comm.py:817",

@@ -42,9 +42,10 @@ def _peak(c: CheckSubject) -> bool:
     return c.word("scheduler.type") == "WarmupDecayLR" and lr is not None and peak is None and lr != 1e-3
 
 
-def _totals(c: CheckSubject) -> bool:
-    total, warm = c.number(f"{PARAMS}.total_num_steps"), c.number(f"{PARAMS}.warmup_num_steps")
-    return total is not None and warm is not None and total < warm
+def _below(c: CheckSubject, lower: str, upper: str) -> bool:
+    """Whether both parameters are numbers and the first is the smaller one."""
+    first, second = c.number(f"{PARAMS}.{lower}"), c.number(f"{PARAMS}.{upper}")
+    return first is not None and second is not None and first < second
 
 
 SCHEDULER_RULES = (
@@ -123,7 +124,7 @@ SCHEDULER_RULES = (
     Rule(
         code="scheduler-total",
         path=f"{PARAMS}.total_num_steps",
-        when=lambda c: _own(c) and _totals(c),
+        when=lambda c: _own(c) and _below(c, "total_num_steps", "warmup_num_steps"),
         message=lambda c: (
             f"total_num_steps {{value}} is below warmup_num_steps {c.number(f'{PARAMS}.warmup_num_steps')}"
         ),
@@ -176,8 +177,8 @@ SCHEDULER_RULES = (
         path=f"{PARAMS}.cycle_first_step_size",
         when=lambda c: (
             c.word("scheduler.type") == "OneCycle"
-            and c.number(f"{PARAMS}.cycle_first_step_size") is not None
-            and c.number(f"{PARAMS}.cycle_first_step_size") <= 0
+            and (size := c.number(f"{PARAMS}.cycle_first_step_size")) is not None
+            and size <= 0
         ),
         message="cycle_first_step_size is {value}; allowed: a number above 0",
         why='DeepSpeed stops once the ranks run: "cycle_first_step_size must be positive"',
@@ -214,11 +215,7 @@ SCHEDULER_RULES = (
     Rule(
         code="scheduler-order",
         path=f"{PARAMS}.warmup_max_lr",
-        when=lambda c: (
-            c.number(f"{PARAMS}.warmup_max_lr") is not None
-            and c.number(f"{PARAMS}.warmup_min_lr") is not None
-            and c.number(f"{PARAMS}.warmup_max_lr") < c.number(f"{PARAMS}.warmup_min_lr")
-        ),
+        when=lambda c: _below(c, "warmup_max_lr", "warmup_min_lr"),
         message=lambda c: f"warmup_max_lr {{value}} is below warmup_min_lr {c.number(f'{PARAMS}.warmup_min_lr')}",
         why="DeepSpeed does not look: the learning rate falls during the warm-up",
         fix="exchange the two",
@@ -231,11 +228,7 @@ SCHEDULER_RULES = (
     Rule(
         code="scheduler-order",
         path=f"{PARAMS}.cycle_max_lr",
-        when=lambda c: (
-            c.number(f"{PARAMS}.cycle_max_lr") is not None
-            and c.number(f"{PARAMS}.cycle_min_lr") is not None
-            and c.number(f"{PARAMS}.cycle_max_lr") < c.number(f"{PARAMS}.cycle_min_lr")
-        ),
+        when=lambda c: _below(c, "cycle_max_lr", "cycle_min_lr"),
         message=lambda c: f"cycle_max_lr {{value}} is below cycle_min_lr {c.number(f'{PARAMS}.cycle_min_lr')}",
         why="DeepSpeed does not look: the cycle starts high and falls",
         fix="exchange the two",

@@ -145,8 +145,8 @@ ZERO_RULES = (
     Rule(
         code="hpz-ranks",
         path=f"{ZERO}.zero_hpz_partition_size",
-        when=lambda c: bool(c.setting.ranks) and _hpz(c) > 1 and c.setting.ranks % min(_hpz(c), c.setting.ranks) != 0,
-        message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.setting.ranks} ranks",
+        when=lambda c: bool(c.ranks) and _hpz(c) > 1 and c.ranks % min(_hpz(c), c.ranks) != 0,
+        message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed stops by an assertion once the ranks run",
         fix="take the GPUs of one node",
         edits=(Assignment(f"{ZERO}.zero_hpz_partition_size", 1),),
