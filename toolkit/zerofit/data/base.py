@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zerofit.models.inputs import Inputs
 
 if TYPE_CHECKING:
     import torch
+
+Integers = Sequence[int] | np.ndarray  # of one dimension
 
 
 class Dataset(ABC):
@@ -24,7 +28,7 @@ class Dataset(ABC):
         """How many samples there are."""
 
     @abstractmethod
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict[str, torch.Tensor]:
+    def batch(self, indices: Integers, keys: Integers) -> dict[str, torch.Tensor]:
         """The samples `indices` as {"inputs", "labels"}, first dimension len(indices).
 
         Images: float32 (batch, channels, size, size) and int64 (batch,).
@@ -33,7 +37,7 @@ class Dataset(ABC):
         """
 
     @abstractmethod
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """How many labels of these samples count in the loss, found without reading or decoding any."""
 
 

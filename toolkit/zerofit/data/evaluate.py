@@ -55,10 +55,12 @@ class _EvalShare:
     chosen: np.ndarray  # int64: the samples that all ranks look at together
 
     def __getitem__(self, step: int) -> dict:
+        import torch
+
         places = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
         real = places < len(self.chosen)
         indices = self.chosen[places % len(self.chosen)]
         keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
         batch = self.dataset.batch(indices, keys)
-        batch["labels"][~real] = IGNORE_INDEX
+        batch["labels"][torch.from_numpy(~real)] = IGNORE_INDEX
         return {**batch, "indices": indices, "real": real}

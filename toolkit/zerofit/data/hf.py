@@ -38,14 +38,14 @@ def open_hf(run: Run, argument: str) -> Source:
     return HfSource(name=f"hf:{argument}", train=train, valid=valid, field=run.text_field)
 
 
-def _load(name: str, config: str | None) -> dict[str, Any]:
-    import datasets
+def _load(name: str, config: str | None) -> dict[Any, Any]:
+    import datasets.config
 
     datasets.disable_progress_bars()  # every rank opens the data; ours shows what takes long
     path = Path(name).expanduser()
     try:
         if (path / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(str(path))
+            return datasets.DatasetDict.load_from_disk(str(path))
         if (path / "state.json").is_file():
             return {"train": datasets.load_from_disk(str(path))}
         if path.is_dir():

@@ -7,14 +7,20 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import ModuleType
+from typing import Protocol
 from urllib.parse import urlsplit
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
+class HubClient(Protocol):
+    """A module that decides whether its library asks the hub."""
+
+    HF_HUB_OFFLINE: bool
+
+
 @contextmanager
-def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
+def hub_if_reachable(*clients: HubClient) -> Iterator[None]:
     """While it lasts, hub clients use only what they have on the disk if the hub has no address on this machine.
 
     Left alone, they try each file five times and longer each time before they give up. `clients` are the modules
@@ -25,13 +31,14 @@ def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
     if _reachable(constants.ENDPOINT):
         yield
         return
-    before = {module: module.HF_HUB_OFFLINE for module in (constants, *clients)}
+    modules: tuple[HubClient, ...] = (constants, *clients)
+    before = [module.HF_HUB_OFFLINE for module in modules]
     try:
-        for module in before:
+        for module in modules:
             module.HF_HUB_OFFLINE = True
         yield
     finally:
-        for module, flag in before.items():
+        for module, flag in zip(modules, before, strict=True):
             module.HF_HUB_OFFLINE = flag
 
 

@@ -23,8 +23,10 @@ from zerofit.spec.task import Task
 def open_digits(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
     """scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
     from sklearn.datasets import load_digits
+    from sklearn.utils import Bunch
 
     bunch = load_digits()
+    assert isinstance(bunch, Bunch)  # and not the arrays alone, as with return_X_y
     pixels = bunch.images.astype(np.uint8)[:, None]  # values 0..16
     labels = bunch.target.astype(np.int64)
     held_out = _stratified_fifth(labels)
@@ -148,7 +150,7 @@ VISION_SETS: dict[str, VisionSet] = {
     ),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[Run, str, Reporter], OpenedImages]] = {
+IMAGE_SOURCES: dict[str, Callable[[Run, str, Task, Reporter], OpenedImages]] = {
     "digits": open_digits,
     "mnist": partial(open_vision_set, "mnist"),
     "fashion-mnist": partial(open_vision_set, "fashion-mnist"),

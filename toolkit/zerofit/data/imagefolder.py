@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Dataset
+from zerofit.data.base import Dataset, Integers
 from zerofit.data.hashing import held_out_limit, name_hash
 from zerofit.data.image_check import ImageFile, refuse_or_skip, unreadable
 from zerofit.data.opened import OpenedImages
@@ -72,7 +72,7 @@ class FolderImages(Dataset):
     def __len__(self) -> int:
         return len(self.files)
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch. Raises OSError, with the path, for a file that has become unreadable."""
         import torch
 
@@ -83,7 +83,7 @@ class FolderImages(Dataset):
         labels = torch.from_numpy(self.labels[np.asarray(indices)])
         return {"inputs": pixels.float().sub_(mean).div_(std), "labels": labels}
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """One label an image."""
         return len(indices)
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -23,10 +23,13 @@ _ALIGNMENT = 64  # bytes: of torch's own allocations, which kernels may depend o
 _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
 
 
-class BatchMaker(Protocol):
+Item = TypeVar("Item", contravariant=True)
+
+
+class BatchMaker(Protocol[Item]):
     """Makes the batch that belongs to an item."""
 
-    def __getitem__(self, item: object) -> dict: ...
+    def __getitem__(self, item: Item, /) -> dict: ...
 
 
 def default_workers(data: Data, ranks: int) -> int:
@@ -86,12 +89,12 @@ def _in_a_block(batch: dict) -> int:
     return max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if lies_alike else 1
 
 
-def made(maker: BatchMaker, items: Iterable, workers: int) -> Iterator[dict]:
+def made(maker: BatchMaker[Item], items: Iterable[Item], workers: int) -> Iterator[dict]:
     """`maker[item]` for each item, in order: here, or in `workers` processes."""
     return _from_processes(maker, items, workers) if workers else map(maker.__getitem__, items)
 
 
-def _from_processes(maker: BatchMaker, items: Iterable, workers: int) -> Iterator[dict]:
+def _from_processes(maker: BatchMaker[Item], items: Iterable[Item], workers: int) -> Iterator[dict]:
     import multiprocessing
 
     import torch
@@ -102,10 +105,10 @@ def _from_processes(maker: BatchMaker, items: Iterable, workers: int) -> Iterato
     context.set_forkserver_preload(_PRELOADED)
     roomy = shutil.disk_usage("/dev/shm").free >= ROOMY_BYTES
     batches = DataLoader(
-        maker,  # type: ignore[arg-type]
+        cast(Any, maker),  # torch types it as a Dataset, and takes whatever has __getitem__
         sampler=items,
         batch_size=None,
-        collate_fn=_as_it_is if roomy else _through_a_pipe,
+        collate_fn=cast(Any, _as_it_is if roomy else _through_a_pipe),  # typed for a list: batch_size=None gives one
         num_workers=workers,
         prefetch_factor=2,
         multiprocessing_context=context,

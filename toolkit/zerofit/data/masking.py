@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from zerofit.data.base import Integers
 from zerofit.data.hashing import cell_hashes
 from zerofit.spec.task import IGNORE_INDEX
 
@@ -19,7 +18,7 @@ def masked_count(real: np.ndarray) -> np.ndarray:
 
 
 def mask_tokens(
-    tokens: np.ndarray, real: np.ndarray, keys: Sequence[int], mask_id: int, ordinary: np.ndarray
+    tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupt int64 (batch, seq_len) tokens, of which the first `real` (batch,) of each row count.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
-
-T = TypeVar("T")
 
 
 def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> Data:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from zerofit.data.base import Dataset
+from zerofit.data.base import Dataset, Integers
 from zerofit.data.hashing import sample_hashes
 
 
@@ -50,7 +49,7 @@ class PixelImages(Dataset):
 
         return tuple(torch.tensor(v).view(1, -1, 1, 1) for v in (self.scaling.mean, self.scaling.std))
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
         import torch
 
@@ -64,12 +63,12 @@ class PixelImages(Dataset):
         mean, std = self._mean_and_std
         return {"inputs": images.sub_(mean).div_(std), "labels": torch.from_numpy(self.labels[chosen])}
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """One label an image."""
         return len(indices)
 
 
-def _shifted(pixels: np.ndarray, keys: Sequence[int], by: int) -> np.ndarray:
+def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
     """Pad by `by` on each side and cut the old size out at a random place."""
     n, _, height, width = pixels.shape
     padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
@@ -78,7 +77,7 @@ def _shifted(pixels: np.ndarray, keys: Sequence[int], by: int) -> np.ndarray:
     return cuts[np.arange(n), :, down.astype(np.int64), right.astype(np.int64)]
 
 
-def _mirrored(pixels: np.ndarray, keys: Sequence[int]) -> np.ndarray:
+def _mirrored(pixels: np.ndarray, keys: Integers) -> np.ndarray:
     chosen = (sample_hashes(keys, 3) >> np.uint64(63)).astype(bool)
     pixels[chosen] = pixels[chosen, ..., ::-1]
     return pixels

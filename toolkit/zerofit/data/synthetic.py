@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from zerofit.data.base import Dataset
+from zerofit.data.base import Dataset, Integers
 from zerofit.data.hashing import cell_hashes, sample_hashes
 from zerofit.data.masking import mask_tokens, masked_count
 from zerofit.spec.errors import Problem, UserError
@@ -40,7 +39,7 @@ class SyntheticImages(Dataset):
     def __len__(self) -> int:
         return self.n
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, `keys` are not used."""
         import torch
         from torch.nn.functional import interpolate
@@ -58,7 +57,7 @@ class SyntheticImages(Dataset):
             "labels": torch.from_numpy(labels),
         }
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """One label an image."""
         return len(indices)
 
@@ -89,7 +88,7 @@ class SyntheticText(Dataset):
     def __len__(self) -> int:
         return self.n
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
         import torch
 
@@ -104,7 +103,7 @@ class SyntheticText(Dataset):
             inputs, labels = mask_tokens(tokens[:, :-1], real, keys, self.mask_id, np.arange(self.vocab))
         return {"inputs": torch.tensor(inputs), "labels": torch.tensor(labels)}
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """Every token has a label, or the masked ones."""
         each = self.seq_len if self.mask_id is None else int(masked_count(np.array(self.seq_len)))
         return len(indices) * each

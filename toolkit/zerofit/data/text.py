@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from zerofit.data.base import Dataset
+from zerofit.data.base import Dataset, Integers
 from zerofit.data.masking import mask_tokens, masked_count
 from zerofit.data.token_cache import TokenFile
 from zerofit.spec.task import IGNORE_INDEX
@@ -30,7 +29,7 @@ class CausalText(Dataset):
     def __len__(self) -> int:
         return -(-(self.tokens - 1) // self.seq_len)
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; `keys` are not used."""
         import torch
 
@@ -39,7 +38,7 @@ class CausalText(Dataset):
         labels[np.arange(1, self.seq_len + 1) >= real[:, None]] = IGNORE_INDEX
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """The window's tokens; fewer in the last one."""
         left = self.tokens - 1 - np.asarray(indices, dtype=np.int64) * self.seq_len
         return int(np.minimum(left, self.seq_len).sum())
@@ -59,7 +58,7 @@ class MaskedText(Dataset):
     def __len__(self) -> int:
         return -(-self.tokens // self.seq_len)
 
-    def batch(self, indices: Sequence[int], keys: Sequence[int]) -> dict:
+    def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch."""
         import torch
 
@@ -67,15 +66,13 @@ class MaskedText(Dataset):
         inputs, labels = mask_tokens(windows, real, keys, self.mask_id, self.ordinary_ids)
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
-    def targets(self, indices: Sequence[int]) -> int:
+    def targets(self, indices: Integers) -> int:
         """15 % of each window's tokens, rounded."""
         left = self.tokens - np.asarray(indices, dtype=np.int64) * self.seq_len
         return int(masked_count(np.minimum(left, self.seq_len)).sum())
 
 
-def _gather(
-    file: TokenFile, indices: Sequence[int], stride: int, width: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _gather(file: TokenFile, indices: Integers, stride: int, width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 (batch, width) from index * stride on, padded behind the last, and how many are real (batch,)."""
     row = file.array()
     starts = np.asarray(indices, dtype=np.int64) * stride

@@ -140,8 +140,8 @@ class _Writer:
         """Append a piece and, where its document ends, the end-of-document id."""
         tokens = np.append(ids.astype(self._dtype), np.array([self._eod_id] * ends, dtype=self._dtype))
         self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
-        self._hash.update(tokens)
-        self._file.write(tokens)
+        self._hash.update(tokens.data)
+        self._file.write(tokens.data)
 
     def close(self) -> dict:
         """Flush to the disk; what meta.json holds about the file."""

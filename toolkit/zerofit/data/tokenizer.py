@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,8 +81,8 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
     )
 
 
-def load_transformers(name: str):
-    """A transformers tokenizer from a folder, a tokenizer.json or the hub. Raises UserError."""
+def load_transformers(name: str) -> Any:  # transformers types special tokens and decode() as wide unions
+    """Open a transformers tokenizer from a folder, a tokenizer.json or the hub. Raises UserError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name).expanduser()
