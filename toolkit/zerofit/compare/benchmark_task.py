@@ -20,8 +20,10 @@ from zerofit.compare.gan import GanPair, noise_planes
 from zerofit.compare.job import MOMENTUM, CompareJob
 from zerofit.compare.measure import StrategyMeter
 from zerofit.data import Order, open_data
+from zerofit.data.base import Integers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.gan import DCGAN
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.events import Reporter
@@ -69,13 +71,15 @@ class BenchmarkTask:
     def _whole_model(self) -> nn.Module:
         torch.manual_seed(self.job.seed)
         model = build(find(self.job.model), self._data.inputs, dict(self.job.model_args))
-        if hasattr(model, "config"):
-            model.config.use_cache = False
+        config: Any = getattr(model, "config", None)
+        if config is not None:
+            config.use_cache = False
         for module in model.modules():
             if isinstance(module, RANDOM):
                 module.p = 0.0  # or no two strategies would see the same numbers
         if self.task == "gan":
-            model = GanPair(model, self._data.inputs.channels)  # type: ignore[union-attr]
+            assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN
+            model = GanPair(model, self._data.inputs.channels)
         return model.train()
 
     def stage(self, number: int, stages: int) -> LayerStage:
@@ -118,7 +122,7 @@ class BenchmarkTask:
             self.notes["tokens_a_sample"] = found["inputs"].shape[1]
         return self._inputs(found["inputs"], keys).to(self.device), found["labels"].to(self.device)
 
-    def _inputs(self, x: Tensor, keys: Sequence[int]) -> Tensor:
+    def _inputs(self, x: Tensor, keys: Integers) -> Tensor:
         if self.task != "gan":
             return x
         latent, size = self.job.model_args.get("latent_size", 100), x.shape[-1]

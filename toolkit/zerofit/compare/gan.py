@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from zerofit.models.gan import DCGAN
+
 
 class GanPair(nn.Module):
     """Images with planes of noise below them (batch, channels + planes, size, size) to a loss a sample (batch,).
@@ -15,7 +17,7 @@ class GanPair(nn.Module):
     discriminator's input alone.
     """
 
-    def __init__(self, pair: nn.Module, channels: int):
+    def __init__(self, pair: DCGAN, channels: int):
         super().__init__()
         self.pair, self.channels = pair, channels
 

@@ -105,8 +105,8 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
     figures = []
     for host in hosts:
         answer = answers[host.name]
-        error = answer.message if isinstance(answer, Unreachable) else answer["error"]
-        if error:
+        if isinstance(answer, Unreachable) or answer["error"]:
+            error = answer.message if isinstance(answer, Unreachable) else answer["error"]
             hint = "open all TCP ports between the hosts; NCCL_DEBUG=INFO shows where it stops"
             return [Check(name="all-reduce between hosts", host=host.name, status=FAIL, value=error, hint=hint)]
         figures += answer["ranks"]

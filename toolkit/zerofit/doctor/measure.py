@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+# torch documents both under this name, without exporting them
+from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from zerofit.doctor.measured import MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
@@ -143,11 +146,10 @@ def main(job: MeasurementJob) -> None:
     if job.ranks > 1:
         if cuda:
             torch.cuda.set_device(job.device)
-        store: dist.Store
         if job.store:
-            store = dist.TCPStore(*job.store, job.ranks, is_master=job.rank == 0, timeout=MEET)
+            store = TCPStore(*job.store, job.ranks, is_master=job.rank == 0, timeout=MEET)
         else:
-            store = dist.FileStore(str(folder / "store"), job.ranks)
+            store = FileStore(str(folder / "store"), job.ranks)
         backend = "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=MEET)
     found = measure(job)

@@ -181,8 +181,8 @@ def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
     total = sum(peak["bytes"].values())
     side = "left" if share < 0.33 else "right" if share > 0.67 else "center"
     words = f"peak {shown_bytes(total)} in {peak['phase']}"
-    if timeline.get("peak_at"):
-        words += f"\n{timeline['peak_at']}"
+    if place := timeline.get("peak_at"):
+        words += f"\n{place}"
     areas.annotate(
         words,
         xy=(peak["t"], total / unit),

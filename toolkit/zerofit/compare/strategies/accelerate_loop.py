@@ -1,6 +1,9 @@
 """Accelerate: the loop stays as it was on one device, `prepare` and `backward` do the rest."""
 
+from typing import cast
+
 from accelerate import Accelerator
+from torch import nn
 
 from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
@@ -14,4 +17,5 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         accelerator.backward(work.loss(model(x), y))
         optimizer.step()
-    return whole_state(accelerator.unwrap_model(model)) if accelerator.is_main_process else None
+    plain = cast(nn.Module, accelerator.unwrap_model(model))  # typed as whatever attribute a wrapper may have
+    return whole_state(plain) if accelerator.is_main_process else None

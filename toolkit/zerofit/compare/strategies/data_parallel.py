@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
@@ -18,16 +19,16 @@ def train(work: BenchmarkTask):
         optimizer.zero_grad()
         x, y = scattered(x, rank, ranks), scattered(y, rank, ranks)
         work.loss(model(x), y).backward()
-        for parameter in trained(model):
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= ranks
+        for gradient in gradients(model):
+            dist.all_reduce(gradient)
+            gradient.div_(ranks)
         optimizer.step()
     return whole_state(model) if rank == 0 else None
 
 
-def trained(model):
-    """Parameters that this step has used."""
-    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of the parameters that this step has used."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def scattered(whole, rank, ranks):

@@ -10,7 +10,7 @@ it from source and stops in CMake, which wants the toolkit since torch is built 
 def train(work: BenchmarkTask):
     """The ranks find each other through the variables that horovodrun sets."""
     try:
-        import horovod.torch as hvd
+        import horovod.torch as hvd  # pyright: ignore[reportMissingImports] - seldom installed: see HOW
     except ImportError as error:
         raise NotHereError(" ".join(HOW.format(error=error).split())) from None
     hvd.init()

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
 from zerofit.compare.gather_state import gathered
-from zerofit.compare.strategies.data_parallel import trained
+from zerofit.compare.strategies.data_parallel import gradients
 from zerofit.compare.tensor_p2p import receive, send
 
 STAGES = 2
@@ -17,7 +17,8 @@ def train(work: BenchmarkTask):
     if ranks % STAGES:
         raise NotHereError(f"needs an even number of ranks, and has {ranks}")
     pair, number, pairs = rank // STAGES, rank % STAGES, ranks // STAGES
-    groups = [dist.new_group(list(range(n, ranks, STAGES))) for n in range(STAGES)]
+    peers = [dist.new_group(list(range(n, ranks, STAGES))) for n in range(STAGES)][number]
+    assert not isinstance(peers, int)  # which stands for a group without this rank
     stage = work.stage(number, STAGES)
     optimizer = work.optimizer(stage.parameters())
     for x, y in work.batches(pair, pairs):
@@ -29,9 +30,10 @@ def train(work: BenchmarkTask):
         else:
             inputs = receive(rank - 1, work.device).requires_grad_()
             work.loss(stage(inputs), y).backward()
+            assert inputs.grad is not None  # backward has made it
             send(inputs.grad, rank - 1)
-        for parameter in trained(stage):
-            dist.all_reduce(parameter.grad, group=groups[number])
-            parameter.grad /= pairs
+        for gradient in gradients(stage):
+            dist.all_reduce(gradient, group=peers)
+            gradient.div_(pairs)
         optimizer.step()
     return gathered(stage.whole_state())

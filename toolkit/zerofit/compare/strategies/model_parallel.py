@@ -26,6 +26,7 @@ def train(work: BenchmarkTask):
         else:
             work.loss(output, y).backward()
         if rank > 0:
+            assert inputs.grad is not None  # backward has made it
             send(inputs.grad, rank - 1)
         optimizer.step()
     return gathered(stage.whole_state())
