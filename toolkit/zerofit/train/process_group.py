@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.accelerator import get_accelerator
 
 
 def start(timeout: timedelta) -> None:
@@ -27,11 +28,9 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def accelerator() -> DeepSpeedAccelerator:
+def accelerator() -> Any:  # as DeepSpeed's abstract class has it, device_name() needs an argument
     """Return DeepSpeed's interface to the kind of device that ranks train on."""
-    found = get_accelerator()
-    assert found  # DeepSpeed makes it on the first call, or raises
-    return found
+    return get_accelerator()
 
 
 def rank_device() -> torch.device:

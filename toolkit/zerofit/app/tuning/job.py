@@ -83,7 +83,7 @@ class TuneJob:
         job, run = resolved.job, resolved.job.run
         used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
         cluster = _cluster(job.layout.world_size, used)
-        precisions = allowed.get("precision") or [run.precision or "fp32"]
+        precisions = allowed.get("precision") or [job.precision]
         profiles = {precision: _profile(resolved, cluster, precision, report) for precision in precisions}
         candidates, considered = list[Candidate](), 0
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
