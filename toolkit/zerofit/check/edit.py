@@ -83,7 +83,7 @@ def _apply(document: Document, edit: Edit) -> str:
 def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, int]:
     """Offsets of a member together with the one comma and the line that go with it."""
     parent = path.rpartition(".")[0]
-    owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
+    owner = _object_at(document, parent)
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
     if number + 1 < len(owner.members):  # up to where the next member starts, but keep that one's indentation
@@ -91,7 +91,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
         rest = re.match(r"[ \t]*\n", text[comma:])
         if rest and not text[text.rfind("\n", 0, start) + 1 : start].strip():
             return text.rfind("\n", 0, start) + 1, comma + rest.end()
-        return start, comma + len(re.match(r"[ \t]*", text[comma:]).group())  # type: ignore[union-attr]
+        return start, comma + len(_blanks(text[comma:]))
     if number:
         return after_comma(text, owner.members[number - 1].value.place.end) - 1, end
     return start, end
@@ -117,8 +117,17 @@ def _set(document: Document, edit: Assignment) -> str:
     path = f"{parent}.{key}" if parent else key
     if document.member(path):  # no object stands where one is needed
         return _set(document, Assignment(path, value))
-    owner = document.member(parent).value if parent else document.root  # type: ignore[union-attr]
+    owner = _object_at(document, parent)
     return _insert(text, owner, key, value)
+
+
+def _object_at(document: Document, path: str) -> ParsedValue:
+    """Return the value at a dotted path that exists; at "" the root."""
+    if not path:
+        return document.root
+    member = document.member(path)
+    assert member is not None
+    return member.value
 
 
 def _is_object(document: Document, path: str) -> bool:
@@ -140,8 +149,12 @@ def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
 
 
 def _indent_at(text: str, offset: int) -> str:
-    line = text[text.rfind("\n", 0, offset) + 1 :]
-    return re.match(r"[ \t]*", line).group()  # type: ignore[union-attr]
+    return _blanks(text[text.rfind("\n", 0, offset) + 1 :])
+
+
+def _blanks(text: str) -> str:
+    """Return the spaces and tabs that a text begins with."""
+    return text[: len(text) - len(text.lstrip(" \t"))]
 
 
 def _dumps(value: Any, indent: str) -> str:

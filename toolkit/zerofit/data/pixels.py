@@ -39,7 +39,7 @@ class PixelImages(Dataset):
         return len(self.labels)
 
     @property
-    def draws(self) -> bool:  # type: ignore[override]
+    def draws(self) -> bool:
         """Whether images are shifted or mirrored by chance."""
         return bool(self.shift or self.mirror)
 

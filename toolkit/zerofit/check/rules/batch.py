@@ -58,14 +58,15 @@ def _with_tensor_parallel(c: CheckSubject, total: int, micro: int | None, steps:
 
 def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
     dp = max(1, ranks // (c.pipeline * c.sequence_parallel))
-    rest = [("micro batch", micro), ("accumulation", steps)]
-    given = [v for _, v in rest if v]
-    if len(given) == 2 and total != micro * steps * dp:  # type: ignore[operator]
-        yield _identity(c, total, micro, steps, dp)  # type: ignore[arg-type]
-    elif len(given) == 1 and (total % (given[0] * dp) or total < given[0] * dp):
+    known = (micro or 1) * (steps or 1) * dp
+    if micro and steps:
+        wrong = total != known
+    elif micro or steps:
+        wrong = total % known != 0 or total < known
+    else:
+        wrong = total % dp != 0
+    if wrong:
         yield _identity(c, total, micro or 0, steps or 0, dp)
-    elif not given and total % dp:
-        yield _identity(c, total, 0, 0, dp)
 
 
 def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
