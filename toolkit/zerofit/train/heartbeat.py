@@ -136,10 +136,10 @@ def _part(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """File and line of ours that the main thread is in."""
+    """Return file and line of ours that the main thread is in; of the training, not of the model that it calls."""
     for one in _up(frame):
         path = Path(one.f_code.co_filename)
-        if len(path.parts) > 2 and path.parts[-3] == "zerofit":
+        if len(path.parts) > 2 and path.parts[-3] == "zerofit" and path.parts[-2] != "models":
             return f"{path.parts[-2]}/{path.name}:{one.f_lineno} {one.f_code.co_name}"
     return ""
 
