@@ -26,12 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
-from zerofit.launch.machine import this_machine
-from zerofit.spec.load import load_run
+from zerofit.spec.local_machine import versions
+from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import Job, RunFolder, Start
-from zerofit.spec.versions import versions
 
 MODEL = {"n_embd": 512, "n_layer": 16, "n_head": 8, "vocab_size": 512}
 ROOT = Path(__file__).parents[1]
@@ -100,12 +99,12 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     from zerofit.data import open_data
     from zerofit.spec.events import Reporter
     from zerofit.spec.files import sync_file
+    from zerofit.train.callbacks import EventLog
     from zerofit.train.engines import ZeroTrainer
     from zerofit.train.heartbeat import RankProgress
-    from zerofit.train.loggers import EventLog
-    from zerofit.train.rank_coords import coords_of
     from zerofit.train.restore import resume
     from zerofit.train.saver import Saver
+    from zerofit.train.trainer import coords_of
 
     data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
     driver = ZeroTrainer(job, coords_of(dist.get_rank(), job.layout), data.inputs)

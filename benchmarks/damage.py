@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.checkpoint.store import Store, verify
-from zerofit.spec.versions import versions
+from zerofit.spec.local_machine import versions
 
 MODEL = ["--model-args", json.dumps({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64})]
 COMMON = ["gpt2", *MODEL, "--data", "synthetic:64", "--seq-len", "16", "--micro-batch", "2", "--ranks", "2"]

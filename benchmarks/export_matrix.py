@@ -28,13 +28,12 @@ from torch.nn import functional
 
 from tests.ranks.pool import ROOT, RankPool, Trained
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.model_card import read_model_info
+from zerofit.checkpoint.model_folder import read_model_info
 from zerofit.checkpoint.store import locate
 from zerofit.checkpoint.universal import convert
 from zerofit.data import eval_batches, open_data
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
-from zerofit.launch.machine import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import UserError

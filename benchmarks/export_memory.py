@@ -31,7 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.checkpoint.made import Made, make
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs

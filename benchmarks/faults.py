@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch.hosts import Hosts, Node, hosts, missing, start_sshd, stop_sshd
+from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
-from zerofit.spec.versions import versions
 
 RUN = ["mlp", "--data", "digits", "--global-batch", "48", "--steps", "1000000", "--save-every", "25"]
 RUN += ["--log-every", "1000000", "--eval-every", "0"]

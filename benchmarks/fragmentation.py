@@ -19,8 +19,7 @@ from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest
 
 GIB = 2**30
 STEP_BYTES = 64 * 2**20  # how closely the smallest device is looked for

@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import load_file
 
 from zerofit.checkpoint.store import STAGING, Store, verify
+from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
-from zerofit.spec.versions import versions
 
 MODEL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 512, "resid_pdrop": 0.1}
 RUN = ["gpt2", "--model-args", json.dumps(MODEL), "--data", "synthetic:512", "--seq-len", "64", "--ranks", "2"]

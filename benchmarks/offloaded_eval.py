@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from zerofit.checkpoint.model_card import ModelInfo
-from zerofit.launch.machine import this_machine
+from zerofit.checkpoint.model_folder import ModelInfo
+from zerofit.launch.host import this_machine
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs

@@ -31,12 +31,11 @@ from typing import Any
 from turns import TIMEOUT_S, Line, Turn
 
 from zerofit.app.prepare_folder import prepare
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
-from zerofit.launch.machine import this_machine
 from zerofit.spec.events import Reporter
-from zerofit.spec.load import load_run
 from zerofit.spec.model_facts import Machine
+from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = Path(__file__).parent

@@ -28,7 +28,7 @@ from tests.ranks.pool import RankPool, Trained
 from tests.train.small import GPT2, LLAMA
 from zerofit.config.ds_json import bundled
 from zerofit.spec.errors import UserError
-from zerofit.spec.versions import versions
+from zerofit.spec.local_machine import versions
 
 STEPS, AFTER = 4, 5
 EXACT = 1e-5  # relative, fp32: sums in another order

@@ -22,11 +22,10 @@ from benchmarks.regret.failing import STATUS, failing
 from benchmarks.regret.sweep import Sweep
 from zerofit.app.tuning.job import TuneJob
 from zerofit.app.tuning.tune import run_trials
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.plain_data import plain_data
-from zerofit.spec.run import Run
+from zerofit.spec.files import plain_data
+from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.search import Search
 from zerofit.tune.trial import Candidate, describe
 

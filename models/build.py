@@ -20,12 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
-from zerofit.models.cnn import BUILDERS, PUBLISHED_INPUTS
-from zerofit.models.gan import DCGAN
 from zerofit.models.hf import make_config, max_positions, transformers_model
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.models.vision import torchvision_model
-from zerofit.spec.task import is_text
+from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
+from zerofit.spec.model_facts import is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +80,7 @@ def output_part(output: Any, name: str) -> Tensor:
 
 
 def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int | None:
-    """Run a forward without data on a model that is on meta; the FLOPs of one sample, None where nothing is counted.
+    """Run a forward without data on a model that is on meta; return the FLOPs of one sample, None if none are counted.
 
     Raises ModelError("model-shape") unless the model takes these inputs and gives fit logits. FLOPs are multiply-adds
     times two, counted op by op by torch's own counter.
@@ -103,7 +101,10 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
-    _check_logits(logits, source, inputs)
+    classes = inputs.classes if isinstance(inputs, ImageInputs) else inputs.vocab_size
+    if source.task != "gan" and logits.shape[-1] < classes:
+        message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
+        raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
     return counter.get_total_flops() // len(x) or None
 
 
@@ -119,9 +120,9 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within it tensors are fake: nothing is computed, and transformers sees that masks have no values to ask for.
+    """Make tensors fake: nothing is computed, and transformers sees that masks have no values to ask for.
 
-    What goes wrong comes as an exception; torch would also log it with a traceback.
+    Errors come as exceptions only; torch would also log them with a traceback.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -131,15 +132,6 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
-
-
-def _check_logits(logits: Tensor, source: ModelSource, inputs: Inputs) -> None:
-    if source.task == "gan":
-        return
-    classes = inputs.classes if isinstance(inputs, ImageInputs) else inputs.vocab_size
-    if logits.shape[-1] < classes:
-        message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
-        raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -159,9 +151,8 @@ def model_table(on_progress: Callable[[int, int], None] | None = None) -> list[d
     rows = []
     for done, name in enumerate(everything, start=1):
         source = find(name)
-        rows.append(
-            {"name": name, "kind": source.task, "parameters": count_parameters(source), "source": source.origin}
-        )
+        parameters = count_parameters(source)
+        rows.append({"name": name, "kind": source.task, "parameters": parameters, "source": source.origin})
         if on_progress:
             on_progress(done, len(everything))
     return rows
@@ -190,11 +181,6 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
         raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None
 
 
-def _torchvision(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    assert inputs is None or isinstance(inputs, ImageInputs)  # see build
-    return torchvision_model(source.name, inputs, args)
-
-
 def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
     """Return what the user's callable returns for `args`; modules of the current folder can be named."""
     if os.getcwd() not in sys.path:
@@ -216,17 +202,12 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
     return model
 
 
-def _checkpoint(model: nn.Module) -> None:
-    if hasattr(model, "gradient_checkpointing_enable"):
-        _checkpoint_transformers(cast("PreTrainedModel", model))
-    elif isinstance(model, DCGAN):
-        checkpoint_model(model.generator)
-        checkpoint_model(model.discriminator)
-    else:
-        checkpoint_model(model)
-
-
-def _checkpoint_transformers(model: PreTrainedModel) -> None:
+def _checkpoint(model: Any) -> None:
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        parts = (model.generator, model.discriminator) if isinstance(model, DCGAN) else (model,)
+        for part in parts:
+            checkpoint_model(part)
+        return
     if not model.supports_gradient_checkpointing:
         message = f"transformers has no activation checkpointing for {type(model).__name__}"
         raise ModelError("model-checkpointing", message, "train without --activation-checkpointing")
@@ -239,7 +220,7 @@ def _checkpoint_transformers(model: PreTrainedModel) -> None:
 BUILD = {
     "zerofit": _zerofit,
     "gan": _zerofit,
-    "torchvision": _torchvision,
+    "torchvision": torchvision_model,
     "transformers": transformers_model,
     "custom": _custom,
 }

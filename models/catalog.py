@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerofit.models.presets import PRESETS
-from zerofit.spec.task import Task
+from zerofit.spec.model_facts import Task
 
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
 
@@ -23,7 +23,7 @@ PRETRAINED = "pretrained folder"
 
 
 class ModelError(ValueError):
-    """A model that cannot be had as asked: a stable slug, what was got and is allowed, and the knob to turn."""
+    """A model that cannot be built as requested: a stable slug, what was got and is allowed, and the knob to turn."""
 
     def __init__(self, kind: str, message: str, hint: str = ""):
         super().__init__(message + (f" ({hint})" if hint else ""))
@@ -32,7 +32,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from; nothing of it is built yet."""
+    """The origin of a model; nothing of it is built yet."""
 
     name: str  # as the user typed it
     family: Family
@@ -44,9 +44,8 @@ class ModelSource:
 def find(name: str) -> ModelSource:
     """Return the source behind a name. Raises ModelError("unknown-model"), or "model-config" for a config of no use."""
     if name in OWN:
-        return ModelSource(
-            name=name, family="gan" if OWN[name] == "gan" else "zerofit", origin="zerofit", task=OWN[name]
-        )
+        family = "gan" if OWN[name] == "gan" else "zerofit"
+        return ModelSource(name=name, family=family, origin="zerofit", task=OWN[name])
     if name in PRESETS:
         return ModelSource(name=name, family="transformers", origin="preset", task=config_task(PRESETS[name], name))
     # importing torchvision takes seconds, and its names are plain words
@@ -61,7 +60,7 @@ def find(name: str) -> ModelSource:
 
 
 def is_cnn(source: ModelSource) -> bool:
-    """Whether a model is a convolutional network of ours or of torchvision's."""
+    """Return whether a model is a convolutional network of ours or of torchvision's."""
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
     return source.name in ("simplecnn", "lenet", "resnet18-small")

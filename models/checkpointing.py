@@ -1,4 +1,4 @@
-"""Activation checkpointing of modules: forget a block's activations and compute them again in backward."""
+"""Activation checkpointing: a block's activations are dropped and computed again in backward."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def cut_into_blocks(model: nn.Module) -> Sequence[nn.Module]:
     features = getattr(model, "features", None)
     if isinstance(features, nn.Sequential):
         return _group_by_pooling(features)
-    stages = [child for child in model.children() if _is_called(child) and _has_parameters(child)]
+    called = (child for child in model.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict))
+    stages = [child for child in called if _has_parameters(child)]
     if len(stages) < 2:
         raise ModelError(
             "model-checkpointing",
@@ -79,25 +80,22 @@ def checkpoint_block(block: nn.Module) -> None:
     block.forward = types.MethodType(_forward_checkpointed, block)  # a bound method survives deepcopy
 
 
-def run_checkpointed(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run function(*args) without keeping activations; batch norms in the module see the batch once, not twice."""
-    if not (module.training and is_grad_enabled()):
-        return function(*args, **kwargs)
+def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the class's forward without keeping activations; batch norms see the batch once, not twice."""
+    forward = types.MethodType(type(self).forward, self)
+    if not (self.training and is_grad_enabled()):
+        return forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), _statistics_untouched(module)
+        return nullcontext(), _statistics_untouched(self)
 
-    run = partial(_on_host, checkpoint) if getattr(module, TO_HOST, False) else checkpoint
-    return run(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _forward_checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    return run_checkpointed(self, types.MethodType(type(self).forward, self), *args, **kwargs)
+    run = partial(_on_host, checkpoint) if getattr(self, TO_HOST, False) else checkpoint
+    return run(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextmanager
 def _statistics_untouched(module: nn.Module) -> Iterator[None]:
-    """Within it forwards update copies of the running statistics, which are dropped.
+    """Let forwards update copies of the running statistics, which are dropped.
 
     The originals are swapped out, not restored by a copy: autograd has saved them and minds changes in place.
     """
@@ -122,26 +120,21 @@ def _outermost_repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Modul
             yield from _outermost_repeated(child, counts)
 
 
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-class _Group(nn.Sequential):
-    """Layers up to a pooling; not registered with the model, whose names must stay."""
+def _group_by_pooling(features: nn.Sequential) -> list[nn.Sequential]:
+    """Make a long sequence run in groups up to each pooling, and return them.
 
-
-def _group_by_pooling(features: nn.Sequential) -> list[_Group]:
-    """Let a long sequence run group by group; gives the groups."""
+    The groups are not registered with the model, whose names must stay.
+    """
     groups: list[list[nn.Module]] = [[]]
     for layer in features:
         groups[-1].append(layer)
         if isinstance(layer, nn.MaxPool2d):
             groups.append([])
-    made = [_Group(*layers) for layers in groups if layers]
+    made = [nn.Sequential(*layers) for layers in groups if layers]
     object.__setattr__(features, "groups", made)
     features.forward = types.MethodType(_forward_groups, features)
     return made

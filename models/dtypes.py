@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import Precision
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES: dict[torch.dtype, Precision] = {dtype: name for name, dtype in DTYPES.items()}

@@ -1,17 +1,35 @@
-"""transformers models: the config a model gets for its inputs, and the model from it or from a pretrained folder."""
+"""transformers models: the config for a model's inputs, and the model from it or from a pretrained folder.
+
+Initial weights are the same numbers from a seed, however little of the model is kept. A model is made on the meta
+device and initialised module by module in transformers' order; draws for tensors that stay on meta are made, too, and
+dropped, so that the tensors that are kept get the numbers that they would get in the whole model.
+"""
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource, nearest, read_config
-from zerofit.models.initial import as_without_zero3, initialise, rotary_in_fp32
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
+AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "image": "AutoModelForImageClassification",
+}
 
 # these count positions from behind the padding id
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
@@ -30,13 +48,13 @@ def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[st
     config = make_config(source, inputs, args)
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
-        return rotary_in_fp32(_pretrained(source, config))
+        return _rotary_in_fp32(_pretrained(source, config))
     if is_deepspeed_zero3_enabled() and device.type != "meta":
-        with as_without_zero3():
-            return rotary_in_fp32(_from_config(source, config))
+        with _as_without_zero3():
+            return _rotary_in_fp32(_from_config(source, config))
     with torch.device("meta"):
-        model = rotary_in_fp32(_from_config(source, config))
-    return model if device.type == "meta" else initialise(model).to(device)
+        model = _rotary_in_fp32(_from_config(source, config))
+    return model if device.type == "meta" else _initialise(model).to(device)
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):
@@ -48,7 +66,12 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
     """
     from transformers import CONFIG_MAPPING
 
-    base = dict(PRESETS[source.name]) if source.origin == "preset" else read_config(_config_file(source))
+    if source.origin == "preset":
+        base = dict(PRESETS[source.name])
+    else:
+        assert source.path is not None  # of a source that is neither a preset nor a name
+        path = Path(source.path)
+        base = read_config(path / "config.json" if path.is_dir() else path)
     model_type = base["model_type"]
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, CONFIG_MAPPING.keys(), "take a model_type of this transformers version")
@@ -75,12 +98,6 @@ def max_positions(config: Any) -> int | None:
     if positions is None or getattr(text, "model_type", None) not in _OFFSET_POSITIONS:
         return positions
     return positions - (text.pad_token_id or 0) - 1
-
-
-def _config_file(source: ModelSource) -> Path:
-    assert source.path is not None  # of a source that is neither a preset nor a name
-    path = Path(source.path)
-    return path / "config.json" if path.is_dir() else path
 
 
 def _merge(cls: type, base: dict[str, Any], args: dict[str, Any], name: str) -> dict[str, Any]:
@@ -183,8 +200,134 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
-AUTO_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "image": "AutoModelForImageClassification",
-}
+def materialise(model: nn.Module, seed: int, keep: set[str] | None = None) -> nn.Module:
+    """Give a transformers model made on the meta device its initial weights on the CPU; the model itself is changed.
+
+    `keep` names the parameters to hold in memory (None: all); the others stay on meta, whatever their size. What is
+    kept is bit-identical to the weights that `build` gives after `torch.manual_seed(seed)`. A tied parameter is kept
+    if any of its names is. Buffers become real everywhere: they are small.
+    """
+    torch.manual_seed(seed)
+    return _initialise(model, keep)
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
+    """Do what `materialise` does, from wherever torch's global random stream stands."""
+    from transformers.initialization import guard_torch_init_functions
+
+    transformer = cast("PreTrainedModel", model)
+    tied: dict[str, str] = dict(transformer.all_tied_weights_keys)
+    # names of the parameters to make real, each tied one under the name of its source
+    names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
+    wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
+    _untie(model, tied)
+    for prefix, module in model.named_modules():
+        vars(module)["_is_hf_initialized"] = False
+        _make_real(module, f"{prefix}." if prefix else "", wanted)
+    with guard_torch_init_functions(), _drawing_for_meta():
+        _apply(model, transformer._initialize_weights)
+    transformer.tie_weights()
+    return model
+
+
+def _untie(model: nn.Module, tied: dict[str, str]) -> None:
+    """Give each tied parameter a tensor of its own, since each is drawn before it is tied."""
+    for name in tied:
+        parent, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
+
+
+def _make_real(module: nn.Module, prefix: str, wanted: set[str]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            device = "cpu" if prefix + name in wanted else "meta"
+            empty = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _apply(module: nn.Module, initialise_one: Any) -> None:
+    """Initialise children first, each model within a model by its own rules, as `initialize_weights` does."""
+    from transformers import PreTrainedModel
+
+    for child in module.children():
+        _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one)
+    initialise_one(module)
+
+
+@contextmanager
+def _drawing_for_meta() -> Iterator[None]:
+    """Let transformers' random initialisers run for a meta tensor too, on a CPU tensor that is then dropped.
+
+    How many numbers they draw can depend on the numbers (trunc_normal_ rejects some), so they must really run.
+    """
+    from transformers import initialization
+
+    def drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if tensor.is_meta:
+                function(torch.empty_like(tensor, device="cpu"), *args, **kwargs)
+                return tensor
+            return function(tensor, *args, **kwargs)
+
+        return run
+
+    functions = initialization.TORCH_INIT_FUNCTIONS
+    with patch.dict(functions, {name: drawn(functions[name]) for name in set(functions) - set(_DRAWLESS)}):
+        yield
+
+
+@contextmanager
+def _as_without_zero3() -> Iterator[None]:
+    """Let a model that transformers partitions as it is built (ZeRO-3) draw the numbers that others draw.
+
+    Its initialisation starts where the random stream stood before modules were constructed, since some constructors
+    draw values that are overwritten later; and it draws on the CPU in fp32, since on another device or in another
+    precision the same seed gives other numbers.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel._initialize_weights
+    start: list[Tensor] = [torch.get_rng_state()]
+
+    def on_cpu(self: PreTrainedModel, module: nn.Module, *more: Any) -> None:
+        if start:
+            torch.set_rng_state(start.pop())
+        with _held_on_cpu(module):
+            original(self, module, *more)
+
+    with patch.object(PreTrainedModel, "_initialize_weights", on_cpu):
+        yield
+
+
+@contextmanager
+def _held_on_cpu(module: nn.Module) -> Iterator[None]:
+    """Make the gathered parameters of a module and its children fp32 tensors on the CPU."""
+    owners = [module, *module.children()]
+    parameters = {id(p): p for owner in owners for p in owner.parameters(recurse=False)}
+    gathered = {key: p.data for key, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to("cpu", torch.float32)
+    yield
+    for key, parameter in parameters.items():
+        gathered[key].copy_(parameter.data)
+        parameter.data = gathered[key]
+
+
+def _rotary_in_fp32(model: nn.Module) -> nn.Module:
+    """Keep the frequencies of rotary embeddings in fp32 when the model is cast, as an engine does for bf16 and fp16.
+
+    Rounded to bf16, angles at position 1000 would be off by whole radians.
+    """
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module._apply = types.MethodType(_apply_device_only, module)
+    return model
+
+
+def _apply_device_only(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    return nn.Module._apply(self, lambda t: t.to(function(t.new_empty(0)).device), recurse)

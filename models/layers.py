@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from zerofit.models import blocks
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
-from zerofit.models.initial import materialise
+from zerofit.models.hf import materialise
 
 if TYPE_CHECKING:
     from torchvision.models import VGG, ResNet
     from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification
+    from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
 __all__ = ["Layer", "as_layers", "materialise"]
 
@@ -25,7 +27,7 @@ Maker = Callable[[Any], list["Layer"]]
 
 @dataclass(kw_only=True)
 class Layer:
-    """One step of the model, which holds the model's own submodules or parameters."""
+    """A step of the model, which holds the model's own submodules or parameters."""
 
     name: str
     module: nn.Module  # takes the layer before's tensor (the first: token ids or pixels) and gives one tensor
@@ -83,6 +85,12 @@ def _own(model: nn.Module, path: str, **more: Any) -> Layer:
     return _layer(path, model.get_submodule(path), {"": path}, **more)
 
 
+def _blocks(path: str, wrapped: Iterable[nn.Module]) -> list[Layer]:
+    """Make layers of modules that each hold one of the model's blocks, at `path`.0, `path`.1 and so on."""
+    paths = ((f"{path}.{i}", block) for i, block in enumerate(wrapped))
+    return [_layer(inner, block, {"block": inner}, block=True) for inner, block in paths]
+
+
 def _tie(tied: bool) -> dict[str, str]:
     return {"tied": "embedding", "tied_attr": "weight"} if tied else {}
 
@@ -90,18 +98,10 @@ def _tie(tied: bool) -> dict[str, str]:
 def _llama(model: LlamaForCausalLM) -> list[Layer]:
     body = model.model
     tie = _tie(model.lm_head.weight is body.embed_tokens.weight)
-    decoder = [
-        _layer(
-            f"model.layers.{i}",
-            blocks.RotaryBlock(block, body.rotary_emb, model.config, i),
-            {"block": f"model.layers.{i}"},
-            block=True,
-        )
-        for i, block in enumerate(body.layers)
-    ]
+    decoder = (RotaryBlock(block, body.rotary_emb, model.config, i) for i, block in enumerate(body.layers))
     return [
         _own(model, "model.embed_tokens", **tie),
-        *decoder,
+        *_blocks("model.layers", decoder),
         _own(model, "model.norm"),
         _own(model, "lm_head", **tie),
     ]
@@ -110,15 +110,11 @@ def _llama(model: LlamaForCausalLM) -> list[Layer]:
 def _gpt2(model: GPT2LMHeadModel) -> list[Layer]:
     body = model.transformer
     tie = _tie(model.lm_head.weight is body.wte.weight)
-    decoder = [
-        _layer(f"transformer.h.{i}", blocks.GPT2Block(b, model.config), {"block": f"transformer.h.{i}"}, block=True)
-        for i, b in enumerate(body.h)
-    ]
-    positions = blocks.GPT2Positions(body.wpe, body.drop)
+    positions = GPT2Positions(body.wpe, body.drop)
     return [
         _own(model, "transformer.wte", **tie),
         _layer("transformer.wpe", positions, {"wpe": "transformer.wpe"}),
-        *decoder,
+        *_blocks("transformer.h", (GPT2Block(block, model.config) for block in body.h)),
         _own(model, "transformer.ln_f"),
         _own(model, "lm_head", **tie),
     ]
@@ -129,44 +125,31 @@ def _bert(model: BertForMaskedLM) -> list[Layer]:
         raise ModelError("pipeline-model", "a BERT with is_decoder set cannot be cut into stages", "unset is_decoder")
     embeddings, head = model.bert.embeddings, model.cls.predictions
     tie = _tie(head.decoder.weight is embeddings.word_embeddings.weight)
-    encoder = [
-        _layer(
-            f"bert.encoder.layer.{i}",
-            blocks.EncoderBlock(block, model.config),
-            {"block": f"bert.encoder.layer.{i}"},
-            block=True,
-        )
-        for i, block in enumerate(model.bert.encoder.layer)
-    ]
+    encoder = (EncoderBlock(block, model.config) for block in model.bert.encoder.layer)
     predictions = "cls.predictions"
     biases = {"decoder_bias": f"{predictions}.decoder.bias", "bias": f"{predictions}.bias"}
     return [
         _own(model, "bert.embeddings.word_embeddings", **tie),
-        _layer("bert.embeddings", blocks.BertEmbeddingSum(embeddings), {"": "bert.embeddings"}),
-        *encoder,
+        _layer("bert.embeddings", BertEmbeddingSum(embeddings), {"": "bert.embeddings"}),
+        *_blocks("bert.encoder.layer", encoder),
         _own(model, f"{predictions}.transform"),
-        _layer(f"{predictions}.decoder", blocks.Matrix(head.decoder), {"": f"{predictions}.decoder"}, **tie),
-        _layer(f"{predictions}.bias", blocks.BertBias(head), biases),
+        _layer(f"{predictions}.decoder", Matrix(head.decoder), {"": f"{predictions}.decoder"}, **tie),
+        _layer(f"{predictions}.bias", BertBias(head), biases),
     ]
 
 
 def _vit(model: ViTForImageClassification) -> list[Layer]:
-    encoder = [
-        _layer(f"vit.layers.{i}", blocks.EncoderBlock(block, model.config), {"block": f"vit.layers.{i}"}, block=True)
-        for i, block in enumerate(model.vit.layers)
-    ]
     return [
         _own(model, "vit.embeddings"),
-        *encoder,
+        *_blocks("vit.layers", (EncoderBlock(block, model.config) for block in model.vit.layers)),
         _own(model, "vit.layernorm"),
-        _layer("classifier", blocks.FirstToken(model.classifier), {"classifier": "classifier"}),
+        _layer("classifier", FirstToken(model.classifier), {"classifier": "classifier"}),
     ]
 
 
 def _sequential(model: nn.Sequential) -> list[Layer]:
     last = len(model) - 1
-    paths = [name for name, _ in model.named_children()]
-    return [_own(model, path, block=i < last) for i, path in enumerate(paths)]
+    return [_own(model, path, block=i < last) for i, (path, _) in enumerate(model.named_children())]
 
 
 def _group(name: str, model: nn.Module, paths: Iterable[str], *more: tuple[str, nn.Module], **flags: bool) -> Layer:
@@ -217,3 +200,133 @@ HEADS: dict[tuple[str, str], Maker] = {
     ("bert", "BertForMaskedLM"): _bert,
     ("vit", "ViTForImageClassification"): _vit,
 }
+
+
+# Blocks of transformers models as modules of one tensor in and out: masks and positions follow from its shape.
+
+
+class RotaryBlock(nn.Module):
+    """A decoder block of Llama, Qwen, Mistral or Mixtral; hidden states (batch, seq_len, hidden_size) in and out."""
+
+    def __init__(self, block: nn.Module, rotary: nn.Module, config: Any, index: int):
+        super().__init__()
+        self.block, self.rotary = block, rotary  # the rotary embedding has no parameters, so every block can hold it
+        self.config = config
+        kinds = getattr(config, "layer_types", None)
+        windowed = getattr(config, "sliding_window", None) is not None
+        self.sliding = kinds[index] == "sliding_attention" if kinds else windowed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block; positions count from 0, the mask is causal, in a sliding window where the block has one."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        make_mask = create_sliding_window_causal_mask if self.sliding else create_causal_mask
+        return self.block(
+            x,
+            attention_mask=_mask(make_mask, self.config, x, position_ids=positions),
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions),
+        )
+
+
+class GPT2Positions(nn.Module):
+    """Adds learned positions to token embeddings (batch, seq_len, hidden_size)."""
+
+    def __init__(self, wpe: nn.Embedding, drop: nn.Module):
+        super().__init__()
+        self.wpe, self.drop = wpe, drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the embeddings of positions, which count from 0."""
+        return self.drop(x + self.wpe(torch.arange(x.shape[1], device=x.device).unsqueeze(0)))
+
+
+class GPT2Block(nn.Module):
+    """A decoder block of GPT-2; hidden states (batch, seq_len, hidden_size) in and out."""
+
+    def __init__(self, block: nn.Module, config: Any):
+        super().__init__()
+        self.block, self.config = block, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block under a causal mask."""
+        from transformers.masking_utils import create_causal_mask
+
+        return self.block(x, attention_mask=_mask(create_causal_mask, self.config, x))
+
+
+class EncoderBlock(nn.Module):
+    """A block of BERT or ViT; hidden states (batch, length, hidden_size) in and out, every position sees all."""
+
+    def __init__(self, block: nn.Module, config: Any):
+        super().__init__()
+        self.block, self.config = block, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block without padding."""
+        from transformers.masking_utils import create_bidirectional_mask
+
+        return self.block(x, _mask(create_bidirectional_mask, self.config, x))
+
+
+class BertEmbeddingSum(nn.Module):
+    """The rest of BERT's embedding (batch, seq_len, hidden_size): segment 0, learned positions, a norm."""
+
+    def __init__(self, embeddings: BertEmbeddings):
+        super().__init__()
+        self.token_type_embeddings = embeddings.token_type_embeddings
+        self.position_embeddings = embeddings.position_embeddings
+        self.LayerNorm, self.dropout = embeddings.LayerNorm, embeddings.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum in the order in which BERT sums."""
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        segments = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+        x = x + self.token_type_embeddings(segments) + self.position_embeddings(positions)
+        return self.dropout(self.LayerNorm(x))
+
+
+class Matrix(nn.Module):
+    """The weight of a linear layer alone.
+
+    DeepSpeed leaves a tied layer's parameters out of the gradient norm on all stages but one, so that a bias in it
+    would not count at all.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply (..., in_features) to (..., out_features)."""
+        return functional.linear(x, self.weight)
+
+
+class BertBias(nn.Module):
+    """The bias of BERT's output matrix, under both of the names it has when weights are tied."""
+
+    def __init__(self, head: BertLMPredictionHead):
+        super().__init__()
+        self.decoder_bias, self.bias = head.decoder.bias, head.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the bias to logits (batch, seq_len, vocab_size)."""
+        return x + self.decoder_bias
+
+
+class FirstToken(nn.Module):
+    """ViT's head: hidden states (batch, length, hidden_size) to logits (batch, classes)."""
+
+    def __init__(self, classifier: nn.Module):
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify from the class token."""
+        return self.classifier(x[:, 0, :])
+
+
+def _mask(make: Callable[..., Tensor | None], config: Any, x: Tensor, **more: Any) -> Tensor | None:
+    """Make a mask for hidden states without padding; None where the attention kernel masks by itself."""
+    return make(config=config, inputs_embeds=x, attention_mask=None, past_key_values=None, **more)

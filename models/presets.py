@@ -5,8 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 
+def _shape(width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """Name the sizes of a model's blocks as most configs do."""
+    shape = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp,
+    }
+    return shape | ({"num_key_value_heads": kv_heads} if kv_heads else {})
+
+
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Radford et al., 2019, table 2; config.json of openai-community/gpt2*."""
+    """Describe GPT-2: Radford et al., 2019, table 2; config.json of openai-community/gpt2*."""
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -21,16 +32,12 @@ def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _llama3(width: int, layers: int, heads: int, mlp: int, rope_factor: float = 8.0, **more: Any) -> dict[str, Any]:
-    """Llama 3.x: Grattafiori et al., 2024, table 3; config.json of meta-llama/Llama-3.1-* and Llama-3.2-1B."""
+    """Describe Llama 3.x: Grattafiori et al., 2024, table 3; config.json of meta-llama/Llama-3.1-*, Llama-3.2-1B."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 128256,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": mlp,
+        **_shape(width, layers, heads, mlp, kv_heads=8),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {
@@ -49,16 +56,12 @@ def _llama3(width: int, layers: int, heads: int, mlp: int, rope_factor: float = 
 
 
 def _qwen25(width: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> dict[str, Any]:
-    """Qwen2.5 base models: Qwen Team, 2024, table 1; config.json of Qwen/Qwen2.5-*."""
+    """Describe Qwen2.5 base models: Qwen Team, 2024, table 1; config.json of Qwen/Qwen2.5-*."""
     return {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 152064,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": mlp,
+        **_shape(width, layers, heads, mlp, kv_heads),
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
@@ -70,15 +73,12 @@ def _qwen25(width: int, layers: int, heads: int, kv_heads: int, mlp: int, **more
 
 
 def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Devlin et al., 2019, section 3; config.json of google-bert/bert-*-uncased."""
+    """Describe BERT: Devlin et al., 2019, section 3; config.json of google-bert/bert-*-uncased."""
     return {
         "model_type": "bert",
         "architectures": ["BertForMaskedLM"],
         "vocab_size": 30522,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
+        **_shape(width, layers, heads, 4 * width),
         "max_position_embeddings": 512,
         "type_vocab_size": 2,
         "pad_token_id": 0,
@@ -86,14 +86,11 @@ def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 def _vit16(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """Dosovitskiy et al., 2021, table 1; config.json of google/vit-*-patch16-224."""
+    """Describe ViT: Dosovitskiy et al., 2021, table 1; config.json of google/vit-*-patch16-224."""
     return {
         "model_type": "vit",
         "architectures": ["ViTForImageClassification"],
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
+        **_shape(width, layers, heads, 4 * width),
         "image_size": 224,
         "patch_size": 16,
         "num_channels": 3,
@@ -108,11 +105,7 @@ _LLAMA_TINY = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 260,
-    "hidden_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 432,
+    **_shape(160, 4, 4, 432, kv_heads=2),
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
@@ -125,11 +118,7 @@ _MIXTRAL_8X7B = {
     "model_type": "mixtral",
     "architectures": ["MixtralForCausalLM"],
     "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
+    **_shape(4096, 32, 32, 14336, kv_heads=8),
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},

@@ -1,26 +1,193 @@
-"""torchvision's classifiers for other image sizes, channels and class counts than ImageNet's."""
+"""Image models: small classifiers of ours, DCGAN, and torchvision's classifiers for other images than ImageNet's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zerofit.models.catalog import ModelError
-from zerofit.models.inputs import ImageInputs
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.inputs import ImageInputs, Inputs
+
+
+def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
+    """Build two 3x3 convolutions, each with a 2x2 max-pool, and one linear layer; images of any size."""
+    side = -(-inputs.size // 4)  # two poolings that round up
+
+    def conv_pool(channels_in: int, channels: int) -> nn.Sequential:
+        conv = nn.Conv2d(channels_in, channels, 3, padding=1)
+        return nn.Sequential(conv, nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True))
+
+    return _stages(
+        conv1=conv_pool(inputs.channels, width),
+        conv2=conv_pool(width, 2 * width),
+        head=nn.Sequential(nn.Flatten(), nn.Linear(2 * width * side * side, inputs.classes)),
+    )
+
+
+def lenet(inputs: ImageInputs) -> nn.Sequential:
+    """Build LeNet-5 (LeCun et al., 1998) with max-pooling and ReLU; 28x28 gives the 61,706 parameters of the textbook.
+
+    Images below 16 pixels are too small for two 5x5 kernels: there the second one is 3x3 with padding.
+    """
+    small = inputs.size < 16
+    side = inputs.size // 4 if small else (inputs.size // 2 - 4) // 2
+    if side < 1:
+        message = f"lenet takes images of 4 pixels and more, got {inputs.size}"
+        raise ModelError("model-shape", message, "set --image-size")
+    second = nn.Conv2d(6, 16, 3, padding=1) if small else nn.Conv2d(6, 16, 5)
+    return _stages(
+        conv1=nn.Sequential(nn.Conv2d(inputs.channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        conv2=nn.Sequential(second, nn.ReLU(), nn.MaxPool2d(2)),
+        fc1=nn.Sequential(nn.Flatten(), nn.Linear(16 * side * side, 120), nn.ReLU()),
+        fc2=nn.Sequential(nn.Linear(120, 84), nn.ReLU()),
+        head=nn.Linear(84, inputs.classes),
+    )
+
+
+def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
+    """Build two linear layers on the flattened image."""
+    pixels = inputs.channels * inputs.size**2
+    return _stages(
+        hidden=nn.Sequential(nn.Flatten(), nn.Linear(pixels, hidden), nn.ReLU()),
+        head=nn.Linear(hidden, inputs.classes),
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm around a shortcut (He et al., 2016, figure 2)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            projection = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, channels_in, h, w) to (batch, channels, h / stride, w / stride)."""
+        out = self.bn1(self.conv1(x)).relu()
+        return (self.bn2(self.conv2(out)) + self.shortcut(x)).relu()
+
+
+def resnet18_small(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
+    """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2)."""
+    stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    blocks: dict[str, nn.Module] = {}
+    channels = width
+    for group in range(4):
+        for index in range(2):
+            stride = 2 if group and not index else 1
+            blocks[f"block{2 * group + index + 1}"] = ResidualBlock(channels, width << group, stride)
+            channels = width << group
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, inputs.classes))
+    return _stages(stem=stem, **blocks, head=head)
+
+
+def _stages(**stages: nn.Module) -> nn.Sequential:
+    """Make a plain sequence of stages, so that a pipeline can cut the model between any two."""
+    return nn.Sequential(OrderedDict(stages))
+
+
+# DCGAN (Radford et al., 2016), by image size: the side of the smallest map, and how often it doubles
+_SHAPES = {8: (4, 1), 28: (7, 2), 32: (4, 3), 64: (4, 4)}
+
+
+class Generator(nn.Sequential):
+    """Noise (batch, latent_size, 1, 1) to images (batch, channels, size, size) in [-1, 1]."""
+
+    def __init__(self, inputs: ImageInputs, latent_size: int, width: int):
+        base, doublings = _SHAPES[inputs.size]
+        channels = width << (doublings - 1)
+        layers: list[nn.Module] = [*_up(latent_size, channels, base, 1, 0)]
+        for _ in range(doublings - 1):
+            layers += _up(channels, channels // 2, 4, 2, 1)
+            channels //= 2
+        last = nn.ConvTranspose2d(channels, inputs.channels, 4, 2, 1, bias=False)
+        super().__init__(*layers, last, nn.Tanh())
+        self.latent_size = latent_size
+
+
+class Discriminator(nn.Sequential):
+    """Images (batch, channels, size, size) in [-1, 1] to logits (batch, 1) of being real."""
+
+    def __init__(self, inputs: ImageInputs, width: int):
+        base, doublings = _SHAPES[inputs.size]
+        layers: list[nn.Module] = [nn.Conv2d(inputs.channels, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+        channels = width
+        for _ in range(doublings - 1):  # no batch norm on the image itself: section 3 of the paper
+            conv = nn.Conv2d(channels, 2 * channels, 4, 2, 1, bias=False)
+            layers += [conv, nn.BatchNorm2d(2 * channels), nn.LeakyReLU(0.2)]
+            channels *= 2
+        super().__init__(*layers, nn.Conv2d(channels, 1, base, bias=False), nn.Flatten())
+
+
+class DCGAN(nn.Module):
+    """A generator and a discriminator that mirror each other; forward gives the discriminator's logits of images."""
+
+    def __init__(self, inputs: ImageInputs, latent_size: int = 100, width: int = 64):
+        super().__init__()
+        if inputs.size not in _SHAPES:
+            message = f"dcgan draws images of {', '.join(map(str, _SHAPES))} pixels, got {inputs.size}"
+            raise ModelError("model-shape", message, "set --image-size")
+        self.generator = Generator(inputs, latent_size, width)
+        self.discriminator = Discriminator(inputs, width)
+        self.apply(_initialise)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (batch, 1) of images (batch, channels, size, size)."""
+        return self.discriminator(images)
+
+
+def _up(channels_in: int, channels: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
+    conv = nn.ConvTranspose2d(channels_in, channels, kernel, stride, padding, bias=False)
+    return [conv, nn.BatchNorm2d(channels), nn.ReLU()]
+
+
+def _initialise(module: nn.Module) -> None:
+    """Draw from a normal of standard deviation 0.02 (section 4 of the paper), batch norm's scales around 1."""
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        nn.init.normal_(module.weight, 0.0, 0.02)
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.normal_(module.weight, 1.0, 0.02)
+        nn.init.zeros_(module.bias)
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "simplecnn": simplecnn,
+    "lenet": lenet,
+    "mlp": mlp,
+    "resnet18-small": resnet18_small,
+}
+
+# for the table of models, and for a model without data
+PUBLISHED_INPUTS: dict[str, ImageInputs] = {
+    "simplecnn": ImageInputs(channels=3, size=32, classes=10),
+    "lenet": ImageInputs(channels=1, size=28, classes=10),
+    "mlp": ImageInputs(channels=1, size=28, classes=10),
+    "resnet18-small": ImageInputs(channels=3, size=32, classes=10),
+    "dcgan": ImageInputs(channels=3, size=64, classes=1),
+}
+
 
 IMAGENET = ImageInputs(channels=3, size=224, classes=1000)
 
 
-def torchvision_model(name: str, inputs: ImageInputs | None, args: dict[str, Any]) -> nn.Module:
+def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
     """Build one of torchvision's models with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
-    wanted = inputs or IMAGENET
+    name, wanted = source.name, inputs or IMAGENET
+    assert isinstance(wanted, ImageInputs)  # `build` has refused text
     keywords = {"num_classes": wanted.classes, **_size_keywords(name, wanted.size if inputs else None), **args}
     try:
         with _regnet_widths_on_cpu():
@@ -48,7 +215,7 @@ def _size_keywords(name: str, size: int | None) -> dict[str, Any]:
 
 
 def _replace_first_conv(model: nn.Module, channels: int) -> None:
-    """A first convolution for another number of channels, initialised as torch does by default."""
+    """Replace the first convolution by one for another number of channels, with torch's default weights."""
     path, old = next((path, m) for path, m in model.named_modules() if isinstance(m, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -66,7 +233,7 @@ def _replace_first_conv(model: nn.Module, channels: int) -> None:
 
 @contextmanager
 def _regnet_widths_on_cpu() -> Iterator[None]:
-    """Within it RegNet computes its widths on the CPU: it reads them back, which a meta tensor does not allow."""
+    """Let RegNet compute its widths on the CPU: it reads them back, which a meta tensor does not allow."""
     from torchvision.models.regnet import BlockParams
 
     compute = BlockParams.from_init_params

@@ -11,6 +11,7 @@ import pytest
 
 WHOLE_SUITE = 1000  # tests
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait would slow a second worker down
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _ops_stay() -> None:
-    from zerofit.launch.environment import ops_folder
+    from zerofit.launch.host import ops_folder
 
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
 

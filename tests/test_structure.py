@@ -138,3 +138,9 @@ def test_ruff_finds_nothing():
     for check in (["check"], ["format", "--check"]):
         done = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pyright_finds_nothing():
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    done = subprocess.run(pyright, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 
 from .pool import Ranks
 

@@ -18,9 +18,9 @@ import torch
 
 from zerofit.app.prepare_folder import prepare
 from zerofit.data import open_data
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.events import Reporter
-from zerofit.spec.load import load_run
+from zerofit.spec.run import load_run
 
 STEPS = 3
 

@@ -20,11 +20,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
-from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 
 from .configurations import target
 from .pool import ROOT, Ranks
@@ -57,7 +56,7 @@ NAMES = [
 
 
 class DeviceMeter:
-    """torch's own count of the current GPU's memory (`zerofit.simulate.phases.Meter`)."""
+    """torch's own count of the current GPU's memory (`zerofit.simulate.phases.MemoryMeter`)."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0  # the most so far
@@ -79,15 +78,14 @@ class DeviceMeter:
 
 def measure(asked: SimulationTarget) -> dict[str, Any]:
     """Train the only rank for real in this process: its phases, and the most that was reserved."""
-    from zerofit.simulate.batches import batches
-    from zerofit.simulate.phases import PhaseLog, start, train_steps
+    from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
     from zerofit.train import process_group
 
     process_group.start(timedelta(seconds=TIMEOUT_S))
     meter = DeviceMeter()
     log = PhaseLog(meter)
     driver = start(asked.job, 0, asked.inputs, log)
-    train_steps(driver, batches(asked.job, asked.inputs), asked.steps, log)
+    train_steps(driver, empty_batches(asked.job, asked.inputs), asked.steps, log)
     return {"phases": [asdict(phase) for phase in log.done], "reserved_bytes": meter.reserved_bytes}
 
 

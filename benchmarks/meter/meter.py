@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from zerofit.launch.environment import ops_folder
+from zerofit.launch.host import ops_folder
 
 SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 POLL_S = 0.5

@@ -10,7 +10,7 @@ from zerofit.models.catalog import find
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import forecast
 from zerofit.simulate.profile import TraceSetting, profile_model
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.run_folder import Job
 
 
@@ -30,7 +30,6 @@ def layout_of(job: Job) -> PlannedLayout:
         "bucket": "reduce_bucket_size",
         "prefetch": "stage3_prefetch_bucket_size",
         "persistence": "stage3_param_persistence_threshold",
-        "max_live": "stage3_max_live_parameters",
         "overlap": "overlap_comm",
     }
     return PlannedLayout(

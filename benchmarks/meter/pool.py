@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from zerofit.launch.local import free_port
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 
 from .meter import build
 

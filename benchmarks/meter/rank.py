@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from torch.distributed import ProcessGroup, Work
 
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 
 TIMEOUT = timedelta(minutes=2)
 SETTLE_S, POLL_S = 0.002, 0.0005
@@ -31,8 +31,7 @@ def metered(target: SimulationTarget) -> dict[str, Any]:
     ranks = {"RANK": target.rank, "LOCAL_RANK": target.rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
     os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
-    from zerofit.simulate.batches import batches
-    from zerofit.simulate.phases import PhaseLog, start, train_steps
+    from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
     from zerofit.train import process_group
 
     from .meter import AllocatorMeter
@@ -41,7 +40,7 @@ def metered(target: SimulationTarget) -> dict[str, Any]:
     log = PhaseLog(AllocatorMeter())
     with _settling():
         driver = start(target.job, target.rank, target.inputs, log)
-        train_steps(driver, batches(target.job, target.inputs), target.steps, log)
+        train_steps(driver, empty_batches(target.job, target.inputs), target.steps, log)
     answer = {"phases": [asdict(phase) for phase in log.done]}
     process_group.stop()
     return answer

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 
 from .comparison import TARGETS, Comparison, percent
 

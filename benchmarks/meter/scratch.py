@@ -44,7 +44,7 @@ class KernelScratch:
         self._known: dict[Any, int] = {}
 
     def __call__(self, op: str, args: Any, kwargs: Any, out: Any) -> int:
-        """The scratch of this call (`zerofit.simulate.tracker.Scratch`); its tensors may be fakes."""
+        """The scratch of this call (`zerofit.simulate.op_costs.Scratch`); its tensors may be fakes."""
         if op not in TAKING:
             return 0
         key = (op, *(_described(leaf) for leaf in tree_leaves((args, kwargs))))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import SimulationTarget
 
 from .rank import CALLS
 

@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from zerofit.simulate import rank
-from zerofit.simulate.target import SimulationTarget
-from zerofit.simulate.tracker import AllocationTracker, Scratch
-from zerofit.spec.plain_data import plain_data
+from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.record import SimulationTarget
+from zerofit.simulate.tracker import AllocationTracker
+from zerofit.spec.files import plain_data
 
 from .scratch import KernelScratch
 

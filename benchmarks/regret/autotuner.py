@@ -16,8 +16,7 @@ from typing import Any
 
 from zerofit.app.tuning.job import TuneJob
 from zerofit.data import open_data
-from zerofit.launch.environment import environment
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import environment, this_machine
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.events import Reporter
 

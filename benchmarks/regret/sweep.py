@@ -16,15 +16,13 @@ import yaml
 
 from zerofit.app.prepare_folder import prepare
 from zerofit.app.tuning.job import TuneJob
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port
-from zerofit.launch.machine import this_machine
 from zerofit.spec.events import Reporter
-from zerofit.spec.jsonl import JsonlTail
-from zerofit.spec.load import load_run
+from zerofit.spec.files import JsonlTail
+from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import RunFolder
-from zerofit.tune.timing import Timing, timing
-from zerofit.tune.trial import Candidate
+from zerofit.tune.trial import Candidate, Timing, timing
 
 ROOT = Path(__file__).parents[2]
 SURE = 0.02  # half the confidence interval, as a share of the mean

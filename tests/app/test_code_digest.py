@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.app.planning.code_digest import ROOT, code_digest, import_closure
+from zerofit.app.planning.profiles import ROOT, code_digest, import_closure
 
 TRACER = "zerofit.app.planning.profiles"
 
@@ -21,7 +21,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["simulate/profile", "simulate/scratch", "models/blocks", "train/loss", "spec/profile"]
+    "module", ["simulate/profile", "simulate/op_costs", "models/layers", "train/loss", "spec/profile"]
 )
 def test_a_change_anywhere_in_the_closure_gives_another_digest(copy, module):
     before = code_digest(TRACER, copy)
@@ -40,8 +40,8 @@ def test_other_code_does_not_count(copy):
 
 
 def test_a_module_that_is_gone_is_an_error(copy):
-    (copy / "simulate" / "scratch.py").unlink()
-    with pytest.raises(ModuleNotFoundError, match=r"zerofit\.simulate\.scratch"):
+    (copy / "simulate" / "op_costs.py").unlink()
+    with pytest.raises(ModuleNotFoundError, match=r"zerofit\.simulate\.op_costs"):
         code_digest(TRACER, copy)
     with pytest.raises(ModuleNotFoundError, match=r"zerofit\.simulate\.nowhere"):
         code_digest("zerofit.simulate.nowhere")

@@ -40,11 +40,11 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 from tests.check.corpus import Case, cases
-from zerofit.check.auto import FILLED
 from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
 from zerofit.check.edit import apply
+from zerofit.check.schema import FILLED
 
 STEPS = 8
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")

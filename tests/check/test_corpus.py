@@ -9,10 +9,9 @@ import pytest
 
 from tests.check.corpus import Case, cases
 from zerofit.check import catalog
-from zerofit.check.check import check, mend
+from zerofit.check.check import RULES, check, mend
 from zerofit.check.document import parse
 from zerofit.check.edit import apply
-from zerofit.check.rules.table import RULES
 
 CASES = cases()
 # findings that only the user can mend, and why

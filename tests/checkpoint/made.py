@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from zerofit.checkpoint.store import Manifest, files_of, marks_of
 from zerofit.models.inputs import Inputs
-from zerofit.spec.layout import Batch, Layout
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import Job
+from zerofit.spec.run_folder import Batch, Job, Layout
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 MODEL_STATES = "state/mp_rank_00_model_states.pt"

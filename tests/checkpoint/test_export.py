@@ -16,7 +16,7 @@ from torch.nn import functional
 from tests.checkpoint.conftest import GROUPED, SHAPE
 from tests.checkpoint.made import Made, make
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.model_card import read_model_info
+from zerofit.checkpoint.model_folder import read_model_info
 from zerofit.checkpoint.store import locate
 from zerofit.data import eval_batches, open_data
 from zerofit.models.build import build
@@ -181,7 +181,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path, monkeypatch
     with pytest.raises(UserError, match="exists already"):
         export(folder, out)
     monkeypatch.setattr(
-        "zerofit.checkpoint.model_card.ModelInfo.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "zerofit.checkpoint.model_folder.ModelInfo.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "interrupted")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.made import Made, make
 from zerofit.app.checkpoints import Checkpoint
 from zerofit.checkpoint.full_state import FullState
-from zerofit.checkpoint.model_card import ModelInfo, read_model_info
+from zerofit.checkpoint.model_folder import ModelInfo, read_model_info
 from zerofit.checkpoint.store import (
     MANIFEST,
     ManifestError,

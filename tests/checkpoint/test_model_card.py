@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zerofit.checkpoint.model_card import ModelInfo, read_model_info
+from zerofit.checkpoint.model_folder import ModelInfo, read_model_info
 from zerofit.models.inputs import ImageInputs, TextInputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import UserError
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.checkpoint.made import Made, make
-from zerofit.checkpoint.model_card import ModelInfo
+from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.cli.main import main
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find

@@ -116,7 +116,7 @@ def test_a_run_folder_is_no_model_but_nearly(tmp_path):
 def test_a_key_that_is_no_word(tmp_path):
     (tmp_path / "run.yaml").write_text("1: 2\nmodel: lenet\n")
     (problem,) = problems_of(str(tmp_path / "run.yaml"), "--data", "digits")
-    assert problem["message"] == "unknown key '1'"
+    assert problem["message"] == "unknown key 1"
     assert problem["where"].endswith("run.yaml:1")
 
 

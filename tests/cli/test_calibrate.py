@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tests.plan.stub import make_cluster
 from zerofit.cli.main import main
 from zerofit.plan.rates import rates_of
-from zerofit.spec.calibration import Calibration, calibration_file, read_calibration, write_calibration
+from zerofit.spec.local_machine import Calibration, calibration_file, read_calibration, write_calibration
 
 
 @pytest.fixture

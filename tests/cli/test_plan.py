@@ -12,18 +12,19 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from zerofit.app.planning.files import write_plan
+from zerofit.app.planning.answers import write_plan
 from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
+from zerofit.config.decide import decide, with_recipe
 from zerofit.config.ds_json import read_document
-from zerofit.config.resolve import decide, resolve, with_recipe
+from zerofit.config.resolve import resolve
 from zerofit.plan.inverse import with_layers
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problems
-from zerofit.spec.load import load_run
 from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.profile import Profile
+from zerofit.spec.run import load_run
 
 KEYS = {
     *("zero_stage", "offload", "micro_batch", "gradient_accumulation_steps", "dp", "tp", "pp", "sp"),

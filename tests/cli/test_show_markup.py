@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.app.comparing.result import Comparison
-from zerofit.app.comparing.rows import StrategyRow
-from zerofit.cli import compare_show, tune_show
+from zerofit.app.comparing.rows import Comparison, StrategyRow
+from zerofit.cli.compare import show_strategies
+from zerofit.cli.tune import show
 from zerofit.plan.layout import PlannedLayout
-from zerofit.tune.result import TuneResult
-from zerofit.tune.search import Search
+from zerofit.tune.search import Search, TuneResult
 from zerofit.tune.trial import Candidate, Trial
 
 REASONS = ["expected [batch, seq], got [/INST]", "[batch, seq]", "[bold red]x[/]"]
@@ -29,7 +28,7 @@ def test_a_trial_that_crashed(reason, capsys):
     assert result
     named = replace(result.trials[1], configuration="ZeRO [2]")
     written = (Path("tuned[/b]/run.yaml"),)
-    tune_show.show(replace(result, trials=(result.trials[0], named), written=written))
+    show(replace(result, trials=(result.trials[0], named), written=written))
     printed = capsys.readouterr().out
     assert reason in printed
     assert "ZeRO [2]" in printed
@@ -41,7 +40,7 @@ def test_a_strategy_that_failed(reason, capsys):
     fixed = {"title": "", "ranks": 2, "processes": 2, "synchronous": True, "lines": 9, "seconds": 1.0}
     row = StrategyRow(strategy="ddp", status="failed", reason=reason, **fixed)
     written = ["out[/b]/results.json"]
-    compare_show.show_strategies(Comparison(kind="strategies", about={}, rows=[row], written=written))
+    show_strategies(Comparison(kind="strategies", about={}, rows=[row], written=written))
     printed = capsys.readouterr().out
     assert f"ddp: {reason}" in printed
     assert "written: out[/b]/results.json" in printed

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 import pytest
 
-from zerofit.app.tuning.space import KNOBS, allows, read_space
-from zerofit.cli.host_options import NAMES, host_arguments, host_options
+from zerofit.app.tuning.job import KNOBS, allows, read_space
 from zerofit.cli.launch import launch
+from zerofit.cli.options import HOST_FIELDS, host_arguments, host_options
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import UserError
 from zerofit.tune.trial import Candidate
@@ -58,8 +58,8 @@ def test_flags_of_hosts_say_the_same_again():
 
     argv = ["--hostfile", "my hosts", "--exclude", "a@b:0", "--env", "A=1", "--env", "B", "--launcher", "openmpi"]
     once = command.main(argv, standalone_mode=False)
-    assert set(once) == set(NAMES)
+    assert set(once) == set(HOST_FIELDS)
     words = host_arguments(once)
     assert command.main(words, standalone_mode=False) == once
     parsed = launch.make_context("launch", ["mlp", *words]).params  # which trials are given
-    assert {name: parsed[name] for name in NAMES} == once
+    assert {name: parsed[name] for name in HOST_FIELDS} == once

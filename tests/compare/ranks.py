@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.comparing.rows import StrategyRow, strategy_row
-from zerofit.compare.catalog import STRATEGIES
-from zerofit.compare.job import CompareJob
-from zerofit.launch.environment import environment
+from zerofit.compare.job import STRATEGIES, CompareJob
+from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 
 PRELOADED = ["torch._dynamo", "torchvision", "deepspeed", "accelerate", "zerofit.compare.worker"]

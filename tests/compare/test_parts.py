@@ -14,10 +14,10 @@ from zerofit.app.comparing.rows import (
     status_of,
     summarize_sizes,
 )
-from zerofit.compare.batch_size import Noise
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
-from zerofit.compare.catalog import STRATEGIES, code_lines
-from zerofit.report.compare_page import page
+from zerofit.compare.job import STRATEGIES, code_lines
+from zerofit.compare.worker import Noise
+from zerofit.report.comparison import page
 from zerofit.spec.errors import UserError
 
 SOURCE = '''"""What it is.

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
-from zerofit.compare.catalog import STRATEGIES
-from zerofit.compare.job import MOMENTUM, CompareJob
+from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
 from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find

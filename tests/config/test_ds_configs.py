@@ -13,7 +13,7 @@ import torch
 
 from zerofit.check.dotted import autos, drop, get
 from zerofit.config.ds_json import bundled
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 
 NEEDS_GPU = {
     "zeropp": "quantized weights go through a CUDA kernel",

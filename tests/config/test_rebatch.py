@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerofit.config.rebatch import regroup, shown
-from zerofit.spec.layout import Batch
+from zerofit.config.batch import regroup, shown
+from zerofit.spec.run_folder import Batch
 
 
 def test_three_ranks_become_two():

@@ -9,12 +9,13 @@ import pytest
 
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
+from zerofit.config.decide import decide, with_recipe
 from zerofit.config.ds_json import bundled, find_config, read_document
-from zerofit.config.resolve import decide, resolve, with_recipe
+from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.spec.errors import Problems, UserError
-from zerofit.spec.load import load_run
 from zerofit.spec.model_facts import Machine, ModelFacts
+from zerofit.spec.run import load_run
 
 CPU = Machine(accelerator="cpu", devices=2, cores=2, device_name="CPU", fp16=False, bf16=True)
 GPUS = Machine(accelerator="cuda", devices=8, cores=64, device_name="NVIDIA H100", fp16=True, bf16=True)

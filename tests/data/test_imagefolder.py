@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from zerofit.data import Order, default_workers, eval_batches, micro_batches
-from zerofit.data.image_check import ImageFile
+from zerofit.data.imagefolder import ImageFile
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -71,7 +71,7 @@ def test_broken_images_are_skipped_and_counted(broken, opened):
 
 
 def test_files_are_checked_once(broken, opened, refused, monkeypatch):
-    import zerofit.data.image_check as check
+    import zerofit.data.imagefolder as check
 
     seen = []
     why = check._why_unreadable

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zerofit.data import Order, micro_batches
-from zerofit.data.pixels import PixelImages, Scaling
+from zerofit.data.image_sources import PixelImages, Scaling
 
 
 def test_digits(opened):

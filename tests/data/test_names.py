@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zerofit.data import KINDS, default_data, split_name
-from zerofit.data.image_sources import IMAGE_SOURCES
-from zerofit.data.names import check_task
-from zerofit.data.text_sources import TEXT_SOURCES
+from zerofit.data.opening import IMAGE_SOURCES, TEXT_SOURCES, check_task
 from zerofit.spec.errors import UserError
 
 

@@ -27,7 +27,7 @@ def test_plain_lines_without_a_terminal(capsys, monkeypatch):
 def test_waiting_is_said_once_it_happens(tmp_path, capsys):
     from filelock import FileLock
 
-    from zerofit.data.locks import waiting_lock
+    from zerofit.data.cache import waiting_lock
 
     script = "import sys, time, filelock\nwith filelock.FileLock(sys.argv[1]):\n print(flush=True)\n time.sleep(0.5)"
     holder = subprocess.Popen([sys.executable, "-c", script, tmp_path / "a.lock"], stdout=subprocess.PIPE)

@@ -48,7 +48,7 @@ def test_one_file_is_held_out_at_a_lines_end(tmp_path, opened):
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 22])
 def test_long_files_are_read_in_pieces_without_a_loss(tmp_path, opened, monkeypatch, chunk):
-    monkeypatch.setattr("zerofit.data.documents.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("zerofit.data.text_sources.CHUNK_BYTES", chunk)
     text = "äöü€😀" * 500  # no line ends at all
     (tmp_path / "a.txt").write_text(text)
     data = opened(data=f"text:{tmp_path}/a.txt", seq_len=16)
@@ -122,7 +122,7 @@ def test_hf_saved_to_disk_and_a_wrong_column(tmp_path, opened, refused):
 
 def test_no_network_is_told_at_once(refused, monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("zerofit.data.hub._reachable", lambda endpoint: False)
+    monkeypatch.setattr("zerofit.data.hf._reachable", lambda endpoint: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
     problems = refused(data="hf:nobody/nothing", tokenizer="nobody/nothing")
     assert [p.kind for p in problems] == ["hf", "tokenizer"]

@@ -108,7 +108,7 @@ def test_content_decides_and_time_stamps_do_not(files, cache, opened):
 
 
 def test_a_warm_open_reads_no_text(files, opened, monkeypatch):
-    from zerofit.data.documents import FileSource
+    from zerofit.data.text_sources import FileSource
 
     one = opened(data=f"text:{files}/*.txt", seq_len=16)
     monkeypatch.setattr(FileSource, "survey", lambda *a: pytest.fail("hashed again"))

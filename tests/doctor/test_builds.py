@@ -16,7 +16,7 @@ import pytest
 
 from zerofit.doctor.measured import MeasurementJob, measured
 from zerofit.doctor.remote import INSIDE, ask_all, conversations
-from zerofit.launch import stale_op_locks
+from zerofit.launch import ops
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
 
@@ -107,7 +107,7 @@ time.sleep(600)
 @pytest.fixture
 def old_torch(monkeypatch):
     """A torch for which a lock file that exists is held."""
-    monkeypatch.setattr(stale_op_locks, "by_existence", lambda: True)
+    monkeypatch.setattr(ops, "locks_by_existence", lambda: True)
 
 
 def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path, old_torch):
@@ -118,7 +118,7 @@ def test_a_lock_of_a_build_that_lives_is_waited_for(env, tmp_path, old_torch):
     with subprocess.Popen([sys.executable, "-c", BATON, str(op / "lock")], stdout=subprocess.PIPE) as owner:
         try:
             owner.stdout.readline()
-            assert stale_op_locks.owner(op / "lock") == f"process {owner.pid}"
+            assert ops.lock_owner(op / "lock") == f"process {owner.pid}"
             start = time.monotonic()
 
             def show(words: str) -> None:
@@ -139,12 +139,12 @@ def test_a_lock_of_a_killed_build_is_removed_at_once(tmp_path, old_torch):
         (tmp_path / "ops" / name / "lock").touch()
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path / "ops" / "async_io") as compiler:
         try:
-            assert stale_op_locks.owner(tmp_path / "ops" / "cpu_adam" / "lock") is None
-            assert stale_op_locks.owner(tmp_path / "ops" / "async_io" / "lock") == f"process {compiler.pid}"
+            assert ops.lock_owner(tmp_path / "ops" / "cpu_adam" / "lock") is None
+            assert ops.lock_owner(tmp_path / "ops" / "async_io" / "lock") == f"process {compiler.pid}"
         finally:
             compiler.kill()
     start = time.monotonic()
-    stale_op_locks.clear(tmp_path / "ops", lambda words: pytest.fail(words))
+    ops.clear_stale_locks(tmp_path / "ops", lambda words: pytest.fail(words))
     assert time.monotonic() - start < 2 and not list((tmp_path / "ops").glob("*/lock"))
 
 
@@ -154,33 +154,30 @@ def test_a_lock_in_the_kernel_needs_no_clearing(tmp_path):
 
     from torch.utils import cpp_extension
 
-    assert stale_op_locks.by_existence() == ("FileBaton" in inspect.getsource(cpp_extension))
-    if not stale_op_locks.by_existence():
+    assert ops.locks_by_existence() == ("FileBaton" in inspect.getsource(cpp_extension))
+    if not ops.locks_by_existence():
         assert "FileLock(os.path.join(build_directory, 'lock'))" in inspect.getsource(cpp_extension)
         (tmp_path / "cpu_adam").mkdir()
         (tmp_path / "cpu_adam" / "lock").touch()
-        stale_op_locks.clear(tmp_path, lambda words: pytest.fail(words))
+        ops.clear_stale_locks(tmp_path, lambda words: pytest.fail(words))
         assert (tmp_path / "cpu_adam" / "lock").exists()
 
 
 def test_on_a_shared_file_system_a_build_may_be_another_hosts(tmp_path, monkeypatch):
-    monkeypatch.setattr(stale_op_locks, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(ops, "_file_system", lambda path: "nfs4")
     op = tmp_path / "cpu_adam"
     op.mkdir()
     (op / "lock").touch()
-    assert stale_op_locks.owner(op / "lock") == "another host that shares this folder"
-    long_ago = time.time() - 2 * stale_op_locks.QUIET_S
+    assert ops.lock_owner(op / "lock") == "another host that shares this folder"
+    long_ago = time.time() - 2 * ops.QUIET_S
     for path in (op / "lock", op):
         os.utime(path, (long_ago, long_ago))
-    assert stale_op_locks.owner(op / "lock") is None
+    assert ops.lock_owner(op / "lock") is None
 
 
 def test_the_kind_of_a_file_system_is_known(tmp_path):
     said = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
-    assert (
-        stale_op_locks._file_system(tmp_path)[:3] in (said[:3], "ove")
-        and stale_op_locks._file_system(Path("/proc/self")) == "proc"
-    )
+    assert ops._file_system(tmp_path)[:3] in (said[:3], "ove") and ops._file_system(Path("/proc/self")) == "proc"
 
 
 def test_hosts_are_asked_to_build(env, monkeypatch):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zerofit.cli.preflight_show import show_checks
-from zerofit.doctor import compare, routes, run_folder
+from zerofit.cli.console import show_checks
+from zerofit.doctor import compare
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.doctor.compare import clock
-from zerofit.doctor.preflight import PreflightRequest, preflight
+from zerofit.doctor.preflight import PreflightRequest, find_routes, interface_check, preflight
 from zerofit.launch.hostfile import Host
 
 GIB = 2**30
@@ -113,15 +113,15 @@ FOLDERS = [
 @pytest.mark.parametrize(("change", "seen", "status", "value"), FOLDERS)
 def test_run_folders(change, seen, status, value):
     told = {"b": {"run_folder": FOLDER | change}}
-    (check,) = run_folder.folders(told, Path("/runs/x"), {"b"} if seen else set())
+    (check,) = compare.folders(told, Path("/runs/x"), {"b"} if seen else set())
     assert check.status == status and value in check.value
     assert ("--output" in check.hint or "right to write" in check.hint) == (status == FAIL)
 
 
 def test_room_for_checkpoints():
     told = {"b": {"run_folder": FOLDER}}
-    status = {size: run_folder.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
-    assert status == {10: OK, 60: WARN, 101: FAIL} and run_folder.disk(told, None) == []
+    status = {size: compare.disk(told, size * GIB)[0].status for size in (10, 60, 101)}
+    assert status == {10: OK, 60: WARN, 101: FAIL} and compare.disk(told, None) == []
 
 
 def test_clocks():
@@ -167,7 +167,7 @@ def routed(side, first, *others, port=29500, callback=None, master=None):
     rows = [{**address, "address": f"10.0.{n}.1", "link_local": False} for n in range(2)]
     told = put(put(side, "addresses", rows), "asked_from", {"there": "10.0.1.9", "here": "10.0.1.1"})
     there = {"a": Answers("a", *first), **{f"b{n}": Answers(f"b{n}", one) for n, one in enumerate(others)}}
-    return asyncio.run(routes.find(list(there), there, dict.fromkeys(there, told), master, port, callback))
+    return asyncio.run(find_routes(list(there), there, dict.fromkeys(there, told), master, port, callback))
 
 
 def test_the_address_that_all_reach_is_taken(side):
@@ -204,7 +204,7 @@ def test_the_command_is_not_reached(side):
 
 def test_a_slow_interface(side):
     slow = put(side, "addresses", [{"interface": "eth0", "address": "10.0.0.1", "mtu": 1500, "speed_mbit": 1000}])
-    check = routes._interface("b", "eth0", slow, 2)
+    check = interface_check("b", "eth0", slow, 2)
     assert check.status == WARN and "1 Gbit/s" in check.value and "--master-addr" in check.hint
 
 

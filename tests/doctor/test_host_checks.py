@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.doctor.test_findings import put
-from zerofit.doctor import host_checks, rated_speeds
+from zerofit.doctor import host_checks
 from zerofit.doctor.check import FAIL, OK, WARN
 from zerofit.doctor.clashes import CLASHES, clashes, driver, version
 from zerofit.doctor.system import compilers
@@ -134,7 +134,7 @@ SLOW = {
 
 
 def test_figures_of_a_gpu_in_order(well):
-    checks = list(rated_speeds.local("a", well, GOOD, 2))
+    checks = list(host_checks.speeds("a", well, GOOD, 2))
     assert {check.status for check in checks} == {OK}
     named = {check.name: check for check in checks}
     assert named["matrix products bf16"].figure == 700e12 and named["matrix products bf16"].source == H100.source
@@ -146,26 +146,26 @@ def test_figures_of_a_gpu_in_order(well):
 @pytest.mark.parametrize("key", SLOW)
 def test_one_slow_figure_is_one_line(well, key):
     name, value = SLOW[key]
-    low = [check for check in rated_speeds.local("a", well, GOOD | {key: value}, 2) if check.status != OK]
+    low = [check for check in host_checks.speeds("a", well, GOOD | {key: value}, 2) if check.status != OK]
     assert [(check.name, check.status) for check in low] == [(name, WARN)] and low[0].hint and low[0].expected
 
 
 def test_slow_products_are_named_by_their_precision(well):
     figures = GOOD | {"matmul_flops": {"fp32": 60e12, "bf16": 100e12}}
-    low = [check for check in rated_speeds.local("a", well, figures, 2) if check.status != OK]
+    low = [check for check in host_checks.speeds("a", well, figures, 2) if check.status != OK]
     assert [check.name for check in low] == ["matrix products bf16"]
 
 
 def test_a_gpu_that_is_not_in_the_catalogue_is_only_shown(well):
     told = put(well, "gpus/0/name", "FancyGPU")
     figures = GOOD | {"memory_bandwidth": 1.0, "link": 1.0}
-    assert all(check.status == OK for check in rated_speeds.local("a", told, figures, 2))
+    assert all(check.status == OK for check in host_checks.speeds("a", told, figures, 2))
 
 
 def test_a_processor_without_bf16(well):
     told = put(put(well, "gpus", []), "cores/usable", 2)
     figures = {k: v for k, v in GOOD.items() if k != "link"} | {"matmul_flops": {"fp32": 1e12, "bf16": 1e10}}
-    low = [check for check in rated_speeds.local("a", told, figures, 1) if check.status != OK]
+    low = [check for check in host_checks.speeds("a", told, figures, 1) if check.status != OK]
     assert [check.hint for check in low] == ["train in fp32 here: --precision fp32"]
 
 
@@ -173,9 +173,11 @@ def test_figures_between_hosts(well):
     rows = [{"interface": "eth0", "address": "10.0.0.1", "mtu": 1500, "speed_mbit": 10_000}]
     cpu = put(put(well, "gpus", []), "addresses", rows)
     status = {
-        gb: next(c.status for c in rated_speeds.across("a", cpu, GOOD | {"link": gb * 1e9}, "eth0")) for gb in (1, 0.3)
+        gb: next(c.status for c in host_checks.speeds_across("a", cpu, GOOD | {"link": gb * 1e9}, "eth0"))
+        for gb in (1, 0.3)
     }
     assert status == {1: OK, 0.3: WARN}
-    (rate, latency) = rated_speeds.across("a", well, GOOD | {"link": 1e9}, "eth0")
+    (rate, latency) = host_checks.speeds_across("a", well, GOOD | {"link": 1e9}, "eth0")
     assert rate.status == WARN and H100.node.name in rate.expected and latency.status == OK
-    assert [c.status for c in rated_speeds.nvme("a", {"/nvme": {"disk_read": 1e9, "disk_write": 1e9}})] == [OK, WARN]
+    figures = {"/nvme": {"disk_read": 1e9, "disk_write": 1e9}}
+    assert [c.status for c in host_checks.nvme_speeds("a", figures)] == [OK, WARN]

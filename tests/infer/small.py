@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from tests.models.small import TEXT, TRANSFORMERS
-from zerofit.checkpoint.model_card import ModelInfo
+from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import Data, eval_indices, open_data
-from zerofit.infer.evaluate import evaluate
-from zerofit.infer.figures import figures_of
+from zerofit.infer.evaluate import evaluate, figures_of
 from zerofit.infer.limits import MemoryLimits, room
 from zerofit.infer.placement import Placement, place
 from zerofit.infer.saved_model import SavedModel, open_saved

@@ -9,10 +9,9 @@ from torch.nn import functional
 from tests.infer import own
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, save, save_small
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.checkpoint.model_card import ModelInfo
+from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import eval_batches
-from zerofit.infer.evaluate import evaluate, working_bytes
-from zerofit.infer.figures import EvalFigures, cross_entropy_counts, figures_of
+from zerofit.infer.evaluate import EvalFigures, cross_entropy_counts, evaluate, figures_of, working_bytes
 from zerofit.infer.saved_model import open_saved
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -27,7 +26,7 @@ def test_pieces_of_logits_count_as_the_whole(monkeypatch):
     logits, labels = torch.randn(3, 7, 11, generator=generator), torch.randint(0, 11, (3, 7), generator=generator)
     labels[0, :3] = -100
     whole = cross_entropy_counts(logits, labels, 5)
-    monkeypatch.setattr("zerofit.infer.figures.CHUNK_BYTES", 4 * 11 * 4)
+    monkeypatch.setattr("zerofit.infer.evaluate.CHUNK_BYTES", 4 * 11 * 4)
     torch.testing.assert_close(cross_entropy_counts(logits, labels, 5), whole)
     flat, wanted = logits.flatten(0, 1)[3:].double(), labels.flatten()[3:]
     near = (flat.topk(5).indices == wanted[:, None]).any(1).sum()

@@ -9,8 +9,7 @@ import torch
 
 from tests.infer.small import CPU, SAMPLES, data_of, figures, loaded, reference, save, save_small, session
 from tests.models.small import TRANSFORMERS
-from zerofit.infer.evaluate import evaluate
-from zerofit.infer.figures import figures_of
+from zerofit.infer.evaluate import evaluate, figures_of
 from zerofit.infer.saved_model import open_saved
 from zerofit.spec.errors import RunFailed, UserError
 from zerofit.spec.events import Reporter

@@ -9,11 +9,11 @@ import torch
 from accelerate.utils.modeling import check_device_map
 
 from tests.models.small import IMAGES, TEXT, TRANSFORMERS
-from zerofit.infer.limits import DoesNotFit, MemoryLimits, read_limits, room
+from zerofit.infer.limits import MemoryLimits, read_limits, room
 from zerofit.infer.placement import compact_names, place, refuse_misfit, table_lines
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import DoesNotFit, UserError
 
 WORKING = 5 << 20
 ROOM, GPU_ROOM = room("cpu"), room(0)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.infer.small import save, save_small
-from zerofit.infer.eval_data import scratch_folder
+from zerofit.infer.evaluate import scratch_folder
 from zerofit.infer.saved_model import find_folder as find
-from zerofit.infer.saved_model import is_checkpoint, open_saved
-from zerofit.infer.weights import read_weights
+from zerofit.infer.saved_model import is_checkpoint, open_saved, read_weights
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from tests.launch.hostile import HOSTILE, LINES
+from zerofit.launch.job_file import write_once
 from zerofit.launch.sbatch import SlurmJob, sbatch_text, seconds
-from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import UserError
 
 ZEROFIT = """#!{python} -I

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.device import Device
-from zerofit.spec.hardware import find_device
-from zerofit.spec.precision import ELEMENT_BYTES
+from zerofit.spec.devices import Device, find_device
+from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 
 GIB = 2**30

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
 from zerofit.plan.rates import EFFICIENCIES, Rates, rates_of
-from zerofit.spec.calibration import Calibration
+from zerofit.plan.time import RankGroup, call_s, collective_s, group_of, sent_bytes
+from zerofit.spec.local_machine import Calibration
 
 MB = 1_000_000
 

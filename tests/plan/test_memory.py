@@ -10,10 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from zerofit.plan import memory as memory_module
-from zerofit.plan.host import parameters_offloaded, sub_groups
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
-from zerofit.plan.persistent import overlap_in_partition
+from zerofit.plan.persistent import overlap_in_partition, parameters_offloaded, sub_groups
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.timeline import timeline
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile, setting
@@ -232,7 +231,7 @@ def test_torch_is_not_imported():
 
 def test_layouts_that_differ_in_the_micro_batch_alone_share_all_but_a_multiplication():
     tell = Forecaster(PROFILE)
-    with patch.object(memory_module, "standing", wraps=memory_module.standing) as tables:
+    with patch.object(memory_module, "persistent_memory", wraps=memory_module.persistent_memory) as tables:
         for dp in (1, 2, 4, 8):
             for stage in (0, 1, 2, 3):
                 for micro_batch in range(1, 65):

@@ -9,12 +9,11 @@ from itertools import pairwise
 import pytest
 
 from tests.plan.stub import GIB, Formula, make_cluster, make_profile
-from zerofit.plan.degrees import Degrees, degree_problem, settings_of
-from zerofit.plan.fit import fit, margin_bytes
+from zerofit.plan.fit import check_fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
-from zerofit.plan.space import PlanRequest, space_of
+from zerofit.plan.space import Degrees, PlanRequest, degree_problem, settings_of, space_of
 from zerofit.spec.errors import UserError
 
 REQUEST = PlanRequest(precision="bf16", global_batch=64)
@@ -34,7 +33,7 @@ def test_the_best_come_first_and_fit():
     speeds = [one.samples_per_s for one in answer.layouts]
     assert len(speeds) == 20 and speeds == sorted(speeds, reverse=True)
     for one in answer.layouts:
-        assert one.fit.short is None and one.fit.device_bytes == one.memory.peak_bytes + one.fit.margin_bytes
+        assert one.fit.exceeded is None and one.fit.device_bytes == one.memory.peak_bytes + one.fit.margin_bytes
         assert 0 < one.mfu < 1 and sum(one.memory.breakdown.values()) == one.memory.peak_bytes
         assert one.samples_per_s == pytest.approx(64 / one.time.step_s, rel=0.005)
     assert answer.considered == answer.fitting + sum(r.count for r in answer.rejections if r.layout)
@@ -65,15 +64,15 @@ def test_why_others_are_rejected():
     (rejected,) = [r for r in answer.rejections if r.layout]
     assert rejected.reason == "device-memory-backward" and rejected.count > 100
     assert "GiB" in rejected.message and "margin" in rejected.message
-    assert rejected.fit.short == "device" and rejected.fit.over > 1
+    assert rejected.fit.exceeded == "device" and rejected.fit.utilization > 1
     assert rejected.hint.endswith("would fit")
-    assert rejected.fit.over == pytest.approx(min(_overs(answer.cluster)))
+    assert rejected.fit.utilization == pytest.approx(min(_overs(answer.cluster)))
 
 
 def _overs(cluster):
     formula = Formula(make_profile())
-    fits = [fit(formula(c), c, cluster) for c in layouts(make_profile(), cluster)]
-    return [one.over for one in fits if one.short]
+    fits = [check_fit(formula(c), c, cluster) for c in layouts(make_profile(), cluster)]
+    return [one.utilization for one in fits if one.exceeded]
 
 
 def test_host_memory_is_counted_by_the_node():
@@ -103,7 +102,7 @@ def test_skipping_forecasts_changes_nothing():
     answer, formula = found(profile, cluster), Formula(profile)
     everything = layouts(profile, cluster)
     assert answer.considered == len(everything)
-    assert answer.fitting == sum(fit(formula(c), c, cluster).short is None for c in everything)
+    assert answer.fitting == sum(check_fit(formula(c), c, cluster).exceeded is None for c in everything)
 
 
 def test_degrees_that_do_not_divide_say_which_do():

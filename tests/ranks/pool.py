@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from zerofit.app.prepare_folder import make_ready, prepare
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
-from zerofit.launch.machine import this_machine
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.load import load_run
+from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import Job, RunFolder
 
 JOB_TIMEOUT_S = 180

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from zerofit.app.simulation import prepare_simulation
-from zerofit.simulate.record import RankRecord
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.hardware import cpu_device, find_device
-from zerofit.spec.load import load_run
+from zerofit.spec.devices import cpu_device, find_device
+from zerofit.spec.run import load_run
 
 GIB = 2**30
 # parameters: 2 x 64 x 32 (embedding, head) + 2 x (4 x 32 x 32 + 3 x 32 x 80 + 2 x 32) + 32

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerofit.simulate.allocator import EmptyCache, PhaseEnd, replay
-from zerofit.simulate.caching import MIB, CachingAllocator, rounded_bytes, segment_bytes
-from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.simulate.caching import MIB, CachingAllocator, ExpandableAllocator, rounded_bytes, segment_bytes
 from zerofit.spec.overhead import pinned_bytes
 
 

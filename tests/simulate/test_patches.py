@@ -31,6 +31,7 @@ FAKE_IMPLS, C10D = "torch._subclasses.fake_impls", "torch.distributed.distribute
 ZERO_UTILS, ZERO_INIT = "deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters"
 MASKING, BUILDER = "transformers.masking_utils", "deepspeed.ops.op_builder.builder"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
+CPU_INFO = "cpu_info = get_cpu_info()"
 # patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
 PATCHES = {
     "module_apply": (
@@ -83,6 +84,13 @@ PATCHES = {
     "compiled_ops": (
         [f"{BUILDER}:OpBuilder.load"],
         [Reason(BUILDER, "OpBuilder.load", "self verbose", "importlib.import_module(self.absolute_name())")],
+    ),
+    "cpu_vendor": (
+        ["cpuinfo:get_cpu_info"],
+        [
+            Reason("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam.__init__", "self model_params", CPU_INFO),
+            Reason("deepspeed.ops.lion.cpu_lion", "DeepSpeedCPULion.__init__", "self model_params", CPU_INFO),
+        ],
     ),
     "rng_state": (
         ["torch:get_rng_state", "torch.random:get_rng_state"],

@@ -8,8 +8,8 @@ import pytest
 
 from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import cpu_device
 from zerofit.spec.errors import UserError
-from zerofit.spec.hardware import cpu_device
 
 GIB = 2**30
 

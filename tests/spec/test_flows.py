@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from zerofit.spec.flows import flows
+from zerofit.spec.process import flows
 
 
 def test_bytes_that_flow_through_connections():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerofit.spec.devices import DEVICES
+from zerofit.spec.devices import DEVICES, KINDS, by_name, cpu_device, find_device, peak_flops, supports
 from zerofit.spec.errors import UserError
-from zerofit.spec.hardware import KINDS, by_name, cpu_device, find_device, peak_flops, supports
 from zerofit.spec.units import parse_bytes, shown_bytes
 
 GIB = 2**30

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerofit.spec.jsonl import JsonlTail
+from zerofit.spec.files import JsonlTail
 
 
 @pytest.mark.parametrize("bad", [b"\0" * 10, b'{"step": 2, "loss', b'{"text": "\xc3"}', b"17", b"[]"])

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from zerofit.spec.errors import UserError
-from zerofit.spec.load import RunRequest, load_run
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest, load_run
 
 
 def test_a_flag_overrides_the_file(tmp_path):

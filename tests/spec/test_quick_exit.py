@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys, threading, time
-from zerofit.spec.quick_exit import run_and_exit
+from zerofit.spec.process import run_and_exit
 
 def late():
     time.sleep(0.2)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zerofit.data import Dataset, Order, micro_batches
+from zerofit.train.callbacks import EventLog
 from zerofit.train.heartbeat import TRAINING, Heartbeat, RankProgress
-from zerofit.train.loggers import EventLog
 
 
 @pytest.fixture

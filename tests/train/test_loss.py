@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zerofit.spec.task import IGNORE_INDEX
+from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.train.loss import weighted_cross_entropy
 
 TARGETS, CLASSES = 37, 11

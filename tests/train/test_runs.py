@@ -154,7 +154,7 @@ def test_metrics_say_what_was_done(pools, tmp_path):
 
 
 def test_run_json_gives_the_same_run_again(pools, tmp_path):
-    from zerofit.spec.load import load_run
+    from zerofit.spec.run import load_run
 
     first = pools(2).train(tmp_path / "a", model="mlp", data="digits", steps=5)
     again = load_run(first.folder.run, {"output": tmp_path / "b"}).run.model_dump(exclude={"output", "ranks"})

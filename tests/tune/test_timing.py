@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from zerofit.tune.timing import CHUNK_S, FEWEST, timing
+from zerofit.tune.trial import CHUNK_S, FEWEST, timing
 
 
 def test_the_first_steps_and_seconds_do_not_count():

@@ -12,7 +12,7 @@ import pytest
 
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import LaunchSpec, as_argument, from_argument, rank_of
-from zerofit.watch.watch import Watch
+from zerofit.watch.supervise import Watch
 
 BEAT = {"step": 3, "phase": "forward", "training": True, "still_s": 0.1, "silent_s": 0.1, "cpu_s": 1.0}
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_scaling as compare_scaling
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
-    from zerofit.app.comparing.result import Comparison as Comparison
+    from zerofit.app.comparing.rows import Comparison as Comparison
     from zerofit.app.inference import Evaluation as Evaluation
     from zerofit.app.inference import Generation as Generation
     from zerofit.app.inference import evaluate as evaluate
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from zerofit.app.planning.planner import plan as plan
     from zerofit.app.session import Session as Session
     from zerofit.app.simulation import simulate as simulate
+    from zerofit.app.supervision import TrainingResult as TrainingResult
     from zerofit.app.training import TrainingRun as TrainingRun
     from zerofit.app.training import train as train
-    from zerofit.app.training_result import TrainingResult as TrainingResult
     from zerofit.app.tuning.tune import tune as tune
-    from zerofit.infer.limits import DoesNotFit as DoesNotFit
     from zerofit.simulate.result import Simulation as Simulation
     from zerofit.spec.cluster import Cluster as Cluster
+    from zerofit.spec.errors import DoesNotFit as DoesNotFit
     from zerofit.spec.errors import Problem as Problem
     from zerofit.spec.errors import RunFailed as RunFailed
     from zerofit.spec.errors import Stopped as Stopped
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zerofit.spec.events import Event as Event
     from zerofit.spec.run import Run as Run
     from zerofit.train.callbacks import Callback as Callback
-    from zerofit.tune.result import TuneResult as TuneResult
+    from zerofit.tune.search import TuneResult as TuneResult
 
 __all__ = [
     "Callback",
@@ -74,38 +74,29 @@ __all__ = [
     "train",
     "tune",
 ]
-_PLACES = {
-    "Callback": "zerofit.train.callbacks",
-    "Checkpoint": "zerofit.app.checkpoints",
-    "Cluster": "zerofit.spec.cluster",
-    "Comparison": "zerofit.app.comparing.result",
-    "DoesNotFit": "zerofit.infer.limits",
-    "Evaluation": "zerofit.app.inference",
-    "Event": "zerofit.spec.events",
-    "Generation": "zerofit.app.inference",
-    "Plan": "zerofit.app.planning.answers",
-    "Problem": "zerofit.spec.errors",
-    "Run": "zerofit.spec.run",
-    "RunFailed": "zerofit.spec.errors",
-    "Simulation": "zerofit.simulate.result",
-    "Session": "zerofit.app.session",
-    "Stopped": "zerofit.spec.errors",
-    "TrainingResult": "zerofit.app.training_result",
-    "TrainingRun": "zerofit.app.training",
-    "TuneResult": "zerofit.tune.result",
-    "UserError": "zerofit.spec.errors",
-    "check": "zerofit.app.checking",
-    "compare_scaling": "zerofit.app.comparing.comparisons",
-    "compare_sizes": "zerofit.app.comparing.comparisons",
-    "compare_strategies": "zerofit.app.comparing.comparisons",
-    "evaluate": "zerofit.app.inference",
-    "generate": "zerofit.app.inference",
-    "hf": "zerofit.hf",
-    "plan": "zerofit.app.planning.planner",
-    "simulate": "zerofit.app.simulation",
-    "train": "zerofit.app.training",
-    "tune": "zerofit.app.tuning.tune",
+_MODULES = {
+    "zerofit.app.checking": ("check",),
+    "zerofit.app.checkpoints": ("Checkpoint",),
+    "zerofit.app.comparing.comparisons": ("compare_scaling", "compare_sizes", "compare_strategies"),
+    "zerofit.app.comparing.rows": ("Comparison",),
+    "zerofit.app.inference": ("Evaluation", "Generation", "evaluate", "generate"),
+    "zerofit.app.planning.answers": ("Plan",),
+    "zerofit.app.planning.planner": ("plan",),
+    "zerofit.app.session": ("Session",),
+    "zerofit.app.simulation": ("simulate",),
+    "zerofit.app.supervision": ("TrainingResult",),
+    "zerofit.app.training": ("TrainingRun", "train"),
+    "zerofit.app.tuning.tune": ("tune",),
+    "zerofit.hf": ("hf",),
+    "zerofit.simulate.result": ("Simulation",),
+    "zerofit.spec.cluster": ("Cluster",),
+    "zerofit.spec.errors": ("DoesNotFit", "Problem", "RunFailed", "Stopped", "UserError"),
+    "zerofit.spec.events": ("Event",),
+    "zerofit.spec.run": ("Run",),
+    "zerofit.train.callbacks": ("Callback",),
+    "zerofit.tune.search": ("TuneResult",),
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
-import json
 import math
 import os
 import threading
@@ -21,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -46,11 +46,10 @@ from zerofit.check.dotted import autos
 from zerofit.config.ds_json import read_document
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.result import Simulation
-from zerofit.spec.cache import cache_root
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.files import write_text
+from zerofit.spec.files import cache_root, write_json, write_text
 from zerofit.spec.run import Run
 
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}  # whose states are zerofit's too
@@ -77,44 +76,36 @@ def run_of(
         seq_len: tokens of a sample, which the arguments do not say.
         on_event: hears what is assumed.
 
-    Raises:
-        UserError: with everything that the Trainer would refuse, or that zerofit cannot simulate.
+    Raises UserError with everything that the Trainer would refuse, or that zerofit cannot simulate.
     """
     problems, report = Problems(), Reporter(on_event)
     name, config = _model(model)
     if args.fsdp:
         problems.add("trainer", "args.fsdp: zerofit simulates DeepSpeed", "set args.deepspeed instead", "args.fsdp")
-    written, optimizer = _written(args, report), None
-    if "optimizer" not in written:
-        asked = str(getattr(args.optim, "value", args.optim))
-        optimizer = OPTIMIZERS.get(asked)
-        if optimizer is None:
-            hint = f"known: {', '.join(OPTIMIZERS)}; or an optimizer block in the DeepSpeed JSON"
-            problems.add("trainer", f"args.optim {asked} is not simulated", hint, "args.optim")
+    written = _written(args, report)
     steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only a schedule asks
     degrees = {
         "tensor_parallel": written.get("tensor_parallel", {}).get("autotp_size"),
         "sequence_parallel": written.get("sequence_parallel_size"),
     }
+    fields: dict[str, Any] = {key: one for key, one in degrees.items() if isinstance(one, int) and one > 1}
+    if seq_len is not None:
+        fields["seq_len"] = seq_len
+    if "optimizer" not in written:
+        fields["optimizer"] = _optimizer(args, problems)
     filled = problems.attempt(lambda: _filled(written, args, config, cluster.ranks, steps))
     problems.raise_if_any()
-    fields: dict[str, Any] = {
-        "optimizer": optimizer,
-        "seq_len": seq_len,
-        **{key: degree for key, degree in degrees.items() if isinstance(degree, int) and degree > 1},
-    }
+    # transformers 5.23 has renamed it
+    recompute = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False)
     return Run(
         model=name,
         ds_config=filled,
         ranks=cluster.ranks,
         micro_batch=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        # transformers 5.23 has renamed it
-        activation_checkpointing=bool(
-            getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False)
-        ),
+        activation_checkpointing=bool(recompute),
         steps=steps,
-        **{key: value for key, value in fields.items() if value is not None},
+        **fields,
     )
 
 
@@ -170,6 +161,15 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
     return str(file), config
 
 
+def _optimizer(args: TrainingArguments, problems: Problems) -> str | None:
+    """Return the run's name of the Trainer's optimizer."""
+    asked = str(getattr(args.optim, "value", args.optim))
+    if asked not in OPTIMIZERS:
+        hint = f"known: {', '.join(OPTIMIZERS)}; or an optimizer block in the DeepSpeed JSON"
+        problems.add("trainer", f"args.optim {asked} is not simulated", hint, "args.optim")
+    return OPTIMIZERS.get(asked)
+
+
 def _hub_config(name: str, unknown: ModelError) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(name)
@@ -203,13 +203,6 @@ class _AsOnCluster:
         return getattr(self._args, name)
 
 
-@dataclass(frozen=True)
-class _WithConfig:
-    """All of a model that transformers looks at to fill a DeepSpeed JSON."""
-
-    config: PretrainedConfig | None
-
-
 def _filled(
     written: dict[str, Any], args: TrainingArguments, config: PretrainedConfig | None, ranks: int, steps: int
 ) -> dict[str, Any]:
@@ -219,7 +212,7 @@ def _filled(
         filler = HfTrainerDeepSpeedConfig(written)  # takes the place of the Trainer's own for from_pretrained
         seen = _AsOnCluster(args, ranks)
         filler.trainer_config_process(seen)
-        filler.trainer_config_finalize(seen, _WithConfig(config), steps)
+        filler.trainer_config_finalize(seen, SimpleNamespace(config=config), steps)  # no more of a model is read
         if left := list(autos(filler.config)):
             raise ValueError(f'the Trainer does not fill {", ".join(left)}, which says "auto"')
         return dict(filler.config)
@@ -232,6 +225,13 @@ def _filled(
 
 
 # --- callbacks ---
+
+
+def _folder(asked: Path | str | None, args: TrainingArguments) -> Path:
+    """Make and return the folder that a callback writes to."""
+    folder = Path(asked or args.output_dir or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class MemoryAgainstForecast(TrainerCallback):
@@ -252,15 +252,8 @@ class MemoryAgainstForecast(TrainerCallback):
         """What was measured, as a share of the forecast."""
         return self.measured_bytes / self.forecast_bytes
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Measure after a micro batch."""
-        self._measure(args, state)
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Measure after a step, and warn."""
-        self._measure(args, state)
-
-    def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Measure after a step or a micro batch, and warn."""
         if args.device.type == "cuda":
             now = torch.cuda.max_memory_allocated(args.device)
         else:
@@ -273,6 +266,8 @@ class MemoryAgainstForecast(TrainerCallback):
                 f"{self.ratio - 1:.0%} more than the forecast of {self.forecast_bytes:,}",
                 stacklevel=2,
             )
+
+    on_substep_end = on_step_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,14 +316,6 @@ class NanReport(TrainerCallback):
             self._drawn = _RecordedBatches(sampler)
             loader.__dict__["batch_sampler"] = self._drawn  # assigning it is refused by torch
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Look at the losses of a micro batch."""
-        self._look(args, state, control)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Look at the losses of the step's last micro batch."""
-        self._look(args, state, control)
-
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop listening."""
         self._hook.remove()
@@ -340,12 +327,13 @@ class NanReport(TrainerCallback):
                 self._seen.append((self._count, loss.detach(), batch))
             self._count += 1
 
-    def _look(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Look at the losses of a step's, or a micro batch's, forward passes."""
         seen, self._seen = self._seen, []
         for number, loss, batch in seen:
             value = float(loss.float().sum())
             if not math.isfinite(value) and self.finding is None:
-                self.finding = self._kept(args, state, number, value, batch)
+                self.finding = self._kept(args, number, value, batch)
                 samples = self.finding.indices if self.finding.indices is not None else "unknown"
                 warnings.warn(
                     f"rank {self.finding.rank}: the loss is {value} at step {self.finding.step}; samples {samples}, "
@@ -354,12 +342,10 @@ class NanReport(TrainerCallback):
                 )
                 control.should_training_stop |= self.stop
 
-    def _kept(
-        self, args: TrainingArguments, state: TrainerState, number: int, loss: float, batch: dict[str, Any]
-    ) -> NanFinding:
-        folder = Path(self.folder or args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"nan-rank-{args.process_index}"
+    on_substep_end = on_step_end
+
+    def _kept(self, args: TrainingArguments, number: int, loss: float, batch: dict[str, Any]) -> NanFinding:
+        stem = _folder(self.folder, args) / f"nan-rank-{args.process_index}"
         tensors = {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
         torch.save(tensors, f"{stem}.pt")
         finding = NanFinding(
@@ -371,7 +357,7 @@ class NanReport(TrainerCallback):
             batch_file=f"{stem}.pt",
             shapes={name: list(value.shape) for name, value in tensors.items()},
         )
-        write_text(Path(f"{stem}.json"), json.dumps(asdict(finding), indent=2) + "\n")
+        write_json(Path(f"{stem}.json"), asdict(finding))
         return finding
 
 
@@ -441,9 +427,7 @@ class HangWatch(TrainerCallback):
                 self._tell(args)
 
     def _tell(self, args: TrainingArguments) -> None:
-        folder = Path(self.folder or args.output_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / f"hang-rank-{args.process_index}.txt"
+        self.file = _folder(self.folder, args) / f"hang-rank-{args.process_index}.txt"
         with self.file.open("a", encoding="utf-8") as file:
             words = f"rank {args.process_index}, process {os.getpid()}: no step has ended for {self.seconds:.0f} s"
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words}\n")

@@ -1,10 +1,11 @@
-"""What each rank executes: `python -m zerofit.worker RUN_FOLDER`, started by the rank's guard."""
+"""The program of each rank: `python -m zerofit.worker RUN_FOLDER`, started by the rank's guard."""
 
 from __future__ import annotations
 
 import atexit
 import errno
 import os
+import resource
 import socket
 import sys
 import time
@@ -18,16 +19,21 @@ from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
+from zerofit.spec.local_machine import free_host_bytes
 from zerofit.spec.run_folder import RunFolder
 from zerofit.train.heartbeat import Heartbeat, RankProgress
 from zerofit.train.stop_signals import SignalNotes
 from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME
-from zerofit.watch.stacks import listen_for_dumps
+from zerofit.watch.rank_guard import listen_for_dumps
 
 # what gloo, NCCL and torch's store say in a RuntimeError when another rank is gone
 PEER_LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
 BACKENDS = ("gloo", "NCCL")
+# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up
+RESERVED_BYTES = 1 << 30
+LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
 LINES = 3  # of a library's message: validators name the key in the second
 
 
@@ -36,6 +42,7 @@ def main() -> NoReturn:
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
     _log_to(folder.rank_log(rank))
+    _limit_memory()
     place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
     print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {place}, process {os.getpid()}", flush=True)
     signals = SignalNotes()
@@ -64,6 +71,26 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _limit_memory() -> None:
+    """Limit a CPU rank to its share of the memory that is free now, beside what was there when it started.
+
+    An allocation beyond it fails in this rank, with a message, before the host runs out. If the host runs out all the
+    same, the kernel ends ranks first, and no other process.
+    """
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and sys.platform == "linux":
+        share = free_host_bytes() // _ranks_here() + RESERVED_BYTES
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = [limit for limit in (share, soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+
+
+def _ranks_here() -> int:
+    """Return the ranks of this host, as DeepSpeed's launcher or MPI says it; 1 where nobody does."""
+    return int(next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), 1))
 
 
 def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> None:
@@ -101,29 +128,24 @@ def translate(error: BaseException, log: Path) -> Problem:
     """Return a library's exception as a problem that names the knob; the traceback is in the rank's log."""
     text = str(error).strip()
     first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "out of memory" in text.lower():
+    no_memory = any(sign.lower() in text.lower() for sign in NO_MEMORY)
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or no_memory:
         hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
         hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
         return Problem(kind="out-of-memory", message=f"out of memory: {first}", hint=hint, where=str(log))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room there; the same command goes on from the newest checkpoint"
-        return Problem(
-            kind="disk-full", message=f"no room on the disk: {first}", hint=hint, where=str(log.parent.parent)
-        )
+        message = f"no room on the disk: {first}"
+        return Problem(kind="disk-full", message=message, hint=hint, where=str(log.parent.parent))
     if _is_peer_lost(error):
-        return Problem(
-            kind="peer-lost",
-            message=f"another rank is gone or busy elsewhere: {first}",
-            hint="the other ranks' logs say why",
-            where=str(log),
-        )
-    return Problem(
-        kind="rank-failed", message=f"{type(error).__name__}: {first}", hint="its log has the traceback", where=str(log)
-    )
+        message, hint = f"another rank is gone or busy elsewhere: {first}", "the other ranks' logs say why"
+        return Problem(kind="peer-lost", message=message, hint=hint, where=str(log))
+    message = f"{type(error).__name__}: {first}"
+    return Problem(kind="rank-failed", message=message, hint="its log has the traceback", where=str(log))
 
 
 def _is_peer_lost(error: BaseException) -> bool:
-    """Whether torch.distributed has lost a rank; W&B's or a hub's refused connections are raised elsewhere."""
+    """Return whether torch.distributed has lost a rank; W&B's or a hub's refused connections are raised elsewhere."""
     if any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__):
         return True
     text, frames = str(error), traceback.walk_tb(error.__traceback__)

@@ -1,1 +1,1 @@
-"""What commands do, without a terminal: typed requests in, typed results out, progress as events."""
+"""The commands' work without a terminal: typed requests in, typed results out, progress as events."""

@@ -20,9 +20,7 @@ from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What is wrong in a DeepSpeed JSON, and what can be done about it."""
+    """Faults of a DeepSpeed JSON, and what can be done about them."""
 
     file: str  # its path; "ds_config" where it was given as data
     findings: tuple[Finding, ...]  # by line
@@ -101,7 +99,7 @@ class CheckResult:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes follow from it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
         from zerofit.app.resolve import cluster_machine, resolve_job
-        from zerofit.config.reasons import reasons
+        from zerofit.config.resolve import reasons
 
         config = self.document.config if self.document.generated else self.file
         run = self.request.run.model_copy(update={"ds_config": config})
@@ -134,8 +132,7 @@ def check(
         cluster: where it will run; a kind alone ("h100-80gb") leaves the number of ranks to the run.
         on_event: hears what is being done.
 
-    Raises:
-        UserError: the file does not parse, or the run's model or the kind is not known.
+    Raises UserError where the file does not parse, or the run's model or the kind is not known.
 
     >>> import zerofit as zf
     >>> result = zf.check({"train_batch_size": 8, "zero_optimisation": {"stage": 2}})
@@ -156,7 +153,10 @@ def check(
     facts = None
     if "model" in request.run.model_fields_set:
         Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
-        facts = _facts(request)
+        from zerofit.app.resolve import find_model
+        from zerofit.train.probe import probe
+
+        facts = probe(*find_model(request), None, request.run)
     able = cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")
     hardware = TargetHardware(
         ranks=ranks,
@@ -169,15 +169,6 @@ def check(
     return CheckResult(
         file=file, findings=findings, document=document, hardware=hardware, request=request, cluster=cluster
     )
-
-
-def _facts(request: RunRequest) -> ModelFacts:
-    """Read the model's figures on the meta device. Raises UserError."""
-    from zerofit.app.resolve import find_model
-    from zerofit.train.probe import probe
-
-    source, task = find_model(request)
-    return probe(source, task, None, request.run)
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.checkpoint.staging import refuse_existing
+from zerofit.checkpoint.model_folder import refuse_existing
 from zerofit.checkpoint.store import (
     CheckpointEntry,
     Damage,
@@ -20,7 +20,7 @@ from zerofit.checkpoint.store import (
     verify,
 )
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.layout import Batch, Layout
+from zerofit.spec.run_folder import Batch, Layout
 from zerofit.spec.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class CheckpointList:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDescription(CheckpointSummary):
-    """What a checkpoint is of."""
+    """A checkpoint and what it is of: the model, its data, and how it was trained."""
 
     model: str
     model_args: dict[str, Any]
@@ -89,7 +89,7 @@ class CheckpointDescription(CheckpointSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """Whether every byte of a checkpoint is as it was written."""
+    """The answer whether every byte of a checkpoint is as it was written."""
 
     path: Path
     step: int | None

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from zerofit.data import split_name
-from zerofit.infer.eval_data import open_eval_data, scratch_folder
-from zerofit.infer.evaluate import EvalScores
+from zerofit.infer.evaluate import EvalScores, figures_of, open_eval_data, scratch_folder
 from zerofit.infer.evaluate import evaluate as evaluate_model
 from zerofit.infer.evaluate import working_bytes as eval_bytes
-from zerofit.infer.figures import figures_of
 from zerofit.infer.generate import GeneratedText, GenerationRequest, check_prompt
 from zerofit.infer.generate import generate as generate_text
 from zerofit.infer.generate import working_bytes as generation_bytes
@@ -22,8 +20,8 @@ from zerofit.infer.saved_model import find_folder
 from zerofit.infer.session import InferenceSession, PlacementResult, open_model
 from zerofit.spec.errors import Problems
 from zerofit.spec.events import Event, OnEvent, Reporter
-from zerofit.spec.load import load_run
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import Precision
+from zerofit.spec.run import load_run
 
 MICRO_BATCH = 8
 MaxMemory = str | Mapping[Device, str | int] | None
@@ -46,7 +44,7 @@ class EvalDataOptions(TypedDict, total=False):
 
 
 class InferenceOptions(TypedDict, total=False):
-    """Where a model's weights may go, and in which type.
+    """Places where a model's weights may go, and their type.
 
     `max_memory` names all devices that may be used, such as {0: "20GiB", "cpu": "60GiB"}; by default it is most of
     what is free. Weights that no file holds as they are needed are written to `offload_folder`. A model
@@ -62,7 +60,7 @@ class InferenceOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(EvalScores, PlacementResult):
-    """How good a model is, and where its weights lay."""
+    """A model's scores, and where its weights lay."""
 
     model: str
     data: str
@@ -74,7 +72,7 @@ class Generation(GeneratedText, PlacementResult):
 
 
 class EvaluateOptions(EvalDataOptions, InferenceOptions, total=False):
-    """Everything that `evaluate` takes beside the folder."""
+    """Options of `evaluate`: everything that it takes beside the folder."""
 
 
 def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluation:

@@ -9,24 +9,31 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from zerofit.app.resolve import resolve_job
-from zerofit.app.resume import find_start
-from zerofit.app.training_result import TrainingResult
-from zerofit.checkpoint.store import Store
+from zerofit.app.resolve import ResolvedJob, resolve_job
+from zerofit.checkpoint.compatible import obstacles, same_storage
+from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
 from zerofit.launch.run_lock import refuse_if_held
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, write_json
-from zerofit.spec.load import RunRequest
+from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
-from zerofit.spec.run import Run
-from zerofit.spec.run_folder import Job, RunFolder, Start
-from zerofit.spec.versions import versions
+from zerofit.spec.run import Run, RunRequest, flag
+from zerofit.spec.run_folder import Job, Layout, MemoryForecast, RunFolder, Start
+
+MODEL = ("model", "model_args")
+SAME_RUN = (*MODEL, "loss", "data", "text_field", "tokenizer", "image_size", "seq_len", "seed", "optimizer")
+UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
+
+
+Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +51,20 @@ def prepare(
     machine: Machine | None = None,
     folder: RunFolder | None = None,
     model: nn.Module | None = None,
+    gate: Gate | None = None,
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
 
     `machine`: the devices of all hosts together; None: those of this one. `folder`: the run folder where this command
-    holds it already. `model`: in place of the one that the run names. Raises UserError with all that is wrong.
+    holds it already. `model`: in place of the one that the run names. `gate`: forecasts memory, and raises where it is
+    not there; nothing is written then. Raises UserError with all that is wrong.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(asked.run))
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
-    job = replace(resolved.job, start=find_start(resolved.job, folder, report))
+    forecast = gate(asked, resolved, folder.path) if gate else None
+    job = replace(resolved.job, start=find_start(resolved.job, folder, report), forecast=forecast)
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,8 +88,7 @@ def find_folder(run: Run) -> RunFolder:
     folder = RunFolder(path)
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return folder
-    goes_on = run.resume != "never" and folder.plan.is_file()
-    if goes_on:
+    if run.resume != "never" and folder.plan.is_file():
         refuse_if_held(folder)
         return folder
     what = "holds another run" if folder.run.exists() else "exists and is not an empty folder"
@@ -98,13 +107,6 @@ def _new_path(run: Run) -> Path:
     return path
 
 
-def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
-    """Return the result of a run that has nothing left to do: its last step is saved, and the model is."""
-    if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
-        return None
-    return TrainingResult.read(folder)
-
-
 def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     """Set aside what earlier starts left in this folder, and return notes for the user.
 
@@ -119,8 +121,7 @@ def make_ready(folder: RunFolder, start: Start | None) -> list[str]:
     store.remove_incomplete()
     later = [entry.path for entry in store.entries() if entry.step > step]
     notes = [f"{old.name} is kept as {new.name}" for old, new in zip(later, store.archive(later), strict=True)]
-    if folder.result.exists():
-        folder.result.unlink()
+    folder.result.unlink(missing_ok=True)
     return notes + _cut_metrics(folder, step)
 
 
@@ -147,3 +148,91 @@ def _step_of(line: bytes) -> float:
         return json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
+
+
+def find_start(job: Job, folder: RunFolder, report: Reporter) -> Start | None:
+    """Find and verify the checkpoint from which this job goes on; None where it starts at step 1.
+
+    `report` hears notes: damaged checkpoints that are skipped, settings that have changed.
+    Raises UserError where there is no way to go on.
+    """
+    asked = job.run.resume
+    if asked == "never" or (asked == "auto" and not folder.plan.exists()):
+        return None
+    if asked == "auto":
+        _refuse_another_run(json.loads(folder.run.read_text()), job, folder, SAME_RUN)
+        entry = _newest(folder.checkpoints, report)
+        if entry is None:
+            report.note(f"{folder.path} holds no checkpoint yet: training begins with step 1")
+            return None
+    else:
+        entry = _named(Path(asked).absolute(), report)
+    assert entry.manifest is not None
+    return _start(entry.path, entry.manifest, job, folder, report)
+
+
+def _newest(checkpoints: Path, report: Reporter) -> CheckpointEntry | None:
+    damaged: list[CheckpointEntry] = []
+
+    def passed_over(entry: CheckpointEntry) -> None:
+        damaged.append(entry)
+        first = entry.damage[0]
+        report.note(f"{entry.path} is damaged and passed over: {first.file}: {first.kind} {first.message}".rstrip())
+
+    found = Store(checkpoints).newest_whole(passed_over, report.status)
+    if found is None and damaged:
+        message = f"all checkpoints in {checkpoints} are damaged: {', '.join(e.path.name for e in damaged)}"
+        hint = "`zerofit ckpt verify` names what is wrong with each; --resume never with another --output begins anew"
+        raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where=str(checkpoints)))
+    return found
+
+
+def _named(path: Path, report: Reporter) -> CheckpointEntry:
+    """Return the checkpoint that --resume names: its own folder, or a run's folder for its newest one."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if not (path / "manifest.json").exists() and path.is_dir():
+        entry = _newest(path, report)
+        if entry:
+            return entry
+    manifest, _ = quick_look(path)
+    damage = verify(path, report.status)
+    if damage or manifest is None:
+        first = damage[0]
+        message = f"{path} is not a complete checkpoint: {first.file}: {first.kind} {first.message}".rstrip()
+        hint = "give --resume a run folder or one of its checkpoints/step-* (`zerofit ckpt ls` lists them)"
+        raise UserError(Problem(kind="checkpoint-damaged", message=message, hint=hint, where="--resume"))
+    return CheckpointEntry(step=manifest.step, path=path, manifest=manifest, damage=[])
+
+
+def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
+    old, new = (one.run.model_dump(mode="json") for one in (manifest.job, job))
+    _refuse_another_run(old, job, folder, MODEL)
+    found = obstacles(manifest.job, job)
+    if manifest.step > job.steps:
+        message = f"{checkpoint} has {manifest.step} steps done, and --steps asks for {job.steps} in all"
+        found.append(Problem(kind="steps", message=message, hint="raise --steps, or resume an older checkpoint"))
+    if found:
+        raise UserError(*found)
+    same = same_storage(manifest.job, job)
+    changed = [name for name in new if name not in UNREMARKABLE and old[name] != new[name]]
+    for name in changed:
+        report.note(f"{flag(name)} is now {new[name]} (was {old[name]})")
+    if not same:
+        report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
+    return Start(checkpoint=str(checkpoint), step=manifest.step, samples=manifest.samples, same_layout=same)
+
+
+def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
+    new = job.run.model_dump(mode="json")
+    other = [name for name in fields if old.get(name) != new[name]]
+    if other:
+        what = ", ".join(f"{flag(name)} {old.get(name)} there, {new[name]} here" for name in other)
+        message = f"{folder.path} holds another run: {what}"
+        hint = "name another --output; `--resume CHECKPOINT --output NEW` goes on from its weights with other data"
+        raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
+
+
+def _shown(layout: Layout) -> str:
+    degrees = layout.as_dict().items()
+    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1 or name in ("dp", "zero_stage"))

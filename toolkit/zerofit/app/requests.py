@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerofit.spec.load import RunRequest, load_run
-from zerofit.spec.run import Run
+from zerofit.models.catalog import ModelSource
+from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
+from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
 LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "micro_batch"}
@@ -35,7 +38,7 @@ def read_request(target: str | None, flags: Mapping[str, Any]) -> RunRequest:
 
 
 def is_run_file(target: str) -> bool:
-    """Whether a name is that of a YAML file, or of a JSON file that is not a transformers config."""
+    """Return whether a name is that of a YAML file, or of a JSON file that is not a transformers config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return True
@@ -45,3 +48,31 @@ def is_run_file(target: str) -> bool:
         return "model_type" not in json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):
         return True  # the loader says what is wrong with it
+
+
+def assumed_inputs(
+    source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
+) -> Inputs:
+    """Return the model's published images, those of `--input`, or tokens of its whole vocabulary. Raises UserError."""
+    from zerofit.models.hf import make_config
+    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS
+
+    if task == "image":
+        published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
+        if image is None:
+            return published
+        channels, size = parse_image(image)
+        return ImageInputs(channels=channels, size=size, classes=published.classes)
+    config = make_config(source, None, model_args) if source.family == "transformers" else None
+    vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
+    return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN)
+
+
+def parse_image(text: str) -> tuple[int, int]:
+    """Return channels and pixels of "image:3x224x224". Raises UserError."""
+    parts = text.removeprefix("image:").split("x")
+    if len(parts) == 3 and all(p.isdigit() and int(p) for p in parts) and parts[1] == parts[2]:
+        return int(parts[0]), int(parts[1])
+    message = f"{text!r} is not a valid input"
+    hint = "write channels, height and width of square images: image:3x224x224"
+    raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from zerofit.app.model_inputs import assumed_inputs
+from zerofit.app.requests import assumed_inputs
 from zerofit.check.document import Document, of_data
+from zerofit.config.decide import Decision, decide, where, with_recipe
 from zerofit.config.ds_json import find_config, read_document
-from zerofit.config.json_findings import where
 from zerofit.config.recipes import Kind
-from zerofit.config.resolve import Decision, decide, resolve, with_recipe
+from zerofit.config.resolve import resolve
 from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, default_data, open_data, split_name
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import PRETRAINED, ModelSource, find, is_cnn
@@ -25,11 +25,9 @@ from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.model_facts import Machine, ModelFacts
-from zerofit.spec.run import Run
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
+from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
-from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
 from zerofit.train.probe import fed_with, models_say, probe, task_of
 
 DEFAULT_EPOCHS = 1.0
@@ -40,10 +38,8 @@ InputSource = Literal["data", "assumed", "published"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """A model by name, what it is fed, and its figures."""
+    """A model's data, inputs and figures."""
 
-    source: ModelSource
-    task: Task
     run: Run  # with data, tokenizer and sequence length settled
     data: Data | None  # None: no data was opened
     inputs: Inputs | None  # None: as the model was published
@@ -58,7 +54,6 @@ class ResolvedJob:
     ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it, "auto" values included
     decision: Decision  # what run and JSON together decided, and the warnings about the JSON
     machine: Machine
-    data: Data | None
     inputs: Inputs | None
 
 
@@ -75,10 +70,8 @@ def resolve_job(
 ) -> ResolvedJob:
     """Decide everything about a run and check it: the one way from a `RunRequest` to a `Job`, for every command.
 
-    The DeepSpeed JSON is the one that `asked.run.ds_config` holds (a dict), names, or leaves to the default.
-
     Args:
-        asked: the run, and where each of its values stands.
+        asked: the run, and where each of its values stands. Its `ds_config` holds (as a dict) or names the JSON.
         machine: the devices of all hosts together (`cluster_machine` for a described cluster); None: this machine.
         inputs: "data" opens the run's data, or the usual data of its task; "assumed" opens data only where the run
             names some and else takes the model's published inputs or `image`; "published" opens nothing, the facts
@@ -89,57 +82,63 @@ def resolve_job(
         check_task: further checks of the caller, given the model's task.
         model: a model that is there already, in place of the one that the run names.
 
-    Raises:
-        UserError: with all that is wrong.
+    Raises UserError with all that is wrong.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
-    local, machine = machine is None, machine or this_machine()
-    found = problems.attempt(lambda: find_model(asked) if model is None else _given(asked, model))
-    document = problems.attempt(lambda: ds_document(asked.run))
-    if asked.run.data is not None:
-        problems.attempt(lambda: split_name(asked.run.data or ""))  # refuses what it does not know
-    if found and check_task:
-        check_task(found[1], problems)
-    if asked.run.steps and asked.run.epochs:
-        problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
-    decision = None
-    if document is not None:
-        decision = decide(
-            asked, document, ds_place(asked.run), machine, problems, kind_of(*found) if found else "transformer"
-        )
-        check_machine(decision.run, decision.layout, machine, problems)
-        if local:
-            problems.extend(libaio_problems(document.config))
-    problems.raise_if_any()
-    assert found and document and decision
+    at = machine or this_machine()
+    source, task, document, decision = _decide(
+        asked, at, problems, local=machine is None, check_task=check_task, model=model
+    )
     for warning in decision.warnings:
         report.warning(f"{warning.message}. {warning.why}", where(warning, document, ds_place(asked.run)))
     asked = replace(asked, run=decision.run)
-    opened = open_model(asked, *found, inputs=inputs, image=image, report=report, model=model)
+    opened = open_model(asked, source, task, inputs=inputs, image=image, report=report, model=model)
     decision = replace(decision, run=opened.run)
     check_model(decision.run, decision.layout, opened.facts, problems)
     steps = decision.run.steps or ASSUMED_STEPS
     if opened.data and inputs == "data":
         steps = _steps(decision, opened.data, problems)
-    decision = with_recipe(decision, kind_of(*found), opened.facts, steps)
-    ds_config = resolve(document.config, decision, opened.facts, machine, steps, problems)
+    decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
+    ds_config = resolve(document.config, decision, opened.facts, at, steps, problems)
     problems.raise_if_any()
-    job = Job(
-        run=decision.run,
-        layout=decision.layout,
-        batch=decision.batch,
-        steps=steps,
-        facts=opened.facts,
-        ds_config=ds_config,
-    )
-    return ResolvedJob(
-        job=job,
-        ds_source=document.config,
-        decision=decision,
-        machine=machine,
-        data=opened.data,
-        inputs=opened.inputs,
-    )
+    settled = {"run": decision.run, "layout": decision.layout, "batch": decision.batch}
+    job = Job(**settled, steps=steps, facts=opened.facts, ds_config=ds_config)
+    return ResolvedJob(job=job, ds_source=document.config, decision=decision, machine=at, inputs=opened.inputs)
+
+
+def _decide(
+    asked: RunRequest,
+    machine: Machine,
+    problems: Problems,
+    *,
+    local: bool,
+    check_task: Callable[[Task, Problems], None] | None,
+    model: nn.Module | None,
+) -> tuple[ModelSource, Task, Document, Decision]:
+    """Decide and check what needs neither the data nor the built model; `local`: it runs on this machine.
+
+    Raises UserError with all that is wrong.
+    """
+    run, place, kind = asked.run, ds_place(asked.run), "transformer"
+    found = problems.attempt(lambda: find_model(asked, model))
+    document = problems.attempt(lambda: ds_document(run))
+    if run.data is not None:
+        problems.attempt(lambda: split_name(run.data or ""))  # refuses what it does not know
+    if found:
+        kind = kind_of(*found)
+        if check_task:
+            check_task(found[1], problems)
+    if run.steps and run.epochs:
+        problems.add("conflict", "steps and epochs are both given", "give one of them", "--steps and --epochs")
+    decision = None
+    if document is not None:
+        decision = decide(asked, document, place, machine, problems, kind)
+        check_machine(decision.run, decision.layout, machine, problems)
+        if local:
+            problems.extend(libaio_problems(document.config))
+    problems.raise_if_any()
+    assert found and document and decision
+    return (*found, document, decision)
 
 
 def open_model(
@@ -157,8 +156,10 @@ def open_model(
     report = report or Reporter()
     run, data, fed = asked.run, None, None
     name = run.data or (default_data(task) if inputs == "data" else None)
-    seq_len = seq_len_of(run, source, task, usual_seq_len)
-    run = run.model_copy(update={"data": name, "tokenizer": _tokenizer(asked, source), "seq_len": seq_len})
+    seq_len, tokenizer = seq_len_of(run, source, task, usual_seq_len), run.tokenizer
+    if source.path and "tokenizer" not in asked.places and (Path(source.path) / "tokenizer.json").is_file():
+        tokenizer = source.path
+    run = run.model_copy(update={"data": name, "tokenizer": tokenizer, "seq_len": seq_len})
     if name is not None and inputs != "published":
         data = open_data(run, task, seq_len, report)
         fed = data.inputs
@@ -171,11 +172,13 @@ def open_model(
     elif inputs == "assumed":
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
     facts = probe(source, task, fed, run, model)
-    return OpenedModel(source=source, task=task, run=run, data=data, inputs=fed, facts=facts)
+    return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
 
 
-def find_model(asked: RunRequest) -> tuple[ModelSource, Task]:
-    """Return the source behind the model's name, and the model's task. Raises UserError."""
+def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
+    """Return the source behind the model's name, or of `model` itself, and the model's task. Raises UserError."""
+    if model is not None:
+        return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(model)
     with models_say(asked.place("model")):
         source = find(asked.run.model)
     return source, task_of(source, asked.run)
@@ -190,11 +193,6 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
     return "cnn" if is_cnn(source) else "transformer"
 
 
-def _given(asked: RunRequest, model: nn.Module) -> tuple[ModelSource, Task]:
-    """Return source and task of a model that is there already."""
-    return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(model)
-
-
 def ds_place(run: Run) -> str:
     """Return where the DeepSpeed JSON stands, for messages."""
     return run.ds_config if isinstance(run.ds_config, str) else "ds_config"
@@ -204,12 +202,17 @@ def ds_document(run: Run) -> Document:
     """Return the DeepSpeed JSON as the user wrote it: in the run itself, in a file, or a bundled one."""
     if isinstance(run.ds_config, dict):
         return of_data(run.ds_config)
+    return read_document(find_config(ds_name(run) or ""))
+
+
+def ds_name(run: Run) -> str | None:
+    """Return the file or bundled name of the run's DeepSpeed JSON, the default one included; None where it holds it."""
+    if run.ds_config is not None:
+        return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
-    for name, degree in (("pipeline", run.pipeline), ("tensor_parallel", run.tensor_parallel)):
-        default = name if degree > 1 else default
-    if run.sequence_parallel > 1:
-        default = "sequence_parallel"
-    return read_document(find_config(run.ds_config or default))
+    for name in ("pipeline", "tensor_parallel", "sequence_parallel"):
+        default = name if getattr(run, name) > 1 else default
+    return default
 
 
 def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_SEQ_LEN) -> int | None:
@@ -237,24 +240,12 @@ def cluster_machine(cluster: Cluster) -> Machine:
     )
 
 
-def _tokenizer(asked: RunRequest, source: ModelSource) -> str:
-    """Return the tokenizer asked for, else the one in the pretrained model's folder."""
-    own = Path(source.path or "")
-    if "tokenizer" not in asked.places and source.path and (own / "tokenizer.json").is_file():
-        return source.path
-    return asked.run.tokenizer
-
-
 def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     """Return the optimizer steps: as asked, or whole passes over the data rounded up to a whole step."""
     run, samples = decision.run, len(data.train)
     if decision.layout.dp > samples:
-        problems.add(
-            "ranks",
-            f"{decision.layout.dp} data parallel ranks for {samples} training samples of {data.name}",
-            f"take --ranks {samples} or less, shorter sequences, or more data",
-            "--ranks",
-        )
+        message = f"{decision.layout.dp} data parallel ranks for {samples} training samples of {data.name}"
+        problems.add("ranks", message, f"take --ranks {samples} or less, shorter sequences, or more data", "--ranks")
     if run.steps:
         return run.steps
     return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))

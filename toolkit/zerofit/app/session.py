@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from zerofit.app.prepare_folder import make_ready, prepare
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import find_model
-from zerofit.app.training_result import TrainingResult
+from zerofit.app.supervision import TrainingResult
+from zerofit.launch.host import this_machine
 from zerofit.launch.local import free_port
-from zerofit.launch.machine import this_machine
 from zerofit.launch.run_lock import alive, held
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Session:
         callbacks: Sequence[Callback] = (),
         handle_signals: bool = False,
     ):
-        """`callbacks`: of this rank. `handle_signals`: SIGTERM and SIGUSR1 ask all ranks to save and stop."""
+        """Take this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop."""
         self._asked, self._report = as_request(run), Reporter(on_event)
         self._callbacks, self._handle_signals = callbacks, handle_signals
         self._losses: list[Tensor] = []

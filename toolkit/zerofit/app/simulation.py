@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.requests import as_request
-from zerofit.app.resolve import cluster_machine, resolve_job
+from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.assess import assess, is_inconclusive
-from zerofit.simulate.context import blas_workspaces
 from zerofit.simulate.knobs import Knob, knobs
+from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.run import simulate as simulate_ranks
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.verdict import blas_workspaces
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
+from zerofit.spec.model_facts import Task
+from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
-from zerofit.spec.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,10 @@ class PreparedSimulation:
             workspaces=tuple(blas_workspaces(self.cluster.device)),
         )
 
+    def knobs(self, rank: int, *, exact: bool = False) -> KnobSimulations:
+        """Return the changes worth trying, to be simulated when they are asked for."""
+        return KnobSimulations(prepared=self, rank=rank, exact=exact)
+
     def turned(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None where zerofit or DeepSpeed would refuse it."""
         places = {**self.asked.places, **{field: field for field in knob.fields}}
@@ -69,7 +73,8 @@ class KnobSimulations:
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return what each change would bring, the least memory first."""
         report, cluster = Reporter(on_event), self.prepared.cluster
-        tried = [(knob, self.prepared.turned(knob)) for knob in knobs(self.prepared.job, self.prepared.ds_source)]
+        job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.asked.run)
+        tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
         turned = [(knob, one) for knob, one in tried if one is not None]
         targets = [one.target(self.rank) for _, one in turned]
         simulated = simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=self.exact)
@@ -101,8 +106,7 @@ def simulate(
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         on_event: hears what is being done.
 
-    Raises:
-        UserError: with all that is wrong with the run, or the place where the model cannot be simulated.
+    Raises UserError with all that is wrong with the run, or the place where the model cannot be simulated.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="llama-tiny", ds_config="zero2", micro_batch=2, seq_len=16, precision="bf16")
@@ -126,16 +130,14 @@ def simulate(
         raise UserError(*failed)
     stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
     worst = max(stages, key=lambda stage: stage.reserved_bytes)
-    peaks: tuple[StagePeak, ...] = ()
-    if len(stages) > 1:
-        names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
-        peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
+    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
     return replace(
         worst,
-        stages=peaks,
+        stages=peaks if len(peaks) > 1 else (),
         fits=all(stage.fits for stage in stages),
         seconds=round(time.perf_counter() - start, 1),
-        simulate_knobs=KnobSimulations(prepared=prepared, rank=worst.rank, exact=exact),
+        simulate_knobs=prepared.knobs(worst.rank, exact=exact),
     )
 
 
@@ -151,17 +153,11 @@ def prepare_simulation(
         image=image,
         report=report,
         problems=problems,
-        check_task=lambda task, problems: _check_task(asked, task, problems),
+        check_task=partial(_check_task, asked),
     )
     assert resolved.inputs is not None
-    return PreparedSimulation(
-        asked=asked,
-        cluster=cluster,
-        image=image,
-        job=resolved.job,
-        inputs=resolved.inputs,
-        ds_source=resolved.ds_source,
-    )
+    found = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
+    return PreparedSimulation(asked=asked, cluster=cluster, image=image, **found)
 
 
 def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
@@ -188,12 +184,17 @@ def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunReque
     return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
 
 
+def first_ranks(job: Job) -> list[int]:
+    """Return the first rank of each pipeline stage."""
+    return [stage * (job.layout.world_size // job.layout.pp) for stage in range(job.layout.pp)]
+
+
 def _ranks(job: Job, rank: int | None) -> list[int]:
     """Return the ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
-    layout = job.layout
+    ranks = job.layout.world_size
     if rank is None:
-        return [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
-    if not 0 <= rank < layout.world_size:
-        message, hint = f"rank {rank} of {layout.world_size} ranks", f"take 0 to {layout.world_size - 1}"
+        return first_ranks(job)
+    if not 0 <= rank < ranks:
+        message, hint = f"rank {rank} of {ranks} ranks", f"take 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))
     return [rank]

@@ -1,21 +1,156 @@
-"""The ranks of a job that is ready: started at a site, supervised to their end."""
+"""The ranks of a job that is ready: started at a site, supervised to their end, and their result."""
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from zerofit.app.run_events import RunEvents
-from zerofit.app.training_result import TrainingResult
-from zerofit.launch.launch_site import LaunchSite
-from zerofit.launch.local import started
-from zerofit.launch.orphans import RUN_ID, end_all
+from zerofit.launch.host import RUN_ID, end_all
+from zerofit.launch.local import LaunchSite, started
 from zerofit.launch.outcome import outcome
-from zerofit.spec.events import Reporter
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.events import Event, Reporter
+from zerofit.spec.files import JsonlTail
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import LaunchSpec, as_argument
-from zerofit.watch.supervise import supervise
-from zerofit.watch.watch import Watch
+from zerofit.watch.supervise import Watch, supervise
+
+REPEAT_S = 15.0  # a phase that lasts is told again this often
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """The result of a training.
+
+    >>> result = TrainingResult.of(RunFolder(Path("runs/lenet")), {"steps": 30, "samples": 480, "tokens": None,
+    ...     "train_loss": 0.31, "eval": {"loss": 0.29, "accuracy": 0.98}, "samples_per_s": 2100.0,
+    ...     "tokens_per_s": None, "world_size": 2, "layout": {"dp": 2, "zero_stage": 2}, "resumed_from": None})
+    >>> result.eval["accuracy"], result.to_dict()["run_dir"]
+    (0.98, 'runs/lenet')
+    """
+
+    run_dir: str  # the run folder
+    steps: int  # optimizer steps in all
+    samples: int
+    tokens: int | None  # None for images
+    train_loss: float  # of the last step
+    eval: Mapping[str, float]  # loss, and accuracy (images) or perplexity (text), over the validation samples
+    samples_per_s: float
+    tokens_per_s: float | None
+    world_size: int
+    layout: Mapping[str, int]  # dp, tp, pp, sp, zero_stage
+    resumed_from: str | None  # the checkpoint from which the last start went on
+    unigram_entropy_nats: float | None = None  # loss of a model that only knows how often each token occurs
+    sample: str | None = None  # what a language model writes
+
+    @classmethod
+    def of(cls, folder: RunFolder, values: Mapping[str, Any]) -> TrainingResult:
+        """Return the result that rank 0 wrote into the run folder."""
+        return cls(run_dir=str(folder.path), **values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit train --json` prints."""
+        values = asdict(self)
+        if self.sample is None:
+            del values["sample"]
+        return values
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw loss, throughput and memory of the run into a picture; return its path."""
+        from zerofit.report.plot import draw
+
+        draw([Path(self.run_dir)], Path(path))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """Show the figures as a table in a notebook."""
+        values = {"run folder": self.run_dir, "steps": self.steps, "training loss": f"{self.train_loss:.4f}"}
+        values |= {f"validation {name}": f"{value:.4f}" for name, value in self.eval.items()}
+        rows = (f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in values.items())
+        return f"<table>{''.join(rows)}</table>"
+
+
+def finished_before(job: Job, folder: RunFolder) -> TrainingResult | None:
+    """Return the result of a run that has nothing left to do: its last step is saved, and the model is."""
+    if job.start is None or job.start.step < job.steps or not folder.result.exists() or not folder.model.exists():
+        return None
+    return TrainingResult.of(folder, json.loads(folder.result.read_text(encoding="utf-8")))
+
+
+class RunEvents:
+    """Tells what the ranks of one start have written since the last look."""
+
+    def __init__(self, folder: RunFolder, report: Reporter):
+        self._report = report
+        self._metrics = JsonlTail(folder.metrics, on_bad_line=report.warning)
+        self._events = JsonlTail(folder.events, on_bad_line=report.warning)
+        self._stop_request, self._stopping = folder.stop_request, False
+        self._ranks, self._steps = "", None
+        self._phase, self._told = "", time.monotonic()
+
+    def look(self, ranks: str) -> None:
+        """Tell what is new. `ranks`: how the ranks are, empty where there is nothing to say."""
+        if ranks != self._ranks:
+            self._ranks = ranks
+            self._report.on_event(Event(kind="ranks", text=ranks))
+        for record in self._metrics.read():
+            self._tell(metrics_event(record, self._steps))
+        for line in self._events.read():
+            event = _event_of(line)
+            if event is not None:
+                self._tell(event)
+        if self._phase and time.monotonic() - self._told > REPEAT_S:
+            self.phase(self._phase)
+        if not self._stopping and self._stop_request.exists():
+            self._stopping = True
+            self.phase("asked the ranks to save and stop; asking again stops at once")
+
+    def phase(self, text: str) -> None:
+        """Tell what is being done now."""
+        self._tell(Event(kind="phase", text=text))
+
+    def _tell(self, event: Event) -> None:
+        if event.kind == "training":
+            self._steps = event.data.get("steps")
+        if event.kind in ("phase", "training", "evaluated"):
+            self._phase, self._told = event.text if event.kind == "phase" else "", time.monotonic()
+        self._report.on_event(event)
+
+
+def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
+    """Return the event of one record of metrics.jsonl; `steps`: of the whole run, where known."""
+    rate = "samples_per_s" if record.get("tokens_per_s") is None else "tokens_per_s"
+    shapes = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", rate: f"{{:,.0f}} {rate.removesuffix('_per_s')}/s"}
+    shapes["mfu"] = "MFU {:.1%}"
+    parts = [shape.format(record[name]) for name, shape in shapes.items() if record.get(name) is not None]
+    parts.append(f"{record.get('memory_bytes', 0) / 2**30:.2f} GiB")
+    step, text = record.get("step", 0), "  ".join(parts)
+    return Event(kind="metrics", text=f"step {step}: {text}", done=step, total=steps, unit="steps", data=record)
+
+
+def _event_of(line: dict[str, Any]) -> Event | None:
+    """Return the event of one line of events.jsonl; None for kinds that nobody shows."""
+    data = {key: value for key, value in line.items() if key not in ("event", "time_s", "text")}
+    kind, text = line.get("event"), line.get("text", "")
+    step = f"step {data.get('step')}"
+    if kind == "phase":
+        return Event(kind="phase", text=text)
+    if kind == "training":
+        return Event(kind="training", text="training", data=data)
+    if kind == "saved":
+        return Event(kind="saved", text=f"{step}: checkpoint saved in {data.get('save_s', 0.0):.1f} s", data=data)
+    if kind == "save-failed":
+        return Event(kind="warning", text=f"{step}: {text}", data=data)
+    if kind == "eval":
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in data.items() if name != "step")
+        return Event(kind="evaluated", text=f"{step}: validation {figures}", data=data)
+    return None
 
 
 def run_once(
@@ -32,24 +167,29 @@ def run_once(
     `handle_signals`: a first SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop (the main thread only).
     Raises RunFailed with the one cause of a failure, and Stopped.
     """
-    spec = _spec(folder, site, watch.port, attempt)
+    spec = LaunchSpec(
+        folder=str(folder.path),
+        token=secrets.token_hex(16),
+        run_id=secrets.token_hex(8),
+        attempt=attempt,
+        hosts=site.hosts,
+        watch={host: (address, watch.port) for host, address in site.addresses.items()},
+        master=site.master,
+        accelerator=site.accelerator,
+        coming_s=site.coming_s,
+        timeout_s=site.timeout_s,
+        environment=dict(site.forwarded),
+        interfaces=dict(site.interfaces),
+        cwd=os.getcwd(),
+    )
     spec.write(folder.launch_spec)
     watch.expect(spec)
     events = RunEvents(folder, report)
     events.phase("starting the ranks")
-    stopping = False
-
-    def tick() -> None:
-        nonlocal stopping
-        events.look(watch.summary())
-        if not stopping and folder.stop_request.exists():
-            stopping = True
-            events.phase("asked the ranks to save and stop; asking again stops at once")
-
     env = {**site.env(spec.run_id), RUN_ID: spec.run_id}
     ranks = started(folder, site.argv(as_argument(folder.launch_spec)), env, site.cwd, handle_signals=handle_signals)
     try:
-        ended = supervise(ranks, watch, folder, tick)
+        ended = supervise(ranks, watch, folder, lambda: events.look(watch.summary()))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(str(folder.path)) from None
     finally:
@@ -59,21 +199,3 @@ def run_once(
             report.note(note)
     seen = ended.verdict.problem if ended.verdict else None
     return TrainingResult.of(folder, outcome(folder, ended.code, site.again, seen, ended.failures))
-
-
-def _spec(folder: RunFolder, site: LaunchSite, port: int, attempt: int) -> LaunchSpec:
-    return LaunchSpec(
-        folder=str(folder.path),
-        token=secrets.token_hex(16),
-        run_id=secrets.token_hex(8),
-        attempt=attempt,
-        hosts=site.hosts,
-        watch={host: (address, port) for host, address in site.addresses.items()},
-        master=site.master,
-        accelerator=site.accelerator,
-        coming_s=site.coming_s,
-        timeout_s=site.timeout_s,
-        environment=dict(site.forwarded),
-        interfaces=dict(site.interfaces),
-        cwd=os.getcwd(),
-    )

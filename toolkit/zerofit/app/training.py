@@ -6,23 +6,23 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from zerofit.app.prepare_folder import PreparedRun, finished_before, make_ready, prepare
+from zerofit.app.gate import check_room
+from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.requests import as_request
-from zerofit.app.supervision import run_once
-from zerofit.app.training_result import TrainingResult
+from zerofit.app.supervision import TrainingResult, finished_before, run_once
 from zerofit.launch.local import local_site
 from zerofit.launch.ops import build_ops, needed_ops
 from zerofit.launch.run_lock import held
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter, shielded
-from zerofit.spec.jsonl import JsonlTail
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
+from zerofit.spec.files import JsonlTail
+from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import RunFolder
-from zerofit.watch.watch import Watch
+from zerofit.watch.supervise import Watch
 
 
 @overload
@@ -32,10 +32,15 @@ def train(
     wait: Literal[True] = True,
     on_event: OnEvent | None = None,
     handle_signals: bool = False,
+    anyway: bool = False,
 ) -> TrainingResult: ...
 @overload
 def train(
-    run: Run | RunRequest | str | Path, *, wait: Literal[False], on_event: OnEvent | None = None
+    run: Run | RunRequest | str | Path,
+    *,
+    wait: Literal[False],
+    on_event: OnEvent | None = None,
+    anyway: bool = False,
 ) -> TrainingRun: ...
 def train(
     run: Run | RunRequest | str | Path,
@@ -43,11 +48,11 @@ def train(
     wait: bool = True,
     on_event: OnEvent | None = None,
     handle_signals: bool = False,
+    anyway: bool = False,
 ) -> TrainingResult | TrainingRun:
     """Train on the devices of this machine; ranks are processes of their own, started through DeepSpeed's launcher.
 
-    Works in any thread, a script, a notebook or a server. `run` is a `Run`, or the path of a run file or of a run
-    folder, which goes on from its newest checkpoint.
+    Works in any thread, a script, a notebook or a server.
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="mlp", data="digits", steps=20, ranks=1, output="runs/mlp")
@@ -55,18 +60,18 @@ def train(
     >>> result.steps, result.run_dir.endswith("runs/mlp")
     (20, True)
 
-    With `wait=False` it goes on in the background (`TrainingRun`).
-
     Args:
-        run: what to train.
+        run: a `Run`, or the path of a run file or of a run folder, which goes on from its newest checkpoint.
         wait: return when the training has ended, with its result; False: return when the run is checked and its
-            ranks are being started, with a handle.
+            ranks are being started, with a handle (`TrainingRun`).
         on_event: hears what happens (`zerofit.Event`), from the thread that supervises the ranks.
         handle_signals: a first SIGTERM, SIGHUP or SIGUSR1 to this process asks the ranks to save and stop. Only in the
             main thread and with `wait`.
+        anyway: start what does not fit, too.
 
     Raises:
         UserError: with everything that is wrong with the run (also with `wait=False`).
+        DoesNotFit: memory or disk that is free here is not enough; nothing was written.
         RunFailed: the ranks failed (out of memory, NaN, a rank died).
         Stopped: the ranks were asked to stop, and have saved a checkpoint.
     """
@@ -74,7 +79,7 @@ def train(
         message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
         raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
-    prepared = prepare(as_request(run), report)
+    prepared = prepare(as_request(run), report, gate=partial(check_room, report=report, anyway=anyway))
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")

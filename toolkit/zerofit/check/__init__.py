@@ -1,1 +1,1 @@
-"""Everything that can be wrong in a DeepSpeed JSON, found before anything starts."""
+"""Checks of a DeepSpeed JSON: everything that can be wrong in it, found before anything starts."""

@@ -13,16 +13,16 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from zerofit.spec.cache import cache_root
+from zerofit.check.dotted import get
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.files import write_text
+from zerofit.spec.files import cache_root, write_text
 
 Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """What `zerofit.check.derive` found in one version of DeepSpeed, with our descriptions and refinements laid in."""
+    """Keys of one version of DeepSpeed as `zerofit.check.derive` found them, with our descriptions and refinements."""
 
     version: str
     schema: Schema  # JSON Schema of the whole configuration
@@ -33,20 +33,17 @@ class Catalog:
     schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
 
     def node(self, path: str) -> Schema | None:
-        """The schema of the key at a dotted path, or None where DeepSpeed knows no such key."""
-        node: Schema | None = self.schema
-        for key in path.split("."):
-            node = (node or {}).get("properties", {}).get(key)
-        return node
+        """Return the schema of the key at a dotted path, or None where DeepSpeed knows no such key."""
+        return get(self.schema, "properties." + path.replace(".", ".properties."))
 
     def default(self, path: str) -> Any:
-        """The value that DeepSpeed takes where the key is missing; None where there is none."""
+        """Return the value that DeepSpeed takes where the key is missing; None where there is none."""
         return (self.node(path) or {}).get("default")
 
 
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
-    """The installed DeepSpeed's catalogue. Takes seconds once per version that zerofit does not ship."""
+    """Return the installed DeepSpeed's catalogue. Takes seconds once per version that zerofit does not ship."""
     version = importlib.metadata.version("deepspeed")
     found = _shipped(version) or _derived(version)
     _lay_in(found["schema"], found["deprecated"])
@@ -55,7 +52,7 @@ def catalog() -> Catalog:
 
 
 def _data(name: str) -> Any:
-    """A file of data/, or None where there is none of that name."""
+    """Return a file of data/, or None where there is none of that name."""
     path = files("zerofit.check") / "data" / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -65,7 +62,7 @@ def _shipped(version: str) -> dict[str, Any] | None:
 
 
 def _derived(version: str) -> dict[str, Any]:
-    """From the cache, else asked of DeepSpeed in a process of its own."""
+    """Return the cached catalogue, else ask DeepSpeed for it in a process of its own."""
     path = cache_root() / "catalog" / f"deepspeed-{version}-torch-{importlib.metadata.version('torch')}.json"
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
@@ -80,7 +77,7 @@ def _derived(version: str) -> dict[str, Any]:
 
 
 def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
-    """Our descriptions, and our types where DeepSpeed's own code tells none; second names get those of the first."""
+    """Add our descriptions, and types where DeepSpeed's own code tells none; second names get those of the first."""
     descriptions, refinements = _data("descriptions.json") or {}, _data("refinements.json") or {}
 
     def walk(node: Schema, prefix: str, told: str) -> None:
@@ -99,7 +96,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
 
 
 def _documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
-    """The name of a key that the documentation has; some old names lead to it in two steps."""
+    """Return the name of a key that the documentation has; some old names lead to it in two steps."""
     for _ in range(2):
         new = deprecated.get(f"{prefix}{key}", key)
         key = new if new.isidentifier() else key

@@ -1,43 +1,70 @@
-"""All checks of one DeepSpeed JSON."""
+"""Checks of one DeepSpeed JSON: its keys and types, and the rules about values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
-from zerofit.check.finding import Finding
+from zerofit.check.finding import Finding, Rule
 from zerofit.check.keys import keys
-from zerofit.check.rules.table import FUNCTIONS, RULES
+from zerofit.check.rules.compile import COMPILE
+from zerofit.check.rules.features import FEATURES
+from zerofit.check.rules.offload import OFFLOAD, nvme
+from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
+from zerofit.check.rules.parallel import EXPERTS, PARALLEL
+from zerofit.check.rules.precision import PRECISION
+from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
+from zerofit.check.rules.sizes import batch, sizes
+from zerofit.check.rules.zero import ZERO_RULES, other_stages
 from zerofit.check.subject import CheckSubject, TargetHardware
+
+# in the order in which they are reported for one place
+RULES: tuple[Rule, ...] = (
+    *PRECISION,
+    *GRADIENTS,
+    *ZERO_RULES,
+    *OFFLOAD,
+    *OPTIMIZER_RULES,
+    *SCHEDULER_RULES,
+    *PARALLEL,
+    *EXPERTS,
+    *COMPILE,
+    *FEATURES,
+)
+FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
+    batch,
+    other_stages,
+    nvme,
+    optimizer,
+    scheduler,
+    scheduler_values,
+    sizes,
+)
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Everything that is wrong, by line; errors before warnings of the same place. Starts no rank, imports no torch."""
-    found = [_placed(f, document) for f in _found(document, setting)]
-    return sorted(found, key=lambda f: (f.line, f.column, f.severity, f.code))
+    """Return everything that is wrong, by line; errors before warnings of the same place.
 
-
-def _found(document: Document, setting: TargetHardware) -> Iterator[Finding]:
+    Starts no rank, imports no torch.
+    """
     known = catalog()
-    yield from keys(document, known)
+    found = list(keys(document, known))
     if isinstance(document.config, dict):
         subject = CheckSubject(config=document.config, catalog=known, setting=setting)
         for rule in (*RULES, *FUNCTIONS):
-            yield from rule(subject)
-
-
-def _placed(finding: Finding, document: Document) -> Finding:
-    if finding.line:
-        return finding
-    place = document.place(finding.path)
-    return replace(finding, line=place.line, column=place.column)
+            found.extend(rule(subject))
+    for n, finding in enumerate(found):
+        if not finding.line:
+            place = document.place(finding.path)
+            found[n] = replace(finding, line=place.line, column=place.column)
+    return sorted(found, key=lambda f: (f.line, f.column, f.severity, f.code))
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
-    """The text with every fix applied that needs no decision of the user; fixes may uncover further ones."""
+    """Return the text with every fix applied that needs no decision of the user; fixes may uncover further ones."""
     for _ in range(rounds):
         edits = [edit for finding in check(document, setting) for edit in finding.edits]
         text = apply(document, edits)

@@ -1,4 +1,4 @@
-"""What the installed DeepSpeed knows: its configuration keys with types, defaults and bounds, as it shows them itself.
+"""Keys of the installed DeepSpeed's configuration with types, defaults and bounds, as it shows them itself.
 
 DeepSpeed has no list of its keys. So its own reader (`DeepSpeedConfig`) is handed a dictionary that notes what it is
 asked for and says of sections that they are there; a section that ends in a pydantic class has that class's fields.
@@ -25,6 +25,8 @@ Schema = dict[str, Any]
 
 # Optimizers whose parameters the engine picks out one by one instead of handing them to a constructor.
 MUON_PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method", "per_head_muon")
+# Keys that DeepSpeed reads outside its reader (config.py:468, __init__.py:543, pipe/engine.py:206)
+READ_ELSEWHERE = ("sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant")
 # Sections below which DeepSpeed copies what it finds, without asking for keys by name.
 OPEN = (
     "data_efficiency.data_sampling.curriculum_learning",
@@ -48,7 +50,7 @@ class RecordingDict(dict):
         self._path, self._reading, self._children = path, reading, {}
 
     def _note(self, key: Any, default: Any = None) -> str | None:
-        """The path of a key that is a section, else None."""
+        """Return the path of a key that is a section, else None."""
         path = f"{self._path}.{key}" if self._path else str(key)
         if default is not None or path not in self._reading.asked:
             self._reading.asked[path] = dict(default) if isinstance(default, dict) else default  # it writes into them
@@ -67,32 +69,32 @@ class RecordingDict(dict):
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """DeepSpeed makes the sections that it misses: then this key is one."""
+        """Note a section: DeepSpeed makes those that it misses."""
         if value == {}:
             self._reading.sections.add(f"{self._path}.{key}" if self._path else str(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's."""
+        """Return the value, as a dictionary does."""
         return self[key] if self._note(key, default) else default
 
     def pop(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's, with a default always."""
+        """Return the value, as a dictionary does, with a default always."""
         return self.get(key, default)
 
     def keys(self) -> Any:
-        """What `in` can be asked of; `**` walks over it, which means that all keys go to a pydantic class."""
+        """Return what `in` can be asked of; `**` walks over it, which means that all keys go to a pydantic class."""
         return _Keys(self)
 
     def __iter__(self) -> Iterator[str]:  # without it, `**` would not ask for the keys
         return iter(())
 
     def unpacked(self) -> Iterator[str]:
-        """The keys, on their way into a call."""
+        """Note that all keys are on their way into a call."""
         self._reading.unpacked = self._path
         return iter(())
 
     def items(self) -> Any:
-        """Nothing is there to walk over."""
+        """Return nothing to walk over."""
         return ()
 
     def __copy__(self) -> RecordingDict:
@@ -142,9 +144,9 @@ class SchemaReading:
             if path is not None:
                 self.models[path] = type(model)
             for name, value in data.items():
-                inner = (
-                    _model_in(type(model).model_fields[name].annotation) if isinstance(value, RecordingDict) else None
-                )
+                if not isinstance(value, RecordingDict):
+                    continue
+                inner = _model_in(type(model).model_fields[name].annotation)
                 if inner:
                     self.models[value._path] = inner
             made(model, *args, **data)
@@ -154,9 +156,14 @@ class SchemaReading:
 
 
 def derive() -> dict[str, Any]:
-    """The catalogue, as `zerofit.check.catalog.Catalog` holds it."""
+    """Return the catalogue, as `zerofit.check.catalog.Catalog` holds it."""
+    from deepspeed.runtime import config as ds
+    from deepspeed.runtime import precision_config
+
     reading = _explored()
-    deprecated = _old_sections()
+    deprecated = {precision_config.BFLOAT16_OLD: precision_config.BFLOAT16}
+    removed = {f"zero_optimization.{key}" for key in getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", ())}
+    removed |= set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ()))
     strict: set[str] = set()
     root: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
     for path, default in sorted(reading.asked.items()):
@@ -165,7 +172,7 @@ def derive() -> dict[str, Any]:
         _put(root, path, _of_model(model, path, deprecated, strict))
     for key, default in reading.pipeline.items():
         _put(root, f"pipeline.{key}", _of_default(default))
-    for path in _read_elsewhere():
+    for path in READ_ELSEWHERE:
         _put(root, path, {})
     for path in OPEN:
         _put(root, path, {"type": "object", "properties": {}, "additionalProperties": True})
@@ -174,19 +181,20 @@ def derive() -> dict[str, Any]:
         "schema": root,
         "deprecated": deprecated,
         "strict": sorted(strict),
-        "removed": sorted(_removed()),
+        "removed": sorted(removed),
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
     }
 
 
 def _explored() -> SchemaReading:
-    """Readings with one more key said to be a section each time, until no further section turns up."""
+    """Read with one more key said to be a section each time, until no further section turns up."""
     sections: set[str] = set()
     tried: set[str] = set()
     reading = SchemaReading(sections)
     while todo := [p for p in reading.asked if p not in tried]:
-        found = [_as_section(path, sections) for path in todo if _may_be_section(reading.asked[path])]
+        maybe = [p for p in todo if reading.asked[p] in (None, {}) or isinstance(reading.asked[p], bool)]
+        found = [_as_section(path, sections) for path in maybe]
         tried |= set(todo)
         asked, models = dict(reading.asked), dict(reading.models)
         for one in filter(None, found):
@@ -198,12 +206,8 @@ def _explored() -> SchemaReading:
     return reading
 
 
-def _may_be_section(default: Any) -> bool:
-    return default in (None, {}) or isinstance(default, bool)
-
-
 def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
-    """A reading in which that key is a section, if DeepSpeed can read one there and asks for something in it."""
+    """Return a reading with that key as a section, if DeepSpeed can read one there and asks for something in it."""
     parents = {p for p in sections if path.startswith(f"{p}.")}
     try:
         found = SchemaReading({*parents, path})
@@ -214,7 +218,7 @@ def _as_section(path: str, sections: set[str]) -> SchemaReading | None:
 
 
 def _put(root: Schema, path: str, schema: Schema) -> None:
-    """Lay a schema at a dotted path; objects on the way are closed ones."""
+    """Put a schema at a dotted path; objects on the way are closed ones."""
     *parents, last = path.split(".")
     for key in parents:
         root = root["properties"].setdefault(key, {})
@@ -227,7 +231,7 @@ def _put(root: Schema, path: str, schema: Schema) -> None:
 
 
 def _of_default(default: Any) -> Schema:
-    """What a default tells about a key; nothing where it is null."""
+    """Return what a default tells about a key; nothing where it is null."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     kind = names.get(type(default))
     if kind is None:
@@ -236,7 +240,7 @@ def _of_default(default: Any) -> Schema:
 
 
 def _model_in(annotation: Any) -> type | None:
-    """The pydantic class that an annotation is, or may be."""
+    """Return the pydantic class that an annotation is, or may be."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     options = typing.get_args(annotation) or (annotation,)
@@ -244,7 +248,7 @@ def _model_in(annotation: Any) -> type | None:
 
 
 def _of_model(model: Any, path: str, deprecated: dict[str, str], strict: set[str]) -> Schema:
-    """Fields under each name that DeepSpeed takes, their own and their alias; notes aliases and strict sections."""
+    """Return fields under each name that DeepSpeed takes (own and alias); notes aliases and strict sections."""
     strict.add(path)
     properties: dict[str, Schema] = {}
     for name, field in model.model_fields.items():
@@ -283,7 +287,7 @@ def _of_field(field: Any) -> Schema:
 
 
 def _inlined(schema: Schema) -> Schema:
-    """Without titles, descriptions and references; `X or null` as one list of types."""
+    """Remove titles, descriptions and references; `X or null` becomes one list of types."""
     definitions = schema.get("$defs", {})
 
     def walk(node: Any) -> Any:
@@ -306,26 +310,8 @@ def _inlined(schema: Schema) -> Schema:
     return walk(schema)
 
 
-def _read_elsewhere() -> tuple[str, ...]:
-    """Keys that DeepSpeed reads outside its reader (config.py:468, __init__.py:543, pipe/engine.py:206)."""
-    return ("sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant")
-
-
-def _old_sections() -> dict[str, str]:
-    from deepspeed.runtime import precision_config
-
-    return {precision_config.BFLOAT16_OLD: precision_config.BFLOAT16}
-
-
-def _removed() -> set[str]:
-    from deepspeed.runtime import config as ds
-
-    zero = {f"zero_optimization.{key}" for key in getattr(ds, "_REMOVED_ZERO_CONFIG_KEYS", ())}
-    return set(getattr(ds, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())) | zero
-
-
 def _optimizers() -> dict[str, dict[str, list[str]]]:
-    """DeepSpeed's names in lower case, torch's as they are: variant -> parameters that its constructor takes."""
+    """Return by name (DeepSpeed's in lower case, torch's as they are): variant -> parameters of its constructor."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -356,7 +342,7 @@ def _optimizers() -> dict[str, dict[str, list[str]]]:
 
 
 def _schedulers() -> dict[str, dict[str, list[str]]]:
-    """Name -> `required` and `optional` parameters: DeepSpeed's own, then torch's."""
+    """Return name -> `required` and `optional` parameters: DeepSpeed's own, then torch's."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -366,17 +352,14 @@ def _schedulers() -> dict[str, dict[str, list[str]]]:
             kinds.setdefault(name, kind)
     found = {}
     for name, kind in kinds.items():
-        needed = _parameters(kind, required=True)
-        found[name] = {
-            "required": needed,
-            "optional": [p for p in _parameters(kind) if p not in needed],
-            "own": name in lr_schedules.VALID_LR_SCHEDULES,
-        }
+        taken, needed = _parameters(kind), _parameters(kind, required=True)
+        own = name in lr_schedules.VALID_LR_SCHEDULES
+        found[name] = {"required": needed, "optional": [p for p in taken if p not in needed], "own": own}
     return found
 
 
 def _parameters(kind: Any, required: bool = False) -> list[str]:
-    """Names that a constructor takes beside self and what it works on."""
+    """Return names that a constructor takes beside self and what it works on."""
     skipped = {"self", "params", "model_params", "optimizer", "args", "kwargs"}
     signature = inspect.signature(kind.__init__).parameters.values()
     chosen = [p for p in signature if p.name not in skipped]

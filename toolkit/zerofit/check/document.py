@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from lark import Lark, Token, Tree
@@ -32,7 +32,7 @@ _SPOKEN = {"COMMA": "a comma", "COLON": "a colon", "RBRACE": "}", "RSQB": "]", "
 
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
-    """Where something stands: line and column from 1 on, offsets into the text from 0 on."""
+    """The place where something stands: line and column from 1 on, offsets into the text from 0 on."""
 
     line: int
     column: int
@@ -82,7 +82,7 @@ class Document:
         return self.root.data
 
     def member(self, path: str) -> ObjectMember | None:
-        """The member at a dotted path (the last one of that key), or None."""
+        """Return the member at a dotted path (the last one of that key), or None."""
         found = None
         value = self.root
         for key in path.split("."):
@@ -92,8 +92,13 @@ class Document:
             value = found.value
         return found
 
+    def value(self, path: str) -> ParsedValue | None:
+        """Return the value at a dotted path, at "" the root, or None."""
+        member = self.member(path)
+        return self.root if not path else member and member.value
+
     def place(self, path: str) -> TextPosition:
-        """Where a key stands; of a missing one, where the innermost object around it does."""
+        """Return where a key stands; of a missing one, where the innermost object around it does."""
         while path:
             member = self.member(path)
             if member:
@@ -102,7 +107,7 @@ class Document:
         return self.root.place
 
     def duplicates(self) -> Iterator[tuple[str, ObjectMember, ObjectMember]]:
-        """Dotted path of each key that stands more than once in one object, an earlier member and the last."""
+        """Yield dotted path of each key that stands more than once in one object, an earlier member and the last."""
         yield from _duplicates(self.root, "")
 
 
@@ -118,7 +123,7 @@ def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMe
 
 
 def parse(text: str) -> Document:
-    """The document. Raises SyntaxFault with line, column and what was expected there."""
+    """Parse a text. Raises SyntaxFault with line, column and what was expected there."""
     try:
         tree = _parser().parse(text)
         commas: list[TextPosition] = []
@@ -131,11 +136,11 @@ def parse(text: str) -> Document:
 
 
 def of_data(config: Any) -> Document:
-    """A document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
+    """Return a document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _parser() -> Lark:
     return Lark(GRAMMAR, parser="lalr", propagate_positions=True, maybe_placeholders=False)
 
@@ -160,7 +165,7 @@ def _member(pair: Tree, commas: list[TextPosition]) -> ObjectMember:
 
 
 def _place(mark: Any) -> TextPosition:
-    """Of a token or a tree's meta, which name their places alike."""
+    """Return the position of a token or a tree's meta, which name it alike."""
     return TextPosition(line=mark.line, column=mark.column, start=mark.start_pos, end=mark.end_pos)
 
 

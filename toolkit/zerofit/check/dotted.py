@@ -9,7 +9,7 @@ _ABSENT = object()
 
 
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path, or the default where a step is missing."""
+    """Return the value at a dotted path, or the default where a step is missing."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
@@ -35,7 +35,7 @@ def drop(config: dict[str, Any], path: str) -> None:
 
 
 def autos(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all values that are "auto"."""
+    """Yield dotted paths of all values that are "auto"."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from autos(value, f"{prefix}.{key}" if prefix else str(key))
@@ -44,7 +44,7 @@ def autos(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is no object, or an empty one."""
+    """Yield dotted path and value of everything that is not an object, or is an empty one."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -46,7 +46,7 @@ Edit = Assignment | Removal | Renaming | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
-    """The mended text. Cuts, whose offsets are of the old text, come first."""
+    """Return the mended text. Deletions, whose offsets are of the old text, come first."""
     text = document.text
     todo = {repr(edit): edit for edit in edits}.values()  # each once
     for start, end in _apart((e.start, e.end) for e in todo if isinstance(e, Deletion)):
@@ -58,7 +58,7 @@ def apply(document: Document, edits: Iterable[Edit]) -> str:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The outermost spans, last first, so that cutting one does not move those to come."""
+    """Return the outermost spans, last first, so that cutting one does not move those to come."""
     kept: list[tuple[int, int]] = []
     for start, end in sorted(set(spans)):
         if not kept or start >= kept[-1][1]:
@@ -81,9 +81,10 @@ def _apply(document: Document, edit: Edit) -> str:
 
 
 def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, int]:
-    """Offsets of a member together with the one comma and the line that go with it."""
+    """Return offsets of a member together with the one comma and the line that go with it."""
     parent = path.rpartition(".")[0]
-    owner = _object_at(document, parent)
+    owner = document.value(parent)
+    assert owner  # it holds the member
     text, start, end = document.text, member.place.start, member.value.place.end
     number = next(i for i, m in enumerate(owner.members) if m is member)
     if number + 1 < len(owner.members):  # up to where the next member starts, but keep that one's indentation
@@ -98,7 +99,7 @@ def _span_of(document: Document, path: str, member: ObjectMember) -> tuple[int, 
 
 
 def after_comma(text: str, end: int) -> int:
-    """The offset behind the comma that follows a value, comments in between or not."""
+    """Return the offset behind the comma that follows a value, comments in between or not."""
     found = re.match(r"(?:\s|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/)*,", text[end:])
     assert found, "a member that is not the last is followed by a comma"
     return end + found.end()
@@ -111,32 +112,18 @@ def _set(document: Document, edit: Assignment) -> str:
         place = member.value.place
         return text[: place.start] + _dumps(value, _indent_at(text, member.place.start)) + text[place.end :]
     parent, _, key = path.rpartition(".")
-    while parent and not _is_object(document, parent):
+    while not ((owner := document.value(parent)) and isinstance(owner.data, dict)) and parent:
         value = {key: value}
         parent, _, key = parent.rpartition(".")
     path = f"{parent}.{key}" if parent else key
     if document.member(path):  # no object stands where one is needed
         return _set(document, Assignment(path, value))
-    owner = _object_at(document, parent)
+    assert owner  # at least the root
     return _insert(text, owner, key, value)
 
 
-def _object_at(document: Document, path: str) -> ParsedValue:
-    """Return the value at a dotted path that exists; at "" the root."""
-    if not path:
-        return document.root
-    member = document.member(path)
-    assert member is not None
-    return member.value
-
-
-def _is_object(document: Document, path: str) -> bool:
-    member = document.member(path)
-    return member is not None and isinstance(member.value.data, dict)
-
-
 def _insert(text: str, owner: ParsedValue, key: str, value: Any) -> str:
-    """A new last member, laid out like the ones before it."""
+    """Insert a new last member, laid out like the ones before it."""
     if owner.members:
         last = owner.members[-1]
         indent, end = _indent_at(text, last.place.start), last.value.place.end
@@ -158,10 +145,7 @@ def _blanks(text: str) -> str:
 
 
 def _dumps(value: Any, indent: str) -> str:
-    if not isinstance(value, dict | list) or not any(isinstance(v, dict | list) for v in _parts(value)):
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not any(isinstance(part, dict | list) for part in parts):
         return json.dumps(value)
     return json.dumps(value, indent=2).replace("\n", f"\n{indent}")
-
-
-def _parts(value: dict | list) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value

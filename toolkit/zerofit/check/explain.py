@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON does: which keys take effect, which do not and why, and the defaults behind the rest."""
+"""Effects of a DeepSpeed JSON: which keys take effect, which do not and why, and the defaults behind the rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KeyRow:
     text: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the object that `--json` prints."""
         return asdict(self)
 
 
@@ -59,27 +59,19 @@ def _always(c: CheckSubject) -> bool:
 
 
 # defaults that surprise, and when they matter. Sources: the files that define them, all of DeepSpeed 0.19.8
-DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], bool], str], ...] = (
+DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
     (f"{ZERO}.stage", _always, "no ZeRO: every rank holds all states"),
     ("gradient_clipping", _always, "gradients are clipped to this norm; 0 switches it off (0 in releases before 2026)"),
     ("gradient_accumulation_steps", _always, "1, or what the other two batch sizes leave"),
     ("steps_per_print", _always, "nothing is printed (every 10 steps in older releases)"),
     (f"{ZERO}.reduce_bucket_size", lambda c: c.stage > 0, "elements; allocated whole, twice with overlap_comm"),
-    (
-        f"{ZERO}.allgather_bucket_size",
-        lambda c: c.stage in (1, 2),
-        "unused where torch gathers into one tensor",
-    ),
+    (f"{ZERO}.allgather_bucket_size", lambda c: c.stage in (1, 2), "unused where torch gathers into one tensor"),
     (f"{ZERO}.overlap_comm", lambda c: c.stage > 0, "true at stage 3, false at 1 and 2"),
     (f"{ZERO}.contiguous_gradients", lambda c: c.stage > 0, "gradients are copied into one buffer"),
     (f"{ZERO}.reduce_scatter", lambda c: c.stage > 1, "refuses Muon at stage 3 and gradient predivision"),
     (f"{ZERO}.sub_group_size", lambda c: c.stage == 3, "elements that the optimizer steps at a time"),
     (f"{ZERO}.stage3_prefetch_bucket_size", lambda c: c.stage == 3, "elements gathered ahead of use"),
-    (
-        f"{ZERO}.stage3_param_persistence_threshold",
-        lambda c: c.stage == 3,
-        "smaller parameters are never partitioned",
-    ),
+    (f"{ZERO}.stage3_param_persistence_threshold", lambda c: c.stage == 3, "smaller parameters are never partitioned"),
     (f"{ZERO}.stage3_max_live_parameters", lambda c: c.stage == 3, "smaller models are never released"),
     (f"{ZERO}.stage3_max_reuse_distance", lambda c: c.stage == 3, "parameters used again within it stay gathered"),
     (
@@ -87,21 +79,13 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], bool], str], ...] = (
         lambda c: c.stage == 3,
         "save_16bit_model writes nothing (zerofit gathers by itself)",
     ),
-    (f"{OPTIMIZER}.pin_memory", lambda c: c.offload("optimizer") is not None, "page-locked (false in older releases)"),
-    (f"{PARAM}.pin_memory", lambda c: c.offload("param") is not None, "page-locked (false in older releases)"),
-    ("fp16.loss_scale", lambda c: c.on("fp16.enabled"), "dynamic loss scaling"),
-    ("fp16.initial_scale_power", lambda c: c.on("fp16.enabled"), "the scale starts at two to this power"),
-    ("bf16.check_grad_overflow", lambda c: c.on("bf16.enabled"), "steps with an infinite gradient are skipped"),
-    (
-        "data_types.grad_accum_dtype",
-        lambda c: c.on("bf16.enabled") or c.on("fp16.enabled"),
-        "gradients are summed in the model's own type",
-    ),
-    (
-        "communication_data_type",
-        lambda c: c.on("bf16.enabled") or c.on("fp16.enabled"),
-        "gradients travel in the model's own type",
-    ),
+    (f"{OPTIMIZER}.pin_memory", lambda c: c.offload("optimizer"), "page-locked (false in older releases)"),
+    (f"{PARAM}.pin_memory", lambda c: c.offload("param"), "page-locked (false in older releases)"),
+    ("fp16.loss_scale", lambda c: c.fp16, "dynamic loss scaling"),
+    ("fp16.initial_scale_power", lambda c: c.fp16, "the scale starts at two to this power"),
+    ("bf16.check_grad_overflow", lambda c: c.bf16, "steps with an infinite gradient are skipped"),
+    ("data_types.grad_accum_dtype", lambda c: c.bf16 or c.fp16, "gradients are summed in the model's own type"),
+    ("communication_data_type", lambda c: c.bf16 or c.fp16, "gradients travel in the model's own type"),
     (
         "optimizer.params.adam_w_mode",
         lambda c: c.optimizer == "adam",
@@ -118,7 +102,7 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], bool], str], ...] = (
 
 
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
-    """Every key of the JSON in its order, then the defaults that matter for it."""
+    """Return every key of the JSON in its order, then the defaults that matter for it."""
     known = catalog()
     subject = CheckSubject(config=document.config, catalog=known, setting=setting)
     verdicts = {f.path: f for f in reversed(findings)}
@@ -144,6 +128,6 @@ def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> KeyRow:
 
 
 def shown(value: Any) -> str:
-    """A value in few characters."""
+    """Return a value in few characters."""
     text = json.dumps(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerofit.check.auto import FILLED
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
 from zerofit.check.dotted import get
 from zerofit.check.edit import Assignment, Deletion, Edit, Removal, Renaming, after_comma
-from zerofit.check.finding import Finding
-from zerofit.check.rules.near import near
+from zerofit.check.finding import Finding, near
+from zerofit.check.schema import FILLED
 from zerofit.check.subject import ZERO
 
 # other words for the same, from users' reports
@@ -49,7 +48,7 @@ INSTEAD = {
 
 
 def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
-    """Findings about single keys and their values; combinations are the rules' matter."""
+    """Yield findings about single keys and their values; combinations are the rules' matter."""
     for path, first, last in document.duplicates():
         yield _duplicate(document, path, first, last)
     for place in document.commas:
@@ -67,7 +66,6 @@ def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
     if not isinstance(document.config, Mapping):
         yield Finding(
             code="not-an-object",
-            severity="error",
             path="",
             message="the file holds no JSON object",
             why="DeepSpeed stops: it needs keys",
@@ -83,7 +81,6 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     end += len(document.text[end:]) - len(document.text[end:].lstrip())
     return Finding(
         code="duplicate-key",
-        severity="error",
         path=path,
         message=f"{path} stands twice: here and in line {last.place.line}",
         why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers take the last one',
@@ -105,14 +102,13 @@ def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catal
                 yield _unknown(path, known, config, catalog)
         else:
             if path in catalog.deprecated:
-                yield from _deprecated(path, value, config, catalog)
+                yield _deprecated(path, value, config, catalog)
             yield from _value(path, value, known[key], catalog)
 
 
 def _removed(path: str) -> Finding:
     return Finding(
         code="removed-key",
-        severity="error",
         path=path,
         message=f"{path} is gone from this DeepSpeed",
         why="DeepSpeed stops at the key, whatever its value, also where it is disabled",
@@ -126,7 +122,7 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
     documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
     elsewhere = sorted(p for p in _paths(catalog.schema) if p.rpartition(".")[2] == key and p not in catalog.deprecated)
     better = None if key.startswith("_") or elsewhere else near(key, documented, SYNONYMS)
-    if better and not _could_be(siblings[key], known[better]):
+    if better and not _may_be_meant(siblings[key], known[better]):
         better = None
     edits: tuple[Edit, ...] = (Removal(path),)
     fix = "remove it"
@@ -152,8 +148,8 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
     )
 
 
-def _could_be(value: Any, schema: Schema) -> bool:
-    """Whether a value may be meant for a key: an object for a section, something the key takes otherwise."""
+def _may_be_meant(value: Any, schema: Schema) -> bool:
+    """Return whether a value may be meant for a key: an object for a section, something the key takes otherwise."""
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
@@ -165,66 +161,44 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
-def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Catalog) -> Iterator[Finding]:
+def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Catalog) -> Finding:
     parent, _, key = path.rpartition(".")
     new = catalog.deprecated[path]
-    if not new.isidentifier():  # "a or b": the value is dropped
-        yield Finding(
-            code="deprecated-key",
-            severity="warning",
-            path=path,
-            message=f"{key} is the old form of {new}",
-            why="DeepSpeed warns and drops the value",
-            fix="remove it, and set pin_memory in these sections",
-            edits=(Removal(path),),
-        )
-        return
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
-    if new in siblings or alias in siblings:
-        yield Finding(
-            code="deprecated-and-new",
-            severity="error",
-            path=path,
-            message=f"{key} stands beside {alias}, which is its new name",
-            why='DeepSpeed stops: "Cannot provide deprecated parameter ... and replacing parameter ... together"'
-            if parent in catalog.strict
-            else "DeepSpeed reads the new one only",
-            fix=f"keep {alias}",
-            edits=(Removal(path),),
-        )
-        return
-    if key.startswith("cpu_offload"):
-        edits = (Removal(path), *((Assignment(f"{parent}.{new}", {"device": "cpu"}),) if value is True else ()))
+    code = "deprecated-key"
+    edits: tuple[Edit, ...] = (Removal(path),)
+    if not new.isidentifier():  # "a or b": the value is dropped
+        message, why = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value"
+        fix = "remove it, and set pin_memory in these sections"
+    elif new in siblings or alias in siblings:
+        code = "deprecated-and-new"
+        message, fix = f"{key} stands beside {alias}, which is its new name", f"keep {alias}"
+        why = "DeepSpeed reads the new one only"
+        if parent in catalog.strict:
+            why = 'DeepSpeed stops: "Cannot provide deprecated parameter ... and replacing parameter ... together"'
     else:
-        edits = (Renaming(path, alias),)
-        new = alias
-    yield Finding(
-        code="deprecated-key",
-        severity="warning",
-        path=path,
-        message=f"{key} is another name of {new}",
-        why="DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name",
-        fix=f"write {new}",
-        edits=edits,
-    )
+        if not key.startswith("cpu_offload"):
+            new, edits = alias, (Renaming(path, alias),)
+        elif value is True:
+            edits = (*edits, Assignment(f"{parent}.{new}", {"device": "cpu"}))
+        message, fix = f"{key} is another name of {new}", f"write {new}"
+        why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
+    severity = "warning" if code == "deprecated-key" else "error"
+    return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
 def _value(path: str, value: Any, schema: Schema, catalog: Catalog) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
         yield from _walk(value, schema, f"{path}.", catalog)
         return
-    if value == "auto" and not _takes_auto(schema):
+    own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
+    if value == "auto" and not own_auto:
         if path not in FILLED:
             yield _auto(path, schema, catalog)
         return
     if path == ZERO and isinstance(value, bool):
         return  # a rule of its own
     yield from _faults(path, value, schema)
-
-
-def _takes_auto(schema: Schema) -> bool:
-    """Whether "auto" is a word of DeepSpeed's own here."""
-    return schema.get("default") == "auto" or "auto" in schema.get("enum", ())
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
@@ -236,7 +210,6 @@ def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
     section = schema.get("type") == "object" or "properties" in schema
     return Finding(
         code="auto-unfilled",
-        severity="error",
         path=path,
         message=f'{path} is "auto", which nothing fills: neither zerofit nor Hugging Face\'s integrations',
         why=why,
@@ -273,17 +246,16 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
         edits = (Assignment(path, better),) if better else edits
     yield Finding(
         code=code,
-        severity="error",
         path=path,
         message=f"{path} is {shown}; allowed: {allowed}",
         why=why,
-        fix=_spoken(edits[0]),
+        fix=f"take {json.dumps(edits[0].value)}" if isinstance(edits[0], Assignment) else "correct it, or remove it",
         edits=edits,
     )
 
 
 def _flag(value: Any) -> bool | None:
-    """What a word or number in the place of true or false means; None where that is not plain."""
+    """Return what a word or number in the place of true or false means; None where that is not plain."""
     word = str(value).lower()
     if word in ("1", "yes", "on", "y"):
         return True
@@ -291,10 +263,6 @@ def _flag(value: Any) -> bool | None:
         return False
     meant = near(word, ["true", "false"]) if isinstance(value, str) else None
     return None if meant is None else meant == "true"
-
-
-def _spoken(edit: Any) -> str:
-    return f"take {json.dumps(edit.value)}" if isinstance(edit, Assignment) else "correct it, or remove it"
 
 
 def _fits(value: Any, schema: Schema) -> bool:
@@ -314,7 +282,7 @@ def _number(text: str) -> float | int | None:
 
 
 def _allowed(schema: Schema) -> str:
-    """In words."""
+    """Describe the allowed values."""
     if "anyOf" in schema:
         return " or ".join(_allowed(option) for option in schema["anyOf"])
     if "enum" in schema:

@@ -18,37 +18,28 @@ CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 
 
-@dataclass(frozen=True)
-class Default:
-    """A default that is another one now: written out, the old behaviour stays."""
-
-    path: str
-    old: Any
-    when: Callable[[CheckSubject], bool]
-    text: str
-
-
+# Defaults that are others now: key, old value, when it matters, what changed. Written out, the old behaviour stays.
 # Sources: runtime/constants.py:203 and :46, runtime/precision_config.py:56, runtime/zero/offload_config.py:45 and :75
 # of 0.19.8 against DeepSpeed's published configuration reference of 2025
-DEFAULTS = (
-    Default("gradient_clipping", 0.0, lambda c: True, "no clipping was the default; now gradients are clipped to 1.0"),
-    Default("steps_per_print", 10, lambda c: True, "a line every 10 steps was the default; now nothing is printed"),
-    Default(
+DEFAULTS: tuple[tuple[str, Any, Callable[[CheckSubject], object], str], ...] = (
+    ("gradient_clipping", 0.0, lambda c: True, "no clipping was the default; now gradients are clipped to 1.0"),
+    ("steps_per_print", 10, lambda c: True, "a line every 10 steps was the default; now nothing is printed"),
+    (
         "bf16.check_grad_overflow",
         False,
-        lambda c: c.on("bf16.enabled") and c.stage in (1, 2),
+        lambda c: c.bf16 and c.stage in (1, 2),
         "infinite gradients were not looked for; now their steps are skipped",
     ),
-    Default(
+    (
         f"{OPTIMIZER}.pin_memory",
         False,
-        lambda c: c.offload("optimizer") is not None,
+        lambda c: c.offload("optimizer"),
         "host memory was pageable by default; now it is page-locked",
     ),
-    Default(
+    (
         f"{PARAM}.pin_memory",
         False,
-        lambda c: c.offload("param") is not None,
+        lambda c: c.offload("param"),
         "host memory was pageable by default; now it is page-locked",
     ),
 )
@@ -64,7 +55,7 @@ class Migrated:
 
 
 def migrate(document: Document, setting: TargetHardware) -> Migrated:
-    """Old names become new ones, what is gone goes, and defaults that changed are written out as they were."""
+    """Rename old keys, remove what is gone, and write out defaults that changed as they were."""
     lost: list[str] = []
     document = _without_gone_optimizer(document, lost)
     for _ in range(3):  # a renamed key may uncover another old one
@@ -76,11 +67,11 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
                 lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
         document = parse(apply(document, [edit for finding in found for edit in finding.edits]))
     kept = []
-    for default in DEFAULTS:
+    for path, old, matters, text in DEFAULTS:
         subject = CheckSubject(config=document.config, catalog=catalog(), setting=setting)
-        if default.when(subject) and not subject.has(default.path):
-            document = parse(apply(document, [Assignment(default.path, default.old)]))
-            kept.append(f"{default.path} {default.old}: {default.text}")
+        if matters(subject) and not subject.has(path):
+            document = parse(apply(document, [Assignment(path, old)]))
+            kept.append(f"{path} {old}: {text}")
     return Migrated(text=document.text, lost=tuple(lost), kept=tuple(kept))
 
 

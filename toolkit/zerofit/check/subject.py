@@ -1,4 +1,4 @@
-"""What a rule looks at: the configuration, read without ever failing, and where it is to run."""
+"""The subject of a rule: the configuration, read without ever failing, and where it is to run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get
-from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.precision import PRECISIONS
+from zerofit.spec.model_facts import PRECISIONS, ModelFacts
 
 ZERO = "zero_optimization"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetHardware:
-    """Where the JSON will run; None where nobody has said."""
+    """The hardware that the JSON will run on; None where nobody has said."""
 
     ranks: int | None = None
     pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
@@ -34,38 +33,47 @@ class CheckSubject:
     setting: TargetHardware = field(default_factory=TargetHardware)
 
     def get(self, path: str) -> Any:
-        """The value at a dotted path, or None."""
+        """Return the value at a dotted path, or None."""
         return get(self.config, path)
 
     def has(self, path: str) -> bool:
-        """Whether the key stands there, whatever its value."""
+        """Return whether the key stands there, whatever its value."""
         missing = object()
         return get(self.config, path, missing) is not missing
 
     def on(self, path: str) -> bool:
-        """Whether the value is true, by DeepSpeed's default where the key is missing."""
+        """Return whether the value is true, by DeepSpeed's default where the key is missing."""
         value = self.get(path)
         return value is True or (value is None and self.catalog.default(path) is True)
 
+    def off(self, path: str) -> bool:
+        """Return whether the value is false, and the key is there."""
+        return self.get(path) is False
+
     def number(self, path: str) -> float | int | None:
-        """A number, or None."""
+        """Return a number, or None."""
         value = self.get(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def word(self, path: str) -> str | None:
-        """A string, or None; "auto" is none."""
+        """Return a string, or None; "auto" is none."""
         value = self.get(path)
         return value if isinstance(value, str) and value != "auto" else None
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """An object, or an empty one."""
+        """Return an object, or an empty one."""
         value = self.get(path)
         return value if isinstance(value, Mapping) else {}
 
     def changed(self, path: str) -> bool:
-        """Whether the key stands there with another value than DeepSpeed's default."""
+        """Return whether the key stands there with another value than DeepSpeed's default."""
         value = self.get(path)
         return self.has(path) and value not in ("auto", None) and value != self.catalog.default(path)
+
+    fp16 = property(lambda self: self.on("fp16.enabled"))
+    bf16 = property(lambda self: self.on("bf16.enabled"))
+    deepcompile = property(lambda self: self.on("compile.deepcompile"))
+    on_cpu = property(lambda self: self.setting.accelerator == "cpu")
 
     @property
     def ranks(self) -> int:
@@ -79,7 +87,7 @@ class CheckSubject:
         return int(value) if value in (0, 1, 2, 3) else 0
 
     def offload(self, what: str) -> str | None:
-        """The device that "optimizer" or "param" states are offloaded to, or None."""
+        """Return the device that "optimizer" or "param" states are offloaded to, or None."""
         device = self.word(f"{ZERO}.offload_{what}.device")
         return device if device in ("cpu", "nvme") else None
 
@@ -95,7 +103,7 @@ class CheckSubject:
         return isinstance(self.get(f"{ZERO}.zenflow"), Mapping)
 
     def degree(self, path: str) -> int:
-        """A parallel degree; 1 where none is given."""
+        """Return a parallel degree; 1 where none is given."""
         value = self.number(path)
         return int(value) if value and value > 1 else 1
 

@@ -98,7 +98,8 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
     for who, job in (("the checkpoint's DeepSpeed JSON", old), ("this run's DeepSpeed JSON", new)):
         for one in OBSTACLES:
             if one.applies(job.ds_config) and (one.always or not same):
-                found.append(_problem(one, who))
+                message, hint = f"{one.key} in {who}: {one.why}", f"take {one.instead}"
+                found.append(Problem(kind="layout", message=message, hint=hint, where=one.key))
         if same:
             break  # the second JSON says what the first one does
     if _states(old) != _states(new):
@@ -116,15 +117,6 @@ def piece_by_piece(config: Config) -> bool:
     """
     nvme = any((_zero(config).get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
     return nvme or bool(_zero(config).get("elastic_checkpoint"))
-
-
-def unsavable(config: Config) -> list[Problem]:
-    """Return why a checkpoint of a run with this DeepSpeed JSON cannot be resumed, not even in the same layout."""
-    return [_problem(one, "this run's DeepSpeed JSON") for one in OBSTACLES if one.always and one.applies(config)]
-
-
-def _problem(one: Obstacle, who: str) -> Problem:
-    return Problem(kind="layout", message=f"{one.key} in {who}: {one.why}", hint=f"take {one.instead}", where=one.key)
 
 
 def _states(job: Job) -> str:

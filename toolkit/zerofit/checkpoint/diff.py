@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,32 +20,9 @@ PIECE = 1 << 22  # elements compared at a time
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TensorSource(Protocol):
-    """Tensors by name, each with its kinds ("fp32", and optimizer states)."""
-
-    ties: dict[str, str]  # other names of tensors
-
-    @property
-    def tensors(self) -> list[str]:
-        """Names of all tensors, without ties."""
-        ...
-
-    def kinds(self, name: str) -> list[str]:
-        """List what there is of a tensor."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the whole tensor's shape."""
-        ...
-
-    def read(self, name: str, kind: str) -> Tensor:
-        """Return the whole tensor."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorRow:
-    """How one tensor differs; `apart` counts elements that are not equal bit for bit in the wider type."""
+    """The difference of one tensor; `apart` counts elements not equal bit for bit in the wider type."""
 
     name: str
     kind: str  # "fp32" (the tensor itself), or an optimizer state
@@ -58,7 +34,7 @@ class TensorRow:
 
 @dataclass(kw_only=True)
 class CheckpointDiff:
-    """Everything in which two checkpoints or models differ."""
+    """The differences between two checkpoints or models."""
 
     a: Path
     b: Path
@@ -126,12 +102,14 @@ def open_side(path: Path, where: str) -> TensorSource:
     """Open what lies at a path. Raises UserError."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] * (path.suffix == ".safetensors")
     if files:
-        return _Safetensors(files, where)
+        return SafetensorsFiles(files, where)
     checkpoint = locate(path, where)
     return whole_model(checkpoint, manifest_of(checkpoint, where).job.facts.task)
 
 
-class _Safetensors:
+class SafetensorsFiles:
+    """Tensors of safetensors files, read as those of a `FullState` are."""
+
     def __init__(self, files: list[Path], where: str):
         try:
             opened = [safe_open(file, framework="pt") for file in files]
@@ -143,13 +121,19 @@ class _Safetensors:
         self.ties: dict[str, str] = {}
 
     def kinds(self, name: str) -> list[str]:
+        """List what there is of a tensor: itself alone."""
         return [MASTER]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
         return tuple(self._file[name].get_slice(name).get_shape())
 
     def read(self, name: str, kind: str) -> Tensor:
+        """Return a tensor."""
         return self._file[name].get_tensor(name)
+
+
+TensorSource = FullState | SafetensorsFiles
 
 
 def _compare_kinds(
@@ -167,7 +151,9 @@ def _compare_kinds(
 def compare(name: str, kind: str, a: Tensor, b: Tensor) -> TensorRow:
     """Return how two tensors of one shape differ."""
     apart, max_abs, max_rel = 0, 0.0, 0.0
-    for x, y in _pieces(a, b):
+    wider = torch.promote_types(a.dtype, b.dtype)
+    for pair in zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True):
+        x, y = (piece.to(wider).contiguous() for piece in pair)
         differ = x.view(BITS[x.itemsize]) != y.view(BITS[y.itemsize])
         apart += int(differ.sum())
         if differ.any():
@@ -185,10 +171,3 @@ def _largest(values: Tensor) -> float:
 def _finite(value: float) -> float | None:
     """Return None for what JSON has no number for."""
     return value if math.isfinite(value) else None
-
-
-def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield both flattened, in pieces of the wider of the two types."""
-    wider = torch.promote_types(a.dtype, b.dtype)
-    pairs = zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True)
-    return ((x.to(wider).contiguous(), y.to(wider).contiguous()) for x, y in pairs)

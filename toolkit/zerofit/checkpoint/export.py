@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import FullState, whole_model
-from zerofit.checkpoint.model_card import ModelInfo, refuse_untrusted_code
-from zerofit.checkpoint.safetensors_writer import TensorEntry, check_file, cut, write_file
-from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.model_folder import (
+    ModelInfo,
+    TensorEntry,
+    check_file,
+    cut,
+    refuse_existing,
+    refuse_small_disk,
+    refuse_untrusted_code,
+    staged_folder,
+    write_file,
+)
 from zerofit.checkpoint.store import MANIFEST, Manifest, manifest_of
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
@@ -27,7 +35,7 @@ from zerofit.models.dtypes import DTYPES, torch_name
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import Precision
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """What was written."""
+    """The files that an export has written."""
 
     out: Path
     files: list[str]
@@ -75,8 +83,11 @@ def export(
     plan = _Plan(checkpoint, manifest, dtype, trust_model_code)
     run = manifest.job.run
     reads_tokens = isinstance(manifest.inputs, TextInputs) and run.tokenizer != "bytes"
-    tokenizer = load_transformers(run.tokenizer) if reads_tokens else None
-    files = _files(plan, max_shard_bytes)
+    tokenizer = load_transformers(run.tokenizer) if reads_tokens else None  # before anything is written
+    shards = cut(plan.entries, max_shard_bytes) if plan.transformers else [plan.entries]
+    files = {"model.safetensors": shards[0]}
+    if len(shards) > 1:  # as transformers names them
+        files = {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
     refuse_small_disk(out, sum(entry.bytes for entry in plan.entries))
     with staged_folder(out) as staging:
         _write_weights(plan, files, staging, report)
@@ -84,17 +95,15 @@ def export(
             _write_configs(plan, files, staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        info = ModelInfo.of_run(
-            run, manifest.job.facts.task, manifest.inputs, manifest.step, torch_name(DTYPES[plan.dtype])
-        )
-        info.write(staging)
+        dtype_name = torch_name(DTYPES[plan.dtype])
+        ModelInfo.of_run(run, manifest.job.facts.task, manifest.inputs, manifest.step, dtype_name).write(staging)
         names = sorted(path.name for path in staging.iterdir())
     parameters = sum(p.numel() for p in plan.model.parameters())
     return ExportResult(out=out, files=names, parameters=parameters, dtype=plan.dtype)
 
 
 class _Plan:
-    """What is to be written, decided and checked before anything is."""
+    """The content of an export, decided and checked before anything is written."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, dtype: Precision | None, trusted: bool):
         self.dtype: Precision = dtype or manifest.job.precision
@@ -102,7 +111,11 @@ class _Plan:
         self.model, self.transformers = _meta_model(manifest, checkpoint / MANIFEST, trusted)
         _check_names(self.model, self.state, checkpoint)
         self.published = PublishedModel(self.model, self.transformers)
-        dtypes = _published_dtypes(self.model, DTYPES[self.dtype])
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        dtypes = {
+            name: DTYPES[self.dtype] if name in parameters and t.is_floating_point() else t.dtype
+            for name, t in self.model.state_dict().items()
+        }
         self._parts = {name: part for part in self.published.parts for name in part.outputs}
         self.entries = [
             TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
@@ -130,7 +143,7 @@ class PublishedTensor:
 
 
 class PublishedModel:
-    """How a model on the meta device is published: as transformers does it, or just as its state_dict."""
+    """The published form of a model on the meta device: transformers' own, or just its state_dict."""
 
     def __init__(self, model: nn.Module, transformers: bool):
         self._model = model
@@ -163,20 +176,15 @@ class PublishedModel:
         alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
         if max(times.values()) == 1 and alone == {name: t.shape for name, t in whole.items()}:
             self._converts = True
-            shapes = [(source, {name: tuple(t.shape) for name, t in outputs.items()}) for source, outputs in parts]
-            self.parts = [PublishedTensor(source=source, outputs=outputs) for source, outputs in shapes]
+            self.parts = [
+                PublishedTensor(source=source, outputs={name: tuple(t.shape) for name, t in outputs.items()})
+                for source, outputs in parts
+            ]
 
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(cast("PreTrainedModel", self._model), tensors)
-
-
-def _published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the type of each tensor of the state_dict: `dtype` for floating parameters, buffers keep their own."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state = model.state_dict()
-    return {name: dtype if name in parameters and t.is_floating_point() else t.dtype for name, t in state.items()}
 
 
 def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Module, bool]:
@@ -209,14 +217,6 @@ def _check_names(model: nn.Module, state: FullState, checkpoint: Path) -> None:
             message = f"{name} is {saved[name]} in the checkpoint, {wanted[name]} in the model"
             problems.add("wrong-shape", message, hint, str(checkpoint))
     problems.raise_if_any()
-
-
-def _files(plan: _Plan, max_shard_bytes: int) -> dict[str, list[TensorEntry]]:
-    """Return entries by file name, named as transformers names them."""
-    shards = cut(plan.entries, max_shard_bytes) if plan.transformers else [plan.entries]
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
 def _write_weights(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path, report: Reporter) -> None:

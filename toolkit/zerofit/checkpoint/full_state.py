@@ -53,7 +53,7 @@ class TensorParallelSlice:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a tensor lies: in a torch file under these keys, or in a `raw` file of nothing but numbers."""
+    """The place of a tensor: in a torch file under these keys, or in a `raw` file of nothing but numbers."""
 
     file: str
     keys: list[str | int]
@@ -90,7 +90,7 @@ class _EngineIndex:
 
 @dataclass(frozen=True)
 class _RankIndex:
-    """What a rank says of its files."""
+    """A rank's index of its files."""
 
     world_size: int
     engines: dict[str, _EngineIndex]
@@ -118,7 +118,10 @@ class FullState:
                 if engine not in rank.engines:
                     raise self._incomplete(f"there is no engine {engine!r}: there are {', '.join(rank.engines)}")
                 index = rank.engines[engine]
-                self._refuse_unsupported(index)
+                if index.unsupported:
+                    message = f"{self._folder} has no view of the whole model: {index.unsupported}"
+                    hint = "go on in the layout that wrote it, then save in another one"
+                    raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
                 order |= dict.fromkeys(prefix + name for name in index.names)
                 self.ties |= {prefix + name: prefix + source for name, source in index.ties.items()}
                 self.counters = self.counters or index.counters
@@ -201,19 +204,17 @@ class FullState:
     def _stored(self, shard: _Shard, kind: str, start: int, numel: int) -> Tensor:
         """Return (numel,) elements from `start` of a shard, in the type and memory of the file."""
         where = shard.where[kind]
-        tensor = self._raw(where.file, where.raw) if where.raw else self._tensor(where.file, where.keys)
-        tensor = tensor.detach().reshape(-1)
+        if where.raw:  # DeepSpeed's swap files on NVMe: nothing but numbers
+            path, dtype = self._path(where.file), getattr(torch, where.raw)
+            if not path.is_file():
+                raise self._incomplete(f"{where.file} is missing")
+            tensor = torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
+        else:
+            tensor = self._tensor(where.file, where.keys).detach().reshape(-1)
         first = where.offset + start
         if first + numel > tensor.numel():
             raise self._incomplete(f"{where.file} holds {tensor.numel()} elements at {where.keys}, not {first + numel}")
         return tensor[first : first + numel]
-
-    def _raw(self, file: str, dtype_name: str) -> Tensor:
-        """Map a file that is nothing but numbers: DeepSpeed's swap files on NVMe."""
-        path, dtype = self._path(file), getattr(torch, dtype_name)
-        if not path.is_file():
-            raise self._incomplete(f"{file} is missing")
-        return torch.from_file(str(path), size=path.stat().st_size // dtype.itemsize, dtype=dtype)
 
     def _tensor(self, file: str, keys: list[str | int]) -> Tensor:
         if file not in self._open:
@@ -247,16 +248,9 @@ class FullState:
                 first = " ".join(str(error).split())[:200]
                 raise self._incomplete(f"the index ranks/{file.name} cannot be read: {first}") from None
             if len(files) != index.world_size:
-                raise self._incomplete(
-                    f"{index.world_size} ranks wrote it, and there are {len(files)} of their indexes"
-                )
+                message = f"{index.world_size} ranks wrote it, and there are {len(files)} of their indexes"
+                raise self._incomplete(message)
             yield index
-
-    def _refuse_unsupported(self, index: _EngineIndex) -> None:
-        if index.unsupported:
-            message = f"{self._folder} has no view of the whole model: {index.unsupported}"
-            hint = "go on in the layout that wrote it, then save in another one"
-            raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where=str(self._folder)))
 
     def _check_names(self) -> None:
         """Refuse names that would lead out of a folder: `convert` writes files under them."""

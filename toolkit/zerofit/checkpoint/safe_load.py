@@ -45,9 +45,10 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
     Raises UserError: "unsafe-file" where the file asks for anything else, "damaged-file" where it cannot be parsed,
     "missing-file" where there is none to be read.
     """
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-        (_import(name) if for_engine else replacement, name) for name, replacement in REPLACEMENTS.items()
-    ]
+    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+    for name, replacement in REPLACEMENTS.items():
+        module, _, attribute = name.rpartition(".")
+        allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
     try:
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         with torch.serialization.safe_globals(allowed):
@@ -58,11 +59,6 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
         raise _refused(path, str(error)) from None
     except Exception as error:  # a damaged file can make the parser stumble anywhere
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def _import(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _refused(path: Path | str, reason: str) -> UserError:

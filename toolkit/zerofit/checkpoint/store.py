@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import sync_folder, write_text
+from zerofit.spec.files import field_data, sync_folder, write_text
 from zerofit.spec.run_folder import Job
 
 FORMAT = 1
@@ -55,7 +55,7 @@ class FileMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds, written last: every file with its size and checksum, and the job it belongs to."""
+    """A checkpoint's content, written last: every file with its size and checksum, and the job it belongs to."""
 
     step: Count  # optimizer steps done
     samples: Count  # samples consumed: the position in the endless order of samples from which training goes on
@@ -75,13 +75,9 @@ class Manifest:
 
     def write(self, checkpoint: Path) -> None:
         """Write it into the checkpoint's folder, with a checksum of itself, and flush it to the disk."""
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("job", "inputs")}
-        content = plain | {
-            "job": self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)},
-            "files": {name: asdict(mark) for name, mark in self.files.items()},
-        }
-        text = json.dumps({**content, "checksum": checksum_of(content)}, indent=1)
-        write_text(checkpoint / MANIFEST, text)
+        job = self.job.to_dict() | {"inputs": inputs_to_dict(self.inputs)}
+        content = field_data(self, "job", "inputs") | {"job": job}
+        write_text(checkpoint / MANIFEST, json.dumps({**content, "checksum": checksum_of(content)}, indent=1))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.full_state import GAN_ENGINES, HINT, ONE_ENGINE, FullState
-from zerofit.checkpoint.staging import refuse_existing, refuse_small_disk, staged_folder
+from zerofit.checkpoint.model_folder import refuse_existing, refuse_small_disk, staged_folder
 from zerofit.checkpoint.store import STATE, Manifest, folder_name, manifest_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -38,7 +38,7 @@ GLOBALS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_s
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult:
-    """What was written."""
+    """The folder that a conversion has written."""
 
     out: Path
     tag: str
@@ -94,7 +94,10 @@ def _write_engine(source: Path, state: FullState, manifest: Manifest, folder: Pa
             yield 4 * _numel(state, name)
         if optimizer["step"] is not None:
             _save(optimizer["step"], place / "step.pt")
-    _save(_optimizer_state(optimizer, counters), folder / "zero" / "optimizer_state.pt")
+    # parameter groups and step where stages 1 and 2, and where stage 3 look for them
+    known = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
+    inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
+    _save(known | {"optimizer_state_dict": inner}, folder / "zero" / "optimizer_state.pt")
     model_states = counters | {"dp_world_size": manifest.job.layout.dp, "mp_world_size": 1, "module": {}}
     for file in MODEL_STATES:
         _save(model_states, folder / file)
@@ -124,9 +127,11 @@ def _optimizer_globals(source: Path) -> dict[str, Any]:
         raise UserError(Problem(kind="no-optimizer", message=message, hint=hint, where="PATH"))
     zero = said.get("optimizer_state_dict") or {}
     states = own["state"].values() if isinstance(own["state"], dict) else own["state"]
-    steps = [one["step"] for one in (*states, *own["param_groups"]) if "step" in one]
+    step = next((one["step"] for one in (*states, *own["param_groups"]) if "step" in one), None)
+    if isinstance(step, Tensor):
+        step = step.clone()  # it would be saved with the whole file that it lies in
     groups = [{key: value for key, value in g.items() if key != "params"} for g in own["param_groups"]]
-    return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": _copy(steps)}
+    return {"globals": {key: zero[key] for key in GLOBALS if key in zero}, "groups": groups, "step": step}
 
 
 def _own_state(said: Any) -> dict[str, Any] | None:
@@ -136,20 +141,6 @@ def _own_state(said: Any) -> dict[str, Any] | None:
     if "state" in said and "param_groups" in said:
         return said
     return next((own for value in said.values() if (own := _own_state(value)) is not None), None)
-
-
-def _copy(steps: list[Any]) -> Any:
-    """Return the first step count; a tensor by itself, since it would be saved with the whole file it lies in."""
-    if not steps:
-        return None
-    return steps[0].clone() if isinstance(steps[0], Tensor) else steps[0]
-
-
-def _optimizer_state(optimizer: dict[str, Any], counters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameter groups and step where stages 1 and 2, and where stage 3 look for them."""
-    inner = {"state": {0: {"step": optimizer["step"]}}, "param_groups": optimizer["groups"]}
-    known = optimizer["globals"] | {"ds_version": counters["ds_version"], "param_groups": optimizer["groups"]}
-    return known | {"optimizer_state_dict": inner}
 
 
 def _numel(state: FullState, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from zerofit.cli.main import main
-from zerofit.spec.quick_exit import run_and_exit
+from zerofit.spec.process import run_and_exit
 
 
 def run() -> None:

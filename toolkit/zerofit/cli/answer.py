@@ -1,4 +1,4 @@
-"""How every command answers: JSON as the last line if asked, errors in one form, exit codes 0, 1, 2, 3, 70, 75, 130."""
+"""Answers of commands: JSON as the last line if asked, errors in one form, exit codes 0, 1, 2, 3, 70, 75, 130."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 
 from zerofit.models.catalog import ModelError
-from zerofit.spec.cache import cache_root
-from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
+from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, Stopped, UserError
+from zerofit.spec.files import cache_root
 
 FINDING, BAD_INPUT, FAILED, INTERNAL, RUN_AGAIN, STOPPED = 1, 2, 3, 70, 75, 130
 REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Result(Protocol):
-    """What a command's work returns."""
+    """The value that a command's work returns."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -38,7 +38,22 @@ R = TypeVar("R", bound="Result | dict[str, Any]")
 def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R:
     """Do a command's work and print its answer; bad input and failed runs end the process with their exit codes."""
     with _stoppable():
-        result = _done(work, as_json)
+        try:
+            result = work()
+        except UserError as error:
+            fail(list(error.problems), BAD_INPUT, as_json)
+        except ModelError as error:
+            fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
+        except DoesNotFit as finding:
+            fail([finding.problem], FINDING, as_json)
+        except RunFailed as error:
+            fail([error.problem], FAILED, as_json)
+        except Stopped as stopped:
+            fail([stopped.problem], RUN_AGAIN, as_json)
+        except KeyboardInterrupt as request:
+            where = str(request)
+            hint = f"`zerofit plot {where}` shows how far it came" if where else ""
+            fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
     if as_json:
         print(json.dumps(result if isinstance(result, dict) else result.to_dict()), flush=True)
     else:
@@ -48,31 +63,13 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Within it a request to stop (SIGTERM, SIGUSR1, a closed terminal) is answered as Ctrl-C is."""
+    """Answer a request to stop (SIGTERM, SIGUSR1, a closed terminal) as Ctrl-C is answered, within the block."""
     former = {number: signal.signal(number, signal.default_int_handler) for number in REQUESTS}
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _done(work: Callable[[], R], as_json: bool) -> R:
-    """Return what the work gives; where it fails, the process ends here."""
-    try:
-        return work()
-    except UserError as error:
-        fail(list(error.problems), BAD_INPUT, as_json)
-    except ModelError as error:
-        fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
-    except RunFailed as error:
-        fail([error.problem], FAILED, as_json)
-    except Stopped as stopped:
-        fail([stopped.problem], RUN_AGAIN, as_json)
-    except KeyboardInterrupt as request:
-        where = str(request)
-        hint = f"`zerofit plot {where}` shows how far it came" if where else ""
-        fail([Problem(kind="interrupted", message="stopped on request", hint=hint, where=where)], STOPPED, as_json)
 
 
 def fail_internally(error: Exception, as_json: bool) -> NoReturn:

@@ -12,21 +12,22 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
-from zerofit.cli.options import run_options
-from zerofit.spec.load import load_run
+from zerofit.cli.console import EventConsole, answer_watched
+from zerofit.cli.options import AS_JSON, given, run_options
+from zerofit.spec.run import load_run
 
 if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zerofit --help` does not
     from zerofit.app.checking import CheckResult, ResolvedConfig
     from zerofit.check.explain import KeyRow
     from zerofit.check.finding import Finding
+    from zerofit.check.migrate import Migrated
 
 RUN_FIELDS = (
     *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
     *("lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum", "gradient_clipping", "precision"),
     *("ranks", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
+MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the old one"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2
 WIDTH = 160  # of tables where there is no terminal
 
@@ -39,8 +40,7 @@ class CheckReport:
     explained: list[KeyRow] | None = None
     new_text: str | None = None  # fixed or migrated; None: not asked for
     written: str | None = None  # None: nothing changed
-    lost: tuple[str, ...] = ()
-    kept: tuple[str, ...] | None = None  # None: not migrated
+    migrated: Migrated | None = None
     resolved: ResolvedConfig | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,8 +48,8 @@ class CheckReport:
         found = self.result.to_dict()
         if self.explained is not None:
             found["explained"] = [row.as_dict() for row in self.explained]
-        if self.kept is not None:
-            found |= {"lost": self.lost, "kept": self.kept}
+        if self.migrated:
+            found |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
         if self.new_text is not None:
             found["written"] = self.written
         return found | (self.resolved.to_dict() if self.resolved else {})
@@ -62,12 +62,10 @@ class CheckReport:
 @run_options(RUN_FIELDS)
 @click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
 @click.option("--fix", is_flag=True, help="write the fixed file beside the old one and show the difference")
-@click.option(
-    "--migrate", is_flag=True, help="carry an old file to the installed DeepSpeed, written beside the old one"
-)
+@click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and the defaults that matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+@AS_JSON
 def check(file: str, gpu: str | None, as_json: bool, strict: bool, **options: Any) -> None:
     """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
 
@@ -75,14 +73,13 @@ def check(file: str, gpu: str | None, as_json: bool, strict: bool, **options: An
     """
     from zerofit.app.checking import check as run_check
 
-    flags = {name: options[name] for name in ("model", *RUN_FIELDS) if options[name] is not None}
+    flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
-    def work() -> CheckReport:
-        with EventConsole() as console:
-            result = run_check(file, load_run(None, flags), gpu, on_event=console)
-            return _report(result, **{name: options[name] for name in ("fix", "migrate", "explain", "resolve")})
+    def work(console: EventConsole) -> CheckReport:
+        result = run_check(file, load_run(None, flags), gpu, on_event=console)
+        return _report(result, **{name: options[name] for name in ("fix", "migrate", "explain", "resolve")})
 
-    result = answer(work, as_json, _show).result
+    result = answer_watched(work, as_json, _show).result
     sys.exit(ERRORS if result.errors else WARNINGS if strict and result.findings else CLEAN)
 
 
@@ -103,8 +100,7 @@ def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, res
         explained=result.explain() if explain else None,
         new_text=new_text,
         written=str(written) if written else None,
-        lost=migrated.lost if migrated else (),
-        kept=migrated.kept if migrated else None,
+        migrated=migrated,
         resolved=result.resolve() if resolve else None,
     )
 
@@ -117,9 +113,9 @@ def _show(report: CheckReport) -> None:
         print(json.dumps(report.resolved.config, indent=2))
     if report.explained is not None:
         _show_explained(report)
-    for line in report.lost:
+    for line in report.migrated.lost if report.migrated else ():
         click.echo(f"{click.style('lost', fg='red')}: {line}", err=True)
-    for line in report.kept or ():
+    for line in report.migrated.kept if report.migrated else ():
         click.echo(f"{click.style('kept', fg='green')}: {line}", err=True)
     if report.written:
         _show_difference(report)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
-from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
-from zerofit.cli.options import run_options
+from zerofit.cli.console import EventConsole, answer_watched, make_table, out
+from zerofit.cli.options import AS_JSON, PATH, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
-from zerofit.spec.load import RunRequest, load_run
+from zerofit.spec.run import RunRequest, load_run
 
 if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import ScaleLr
-    from zerofit.app.comparing.result import Comparison
-    from zerofit.app.comparing.rows import ScalingRow, SizeRow, StrategyRow
+    from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
 
 FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # of a run
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
+STYLES = {"failed": "red", "not-here": "dim"}
+WIDTH = 170  # columns, where standard output is not a terminal
 
 
 def usual(field: str, words: str) -> dict[str, Any]:
@@ -30,26 +30,16 @@ def usual(field: str, words: str) -> dict[str, Any]:
     return {"default": getattr(CompareJob, field), "show_default": True, "help": words}
 
 
-def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that all comparisons have."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line"),
-        click.option("--output", type=click.Path(path_type=Path), help="folder for results [runs/compare-...]"),
-        click.option("--lr", type=click.FloatRange(0, min_open=True), **usual("lr", LR_HELP)),
-    ):
-        command = option(command)
-    return command
-
-
-def step_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of comparisons that train for some steps."""
-    for option in (
-        click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "of the validation data")),
-        click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "of SGD")),
-        click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples of a step")),
-    ):
-        command = option(command)
-    return command
+common_options = add_options(
+    click.option("--lr", type=click.FloatRange(0, min_open=True), **usual("lr", LR_HELP)),
+    click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
+    AS_JSON,
+)
+step_options = add_options(  # of comparisons that train for some steps
+    click.option("--global-batch", type=POSITIVE, **usual("global_batch", "samples of a step")),
+    click.option("--steps", type=click.IntRange(min=WARM + 1), **usual("steps", "of SGD")),
+    click.option("--eval-samples", type=POSITIVE, **usual("eval_samples", "of the validation data")),
+)
 
 
 @click.group()
@@ -57,9 +47,7 @@ def compare() -> None:
     """Measure ways to train on the same model, data, initial weights and order of samples."""
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in value.split(","))
     except ValueError:
@@ -69,10 +57,10 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     return found
 
 
-def _list(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-    if not given or context.resilient_parsing:
+def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
         return
-    from zerofit.compare.catalog import STRATEGIES
+    from zerofit.compare.job import STRATEGIES
 
     for one in STRATEGIES.values():
         click.echo(f"{one.name:24} {one.title}")
@@ -92,15 +80,13 @@ def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> 
     One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
     """
     from zerofit.app.comparing.comparisons import compare_strategies
-    from zerofit.cli.compare_show import show_strategies
 
     chosen = [name.strip() for name in names.split(",")] if names else None
 
-    def work() -> Comparison[StrategyRow]:
-        with EventConsole() as events:
-            return compare_strategies(_asked(model, options), strategies=chosen, on_event=events)
+    def work(events: EventConsole) -> Comparison[StrategyRow]:
+        return compare_strategies(_asked(model, options), strategies=chosen, on_event=events)
 
-    answer(work, as_json, show_strategies)
+    answer_watched(work, as_json, show_strategies)
 
 
 @compare.command(name="batch-size")
@@ -127,14 +113,12 @@ def batch_size(
     Each run is on one device. --lr is that of the smallest size; --scale-lr raises it for larger ones.
     """
     from zerofit.app.comparing.comparisons import compare_sizes
-    from zerofit.cli.compare_show import show_sizes
 
-    def work() -> Comparison[SizeRow]:
+    def work(events: EventConsole) -> Comparison[SizeRow]:
         choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "seeds": seeds}
-        with EventConsole() as events:
-            return compare_sizes(_asked(model, options), **choice, on_event=events)
+        return compare_sizes(_asked(model, options), **choice, on_event=events)
 
-    answer(work, as_json, show_sizes)
+    answer_watched(work, as_json, show_sizes)
 
 
 @compare.command()
@@ -146,14 +130,82 @@ def batch_size(
 def scaling(model: str, as_json: bool, strategy: str, **options: Any) -> None:
     """Train on 1 to --ranks ranks, weak (the batch grows with them) and strong (it does not): their efficiency."""
     from zerofit.app.comparing.comparisons import compare_scaling
-    from zerofit.cli.compare_show import show_scaling
 
-    def work() -> Comparison[ScalingRow]:
-        with EventConsole() as events:
-            return compare_scaling(_asked(model, options), strategy=strategy, on_event=events)
+    def work(events: EventConsole) -> Comparison[ScalingRow]:
+        return compare_scaling(_asked(model, options), strategy=strategy, on_event=events)
 
-    answer(work, as_json, show_scaling)
+    answer_watched(work, as_json, show_scaling)
 
 
 def _asked(model: str, options: dict[str, Any]) -> RunRequest:
-    return load_run(None, {"model": model, **{name: value for name, value in options.items() if value is not None}})
+    return load_run(None, {"model": model, **given(options)})
+
+
+def show_strategies(result: Comparison[StrategyRow]) -> None:
+    """Print all strategies, and below them why some differ or did not run."""
+    console = _print_rows(result)
+    for row in result.rows:
+        if row.agrees is False:
+            words = f"{row.strategy}: weights differ from the single device's by {row.max_weight_difference:.1e}"
+            words += "; batch norm over each rank's own share does that" if row.batch_norm else ""
+            console.print(words, style="yellow")
+        if row.staleness:
+            mean, most = sum(row.staleness) / len(row.staleness), max(row.staleness)
+            console.print(f"{row.strategy}: staleness {mean:.2f} updates on average, {most} at most")
+    _print_files(console, result)
+
+
+def show_sizes(result: Comparison[SizeRow]) -> None:
+    """Print all runs, each size over its seeds, which one was first, and where larger ones stop helping."""
+    console, summary = _print_rows(result), result.summary or ()
+    target = f"{result.about['target']:.1%}"
+    table = make_table("batch size", f"reached {target}", "seconds to it", "final accuracy", "noise scale")
+    for size in summary:
+        row = [f"{size.reached} of {size.runs}", _range(size.seconds_to_target, ".1f")]
+        row += [_range(size.final_accuracy, ".1%"), _range(size.noise_scale, ",.0f")]
+        table.add_row(str(size.batch_size), *row)
+    console.print(table)
+    console.print(_first(summary, target, result.about["epochs"]), style="bold")
+    _print_files(console, result)
+
+
+def show_scaling(result: Comparison[ScalingRow]) -> None:
+    """Print weak and strong scaling."""
+    _print_files(_print_rows(result), result)
+
+
+def _range(figures: Sequence[float] | None, form: str) -> str:
+    """Return "median (least to most)"."""
+    return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
+
+
+def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> str:
+    medians = {
+        size.batch_size: size.seconds_to_target[0]
+        for size in summary
+        if size.seconds_to_target and size.reached == size.runs
+    }
+    if not medians:
+        return f"no batch size reached {target} in {epochs} epochs with every seed: raise --epochs or --lr"
+    best = min(medians, key=lambda size: medians[size])
+    words = f"first at {target}: batch size {best} after {medians[best]:.1f} s (median)"
+    larger = [size.batch_size for size in summary if size.batch_size > best]
+    return words + (f"; from {larger[0]} on larger ones do not help" if larger else "")
+
+
+def _print_rows(result: Comparison[Any]) -> Console:
+    console = out(WIDTH)
+    names, rows = result.table()
+    table = make_table(*names, right=range(1, len(names)))
+    for row, filled in zip(result.rows, rows, strict=True):
+        table.add_row(*filled, style=STYLES.get(row.status))
+    console.print(table)
+    for row in result.rows:
+        if row.status != "ok":
+            console.print(f"{result.name_of(row)}: {row.reason}", style="dim")
+    return console
+
+
+def _print_files(console: Console, result: Comparison[Any]) -> None:
+    for path in result.written:
+        console.print(f"written: {path}", soft_wrap=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -22,14 +22,18 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
-from zerofit.cli.preflight_show import show_checks
+from zerofit.cli.answer import R, answer
+from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.spec.events import Event
 
 STATUS_EVERY_S = 10.0  # between lines of a status where there is no terminal
 PHASE_EVERY_S = 14.0  # between lines of one phase
 TASK_EVERY_S = 5.0  # between lines of one task
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+NAMED = 4  # hosts in one line
 
 
 def out(width: int | None = None) -> Console:
@@ -38,6 +42,14 @@ def out(width: int | None = None) -> Console:
     What is printed is never read as markup: "[batch, seq]" is text.
     """
     return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
+
+
+def make_table(*names: str, right: Iterable[int] = (), **look: Any) -> Table:
+    """Return a table with these column names; the columns whose numbers are in `right` are set flush right."""
+    table = Table(*names, **look)
+    for number in right:
+        table.columns[number].justify = "right"
+    return table
 
 
 def err() -> Console:
@@ -75,9 +87,7 @@ class EventConsole:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def __call__(self, event: Event) -> None:
@@ -155,6 +165,16 @@ class EventConsole:
             self._progress.remove_task(self._bars.pop(event.text))
 
 
+def answer_watched(work: Callable[[EventConsole], R], as_json: bool, show: Callable[[R], None]) -> R:
+    """Answer with what the work gives, whose events are shown while it goes on."""
+
+    def watched() -> R:
+        with EventConsole() as console:
+            return work(console)
+
+    return answer(watched, as_json, show)
+
+
 def _topic(text: str) -> str:
     """Return a phase without the figures in brackets behind it."""
     return text.partition(" (")[0]
@@ -209,3 +229,29 @@ class _Amount(ProgressColumn):
 
 def _amount(n: int, unit: str) -> str:
     return f"{n / 1e6:.1f} MB" if unit == "bytes" else f"{n:,} {unit}".rstrip()
+
+
+def show_checks(checks: Sequence[Check], hosts: int, console: Console) -> None:
+    """Print what was found and how to mend it; `hosts` is how many were asked."""
+    if not console.is_terminal:
+        console.width = 160
+    table = make_table("check", "host", "found", "how to mend it")
+    table.columns[0].no_wrap = True
+    for same in _grouped(checks):
+        first = same[0]
+        names = [one.host for one in same]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        where = f"all {hosts}" if len(names) == hosts > 1 else ", ".join(names[:NAMED]) + more
+        wanted = f" (expected: {first.expected})" if first.expected and first.status != OK else ""
+        status = Text.assemble((f"{first.status:4}", STYLES[first.status]), f" {first.name}")
+        table.add_row(status, Text(where), Text(first.value + wanted), Text(first.hint))
+    console.print(table)
+
+
+def _grouped(checks: Sequence[Check]) -> list[list[Check]]:
+    """Group checks that say the same, worst first, else in the order they came in."""
+    groups: dict[tuple[str, ...], list[Check]] = {}
+    for one in checks:
+        groups.setdefault((one.status, one.name, one.value, one.hint), []).append(one)
+    worst = (FAIL, WARN, OK)
+    return sorted(groups.values(), key=lambda same: worst.index(same[0].status))

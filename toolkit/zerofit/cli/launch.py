@@ -13,18 +13,17 @@ import click
 from zerofit.app.clusters.hosts import HostRequest, find_hosts, launcher_command
 from zerofit.app.clusters.job_files import JobFile, JobFileRequest, write_job_file
 from zerofit.app.requests import is_run_file, read_request
-from zerofit.app.training_result import TrainingResult
+from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.host_options import add_options, host_options
-from zerofit.cli.options import run_options
+from zerofit.cli.options import AS_JSON, PATH, add_options, given, host_options, run_options
 from zerofit.cli.train import show
 from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
 
 file_options = add_options(
-    click.option("--slurm", type=click.Path(path_type=Path), metavar="FILE", help="write a job for sbatch instead"),
-    click.option("--kubernetes", type=click.Path(path_type=Path), metavar="FILE", help="write a Kubeflow manifest"),
+    click.option("--slurm", type=PATH, metavar="FILE", help="write a job for sbatch instead"),
+    click.option("--kubernetes", type=PATH, metavar="FILE", help="write a Kubeflow manifest"),
     click.option("--job-name", help="of either [zerofit]"),
     click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help="of either: of a rank [gpu]"),
     click.option("--time", help="--slurm: time limit, as sbatch takes it (12:00:00); saved before, then queued again"),
@@ -51,7 +50,7 @@ file_options = add_options(
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
 @file_options
 @run_options()
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+@AS_JSON
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
     """Train on many hosts, through the deepspeed launcher.
 
@@ -59,8 +58,7 @@ def launch(target: str | None, as_json: bool, **options: Any) -> None:
     dies or hangs all are stopped, and with --max-restarts the run starts again from its newest checkpoint.
     """
     own = {name: options.pop(name) for name in list(options) if name not in Run.model_fields}
-    flags = {name: value for name, value in options.items() if value is not None}
-    answer(lambda: _launch(target, flags, own), as_json, _show)
+    answer(lambda: _launch(target, given(options), own), as_json, _show)
 
 
 def _launch(
@@ -73,27 +71,26 @@ def _launch(
         values = {field.name: own[field.name] for field in fields(JobFileRequest) if field.name in own}
         return write_job_file(JobFileRequest(target=target, flags=flags, **values))
     asked_hosts = HostRequest(**{field.name: own[field.name] for field in fields(HostRequest)})
-    hosts, launch_options = find_hosts(asked_hosts), asked_hosts.options()
+    hosts = find_hosts(asked_hosts)
     asked = read_request(target, flags)
     if own["dry_run"]:
-        return {"command": launcher_command(asked.run, hosts, launch_options)}
+        return {"command": launcher_command(asked.run, hosts, asked_hosts)}
     with EventConsole(asked.run.log_every) as console:
         report = Reporter(shielded(console))
-        if launch_options.node_rank:
+        if asked_hosts.node_rank:
             from zerofit.app.clusters.node_agent import follow
 
-            folder = follow(asked.run, hosts, launch_options, report, handle_signals=True)
-            return {"run_dir": str(folder.path), "node_rank": launch_options.node_rank}
+            folder = follow(asked.run, hosts, asked_hosts, report, handle_signals=True)
+            return {"run_dir": str(folder.path), "node_rank": asked_hosts.node_rank}
         from zerofit.app.clusters.restarts import RestartingRun
 
         return RestartingRun(
             asked=asked,
             hosts=hosts,
-            options=launch_options,
+            options=asked_hosts,
             report=report,
             run_file=Path(target) if target and is_run_file(target) else None,
             max_restarts=own["max_restarts"],
-            min_nodes=own["min_nodes"],
             handle_signals=True,
         ).run()
 

@@ -12,17 +12,17 @@ from zerofit.spec.errors import Problem
 
 # name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
 COMMANDS = {
-    "calibrate": ("calibrate", "Measure this machine's speeds for `zerofit plan` (half a minute)."),
+    "calibrate": ("machine", "Measure this machine's speeds for `zerofit plan` (half a minute)."),
     "check": ("check", "Find everything that is wrong in a DeepSpeed JSON, before anything starts."),
     "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
     "compare": ("compare", "Measure ways to train on the same model, data, weights and order of samples."),
-    "doctor": ("doctor", "Check this machine, or all hosts of a hostfile, and measure what they reach."),
-    "eval": ("eval", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
-    "generate": ("generate", "Continue a prompt with a run, a checkpoint or a causal language model."),
+    "doctor": ("machine", "Check this machine, or all hosts of a hostfile, and measure what they reach."),
+    "eval": ("inference", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
+    "generate": ("inference", "Continue a prompt with a run, a checkpoint or a causal language model."),
     "launch": ("launch", "Train on many hosts, through the deepspeed launcher."),
-    "models": ("models", "List the models known by name, with parameter counts."),
+    "models": ("train", "List the models known by name, with parameter counts."),
     "plan": ("plan", "Rank the layouts of a model that fit a cluster, with memory and speed."),
-    "plot": ("plot", "Draw loss, throughput and memory of run folders into one picture."),
+    "plot": ("train", "Draw loss, throughput and memory of run folders into one picture."),
     "schema": ("check", "Print a JSON Schema of DeepSpeed's configuration, for editors."),
     "simulate": ("simulate", "Forecast to the byte what one rank allocates, without a GPU."),
     "train": ("train", "Train a model on the devices of this machine."),

@@ -1,24 +1,44 @@
-"""Options made from the fields of the run: one field, one option, one key of run.yaml."""
+"""Options that several commands share; those of the run are made from its fields: one field, one key of run.yaml."""
 
 from __future__ import annotations
 
 import json
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run import Run
 
+if TYPE_CHECKING:
+    from zerofit.spec.cluster import Cluster
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,
     help="import and run a model of the form package.module:callable that the folder's files name",
 )
+RUNNERS = ["pdsh", "slurm", "openmpi", "mpich"]
+RUNNER_HELP = "what DeepSpeed's runner starts ranks with; slurm without --hostfile takes the hosts of the allocation"
+HOST_FLAGS = {"runner": "--launcher", "runner_args": "--launcher-args"}
+HOST_FIELDS = ("hostfile", "include", "exclude", "runner", "runner_args", "ssh_port", "master_port", "env")
+HARDWARE: dict[str, dict[str, Any]] = {
+    "gpus": {"type": int, "help": "devices of one node"},
+    "nodes": {"type": int, "help": "equal nodes [1]"},
+    "host_memory": {"metavar": "SIZE", "help": "memory of one node, for offloading"},
+    "device_memory": {"metavar": "SIZE", "help": "memory of one device, in place of the catalogue's"},
+    "nvme": {"metavar": "SIZE", "help": "local disks of one node that offloading may fill"},
+    "network": {"metavar": "SIZE", "help": "bytes a second to other nodes, for each device"},
+}
 
 
 class JsonObject(click.ParamType):
@@ -39,16 +59,26 @@ class JsonObject(click.ParamType):
         return parsed
 
 
-def run_options(fields: Collection[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds an option for each of these fields of Run (None: all but `model`, the argument)."""
+def add_options(*options: Decorator) -> Decorator:
+    """Return a decorator that adds these options to a command, in their order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for field, info in reversed(Run.model_fields.items()):
-            if field in fields if fields is not None else field != "model":
-                command = _option(field, info)(command)
+        for option in reversed(options):
+            command = option(command)
         return command
 
     return add
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def run_options(fields: Collection[str] | None = None) -> Decorator:
+    """Return a decorator that adds an option for each of these fields of Run (None: all but `model`, the argument)."""
+    taken = Run.model_fields.keys() - {"model"} if fields is None else fields
+    return add_options(*(_option(field, info) for field, info in Run.model_fields.items() if field in taken))
 
 
 def _option(field: str, info: Any) -> Callable[..., Any]:
@@ -60,15 +90,11 @@ def _option(field: str, info: Any) -> Callable[..., Any]:
     if kind is bool:
         return click.option(f"{name}/--no-{field.replace('_', '-')}", field, **extra)
     if get_origin(kind) is tuple:
-        return click.option(name, field, multiple=True, callback=_none_if_empty, help=info.description)
+        return click.option(name, field, multiple=True, callback=lambda c, p, v: v or None, help=info.description)
     if get_origin(kind) is Literal:
         return click.option(name, field, type=click.Choice(get_args(kind)), **extra)
-    types_of = {int: int, float: float, str: str, Path: click.Path(path_type=Path)}
+    types_of = {int: int, float: float, str: str, Path: PATH}
     return click.option(name, field, type=types_of.get(kind, JsonObject()), **extra)
-
-
-def _none_if_empty(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...] | None:
-    return value or None
 
 
 def _plain(annotation: Any) -> Any:
@@ -79,3 +105,56 @@ def _plain(annotation: Any) -> Any:
         kinds = [_plain(a) for a in get_args(annotation) if a is not type(None)]
         return str if str in kinds else kinds[0]
     return annotation
+
+
+host_options = add_options(
+    click.option("--hostfile", type=PATH, help="lines `node1 slots=8`"),
+    click.option("--include", help="only these: node1@node2:0,2 is all of node1 and devices 0 and 2 of node2"),
+    click.option("--exclude", help="all but these, written as for --include"),
+    click.option(
+        "--launcher", "runner", type=click.Choice(RUNNERS), default="pdsh", show_default=True, help=RUNNER_HELP
+    ),
+    click.option("--launcher-args", "runner_args", default="", help="passed on to pdsh, srun or mpirun"),
+    click.option("--ssh-port", type=click.IntRange(1, 65535), help="of all hosts [as ~/.ssh/config says]"),
+    click.option("--master-port", type=click.IntRange(1, 65535), help="where rank 0 listens [29500]"),
+    click.option("--env", "env", multiple=True, metavar="NAME[=VALUE]", help="forward to all ranks; may be repeated"),
+)
+
+
+def host_arguments(options: dict[str, Any]) -> list[str]:
+    """Return the same options as words again, for a command that this one starts."""
+    words: list[str] = []
+    for name in HOST_FIELDS:
+        flag, value = HOST_FLAGS.get(name, "--" + name.replace("_", "-")), options[name]
+        for one in value if isinstance(value, tuple) else [value]:
+            words += [f"{flag}={one}"] if one not in (None, "") else []
+    return words
+
+
+def hardware_options(*names: str, kinds: str) -> Decorator:
+    """Return a decorator that adds `--gpu`, with `kinds` as its help, and these of HARDWARE."""
+    gpu = click.option("--gpu", "kinds", multiple=True, metavar="KIND", help=kinds)
+    return add_options(gpu, *(click.option("--" + name.replace("_", "-"), name, **HARDWARE[name]) for name in names))
+
+
+def clusters(kinds: Sequence[str], **sizes: Any) -> list[Cluster]:
+    """Return one cluster for each kind (several may stand in one word, with commas), or this machine.
+
+    Raises UserError with everything that is wrong.
+    """
+    from zerofit.spec.cluster import Cluster
+
+    named = given(sizes)
+    names = list(dict.fromkeys(k.strip() for word in kinds for k in word.split(",") if k.strip()))
+    if not names:
+        return [replace(Cluster.here(), **named)]
+    problems: list[Problem] = []
+    found = []
+    for name in names:
+        try:
+            found.append(Cluster(name, **named))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+    return found

@@ -1,16 +1,18 @@
-"""`zerofit train`: a model learns on data, through the DeepSpeed engine, on all local devices."""
+"""`zerofit train` on all local devices; `zerofit models`, what it trains by name; `zerofit plot`, how runs went."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from zerofit.app.requests import read_request
-from zerofit.app.training_result import TrainingResult
+from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
-from zerofit.cli.options import run_options
+from zerofit.cli.console import EventConsole, answer_watched, make_table, out
+from zerofit.cli.options import AS_JSON, PATH, given, run_options
+from zerofit.spec.events import Event
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
 DEFAULT_JOB = {
@@ -29,24 +31,25 @@ DEFAULT_JOB = {
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @run_options()
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
-def train(target: str | None, as_json: bool, **options: Any) -> None:
+@click.option("--anyway", is_flag=True, help="start it even where its memory does not fit")
+@AS_JSON
+def train(target: str | None, as_json: bool, anyway: bool, **options: Any) -> None:
     """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.
 
     A run folder, or a --output that holds this run already: training goes on from its newest checkpoint. SIGTERM and
     SIGUSR1 save one and end with exit code 75. Without arguments: a small Llama learns the Python standard library's
     source code.
     """
-    answer(lambda: _train(target, {k: v for k, v in options.items() if v is not None}), as_json, show)
+    answer(lambda: _train(target, given(options), anyway), as_json, show)
 
 
-def _train(target: str | None, flags: dict[str, Any]) -> TrainingResult:
+def _train(target: str | None, flags: dict[str, Any], anyway: bool) -> TrainingResult:
     asked = read_request(target, flags if target or flags else DEFAULT_JOB)
     with EventConsole(asked.run.log_every) as console:
         console.say("checking the run, the model and the data ...")  # importing torch alone takes seconds
         from zerofit.app.training import train as train_here
 
-        return train_here(asked, on_event=console, handle_signals=True)
+        return train_here(asked, on_event=console, handle_signals=True, anyway=anyway)
 
 
 def show(result: TrainingResult) -> None:
@@ -57,11 +60,43 @@ def show(result: TrainingResult) -> None:
     for name, value in result.eval.items():
         click.echo(f"  validation {name:<11}".ljust(19) + f"{value:.4f}")
     if result.unigram_entropy_nats is not None:
-        entropy = result.unigram_entropy_nats
-        click.echo(
-            f"  unigram entropy  {entropy:.4f}  (the loss of a model that only knows how often each token occurs)"
-        )
+        meaning = "the loss of a model that only knows how often each token occurs"
+        click.echo(f"  unigram entropy  {result.unigram_entropy_nats:.4f}  ({meaning})")
     if result.sample:
         click.echo("\nA sample of what it writes:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
     click.echo(f"\nrun folder: {result.run_dir}")
+
+
+@click.command()
+@AS_JSON
+def models(as_json: bool) -> None:
+    """List the models known by name, with parameter counts."""
+    from zerofit.models.build import model_table
+
+    def count(console: EventConsole) -> dict[str, Any]:
+        def tell(done: int, total: int) -> None:
+            text = "counting parameters on the meta device"
+            console(Event(kind="task", text=text, done=done, total=total, unit="models", ended=done == total))
+
+        return {"models": model_table(on_progress=tell)}
+
+    answer_watched(count, as_json, _show_models)
+
+
+def _show_models(result: dict[str, Any]) -> None:
+    table = make_table("name", "kind", "parameters", "source", right=(2,))
+    for row in result["models"]:
+        table.add_row(row["name"], row["kind"], f"{row['parameters']:,}", row["source"])
+    out().print(table)
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, default=Path("runs.png"), help="picture to write [runs.png]")
+@AS_JSON
+def plot(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Draw loss, throughput and memory of run folders into one PNG."""
+    from zerofit.report.plot import draw
+
+    answer(lambda: draw(list(runs), out), as_json, lambda result: click.echo(result["picture"]))

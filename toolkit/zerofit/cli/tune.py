@@ -9,26 +9,28 @@ import click
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole
-from zerofit.cli.host_options import NAMES, host_arguments, host_options
-from zerofit.cli.options import run_options
+from zerofit.cli.console import EventConsole, make_table, out
+from zerofit.cli.options import AS_JSON, HOST_FIELDS, PATH, given, host_arguments, host_options, run_options
 from zerofit.cli.train import DEFAULT_JOB
 
 if TYPE_CHECKING:
-    from zerofit.tune.result import TuneResult
+    from zerofit.tune.search import Regret, TuneResult
+    from zerofit.tune.trial import Trial
 
 # the flags of hosts where none is given
-DEFAULTS = {**dict.fromkeys(NAMES), "runner": "pdsh"}
+DEFAULTS = {**dict.fromkeys(HOST_FIELDS), "runner": "pdsh"}
+WIDTH = 150  # columns, where standard output is not a terminal
+REASON = 60  # characters
 
 
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml]", required=False)
 @click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most so many in all")
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="at most so long")
-@click.option("--space", type=click.Path(path_type=Path), help="YAML: values that are allowed, by knob")
+@click.option("--space", type=PATH, help="YAML: values that are allowed, by knob")
 @run_options()
 @host_options
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+@AS_JSON
 def tune(target: str | None, trials: int, minutes: float, space: Path | None, as_json: bool, **options: Any) -> None:
     """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
@@ -37,7 +39,6 @@ def tune(target: str | None, trials: int, minutes: float, space: Path | None, as
     compile stay unless --space names them. With --hostfile trials run on those hosts. Killed, it goes on where it
     was; trials are kept by what the run is. --output is the folder for results.
     """
-    from zerofit.cli.tune_show import show
 
     def work() -> TuneResult:
         click.echo("checking the run, the model and the data ...", err=True)  # importing torch alone takes seconds
@@ -45,14 +46,47 @@ def tune(target: str | None, trials: int, minutes: float, space: Path | None, as
         from zerofit.app.tuning.job import TrialHosts
         from zerofit.app.tuning.tune import tune
 
-        on = {name: options.pop(name) for name in NAMES}
+        on = {name: options.pop(name) for name in HOST_FIELDS}
         words, output = host_arguments(on), options.pop("output")
-        hosts = TrialHosts(hosts=(), flags=())
+        hosts = None
         if words != host_arguments(DEFAULTS):
             hosts = TrialHosts(hosts=find_hosts(HostRequest(**on)), flags=tuple(words))
-        flags = {name: value for name, value in options.items() if value is not None}
+        flags = given(options)
         run = read_request(target, flags if target or flags else DEFAULT_JOB)
         with EventConsole() as events:
             return tune(run, trials=trials, minutes=minutes, space=space, hosts=hosts, output=output, on_event=events)
 
     answer(work, as_json, show)
+
+
+def show(result: TuneResult) -> None:
+    """Print the trials, the best, and what may have been missed."""
+    console = out(WIDTH)
+    table = make_table("", "configuration", "forecast", "measured", "+-", "", right=range(2, 6))
+    for number, row in enumerate(result.trials, start=1):
+        style = "bold green" if row.trial.measured_step_s == result.step_s else None
+        table.add_row(str(number), row.configuration, *_figures(row.trial), style=style)
+    console.print(table)
+    tokens_per_s = result.tokens_per_s
+    rate = f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s else f"{result.samples_per_s:,.0f} samples/s"
+    console.print(f"best: {result.step_s:.4f} s a step, {rate}", style="bold")
+    console.print(_regret(result.regret))
+    for path in result.written:
+        console.print(f"written: {path}", soft_wrap=True)
+
+
+def _figures(trial: Trial) -> tuple[str, ...]:
+    forecast = f"{trial.forecast_step_s:.4f} s"
+    if trial.measured_step_s is None:
+        return forecast, trial.status, "", trial.reason[:REASON]
+    spread = "" if trial.spread is None else f"{trial.spread:.1%}"
+    return forecast, f"{trial.measured_step_s:.4f} s", spread, "cut short" if trial.cut_short else ""
+
+
+def _regret(regret: Regret) -> str:
+    if regret.untried_step_s is None:
+        return "regret: none: every configuration that fits was tried"
+    left = f"{regret.untried} configurations were not tried; the best of them is expected to take "
+    left += f"{regret.untried_step_s:.4f} s a step"
+    gain = f", {regret.gap:.1%} less than the best that was measured" if regret.gap else ", no less than the best"
+    return f"regret: {left}{gain}; one chance in twenty that any saves more than {regret.at_most:.1%}"

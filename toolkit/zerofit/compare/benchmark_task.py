@@ -1,4 +1,4 @@
-"""What every strategy is given: the same weights, the same samples in the same order, the same optimizer and loss.
+"""The task of every strategy: the same weights, same samples in the same order, same optimizer and loss.
 
 It also measures: whoever asks for the next batch has done a step.
 """
@@ -11,23 +11,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
-from zerofit.compare.gan import GanPair, noise_planes
-from zerofit.compare.job import MOMENTUM, CompareJob
-from zerofit.compare.measure import StrategyMeter
+from zerofit.compare.job import MOMENTUM, WARM, CompareJob
 from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.gan import DCGAN
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.layers import as_layers
+from zerofit.models.vision import DCGAN
 from zerofit.spec.events import Reporter
-from zerofit.spec.task import IGNORE_INDEX
+from zerofit.spec.files import write_text
+from zerofit.spec.model_facts import IGNORE_INDEX
+from zerofit.spec.process import Flow, flows
 from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
@@ -36,7 +38,7 @@ RANDOM = (nn.modules.dropout._DropoutNd, StochasticDepth)
 
 
 class NotHereError(Exception):
-    """A strategy that these devices, this model or this installation do not take: the reason."""
+    """Raised, with the reason, where these devices, this model or this installation do not take a strategy."""
 
 
 class BenchmarkTask:
@@ -59,13 +61,13 @@ class BenchmarkTask:
 
     @property
     def devices(self) -> list[torch.device]:
-        """All devices of a kind that one process can drive."""
+        """The devices that one process can drive."""
         if self.job.accelerator != "cuda":
             return [self.device]
         return [torch.device("cuda", n) for n in range(min(self.job.ranks, torch.cuda.device_count()))]
 
     def model(self) -> nn.Module:
-        """The model with its initial weights, the same in every process, on this process's device."""
+        """Return the model with its initial weights, the same in every process, on this process's device."""
         return self._whole_model().to(self.device)
 
     def _whole_model(self) -> nn.Module:
@@ -83,21 +85,22 @@ class BenchmarkTask:
         return model.train()
 
     def stage(self, number: int, stages: int) -> LayerStage:
-        """The layers of one of several stages of about as many parameters. Raises NotHereError."""
+        """Return the layers of one of several stages of about as many parameters. Raises NotHereError."""
         if self.task == "gan":
             raise NotHereError("a pair of networks is not a list of layers")
         layers = as_layers(self._whole_model())
         if any(layer.tied for layer in layers):
             raise NotHereError("its first and last layers share a parameter, which no two ranks can hold")
-        first, last = _even_cuts([_size(layer.module) for layer in layers], stages)[number]
+        sizes = [sum(p.numel() for p in layer.module.parameters()) for layer in layers]
+        first, last = _even_cuts(sizes, stages)[number]
         return LayerStage(layers[first:last]).to(self.device)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """SGD with momentum: it does not blow up the last bits in which strategies differ, as Adam does."""
+        """Return SGD with momentum, which does not blow up the last bits in which strategies differ, as Adam does."""
         return torch.optim.SGD(parameters, lr=self.job.lr, momentum=MOMENTUM)
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Mean loss over a batch; shares of equal size average to exactly that of the whole."""
+        """Return the mean loss over a batch; shares of equal size average to exactly that of the whole."""
         if self.task == "gan":
             return output.mean()
         logits = getattr(output, "logits", output)
@@ -106,7 +109,7 @@ class BenchmarkTask:
         return total / target.numel()
 
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of this share of every global batch."""
+        """Yield inputs and targets of this share of every global batch."""
         size = self.job.global_batch // of
         for step in range(self.job.steps):
             self._measure.step(step, last=False)
@@ -115,10 +118,10 @@ class BenchmarkTask:
         self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        """So many samples from a place in their order."""
+        """Return so many samples from a place in their order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
         found = self._data.train.batch(indices, keys)
-        if not self.is_image:
+        if not isinstance(self._data.inputs, ImageInputs):
             self.notes["tokens_a_sample"] = found["inputs"].shape[1]
         return self._inputs(found["inputs"], keys).to(self.device), found["labels"].to(self.device)
 
@@ -135,14 +138,9 @@ class BenchmarkTask:
         """Of one epoch."""
         return len(self._data.train)
 
-    @property
-    def is_image(self) -> bool:
-        """Whether samples are images."""
-        return isinstance(self._data.inputs, ImageInputs)
-
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float | None]:
-        """Mean loss and the share of right answers over validation samples."""
+        """Return the mean loss and the share of right answers over validation samples."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
         count = min(self.job.eval_samples, len(self._data.valid))
@@ -165,17 +163,13 @@ class BenchmarkTask:
         return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
 
     def progress(self, text: str) -> None:
-        """Say how far this process is; who sees nothing new for minutes takes it for dead."""
+        """Tell how far this process is; the command takes it for dead if it sees nothing new for minutes."""
         if self._progress and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            self._progress.write_text(text)
-
-    def note(self, name: str, value: Any) -> None:
-        """Something to tell besides speed and weights."""
-        self.notes[name] = value
+            write_text(self._progress, text)
 
     def told(self) -> dict[str, Any]:
-        """What was measured in this process."""
+        """Return what was measured in this process."""
         return {**self._measure.told(), **self.notes}
 
 
@@ -187,7 +181,7 @@ class LayerStage(nn.Sequential):
         self._names = [layer.names for layer in layers]
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Its weights by their names in the whole model, on the CPU."""
+        """Return its weights by their names in the whole model, on the CPU."""
         found = {}
         for number, names in enumerate(self._names):
             for key, value in self[number].state_dict().items():
@@ -196,21 +190,17 @@ class LayerStage(nn.Sequential):
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """All weights of a model on the CPU."""
+    """Copy all weights of a model to the CPU."""
     return {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
 
 
 def tied(model: nn.Module) -> bool:
-    """Whether two layers share a parameter."""
+    """Return whether two layers share a parameter."""
     return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """(first, last) of each part: cut where the sum is nearest to its share, none without parameters.
+    """Return (first, last) of each part: cut where the sum is nearest to its share, none without parameters.
 
     Raises NotHereError where there are too few layers that have any.
     """
@@ -225,3 +215,100 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
         ]
         cuts.append(min(able, key=lambda n: abs(sum(sizes[:n]) - whole * part / parts)))
     return list(zip(cuts, [*cuts[1:], len(sizes)], strict=True))
+
+
+class StrategyMeter:
+    """Time, memory and bytes on the wire of one process, from before the model is built to the last step."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._times: list[float] = []
+        self._flows: dict[str, Flow] = {}
+        self._found: dict[str, Any] = {}
+        _forget_peak(device)
+        self._before = psutil.Process().memory_info().rss
+
+    def step(self, done: int, last: bool) -> None:
+        """Note that so many steps are done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._times.append(time.perf_counter())
+        if done == WARM:
+            self._flows = flows()
+            _forget_peak(self._device)  # of building the model, and of what only a first step needs
+        if last:
+            self._found = {**self._memory(), **self._wire()}
+
+    def told(self) -> dict[str, Any]:
+        """Return the figures for the strategy's row; `seconds` is None where this process has taken no steps."""
+        timed = len(self._times) - 1 - WARM
+        seconds = self._times[-1] - self._times[WARM] if timed > 0 else None
+        none_sent = {"sent_bytes": None, "received_bytes": None}
+        return {"timed_steps": max(0, timed), "seconds": seconds, **(self._found or self._memory() | none_sent)}
+
+    def _memory(self) -> dict[str, int]:
+        """Return peaks: a GPU's is torch's, over all devices of this process; a CPU's by how much the process grew."""
+        host = _peak_rss()
+        if self._device.type != "cuda":
+            return {"peak_bytes": max(0, host - self._before), "host_bytes": host}
+        devices = range(torch.cuda.device_count())
+        return {"peak_bytes": max(torch.cuda.max_memory_allocated(n) for n in devices), "host_bytes": host}
+
+    def _wire(self) -> dict[str, int | None]:
+        """Count bytes of connections that lasted over all timed steps; NCCL's cannot be counted so."""
+        if self._device.type == "cuda":
+            return {"sent_bytes": None, "received_bytes": None}
+        both = [(self._flows[name], flow) for name, flow in flows().items() if name in self._flows]
+        return {
+            "sent_bytes": sum(now.sent - then.sent for then, now in both),
+            "received_bytes": sum(now.received - then.received for then, now in both),
+        }
+
+
+def _forget_peak(device: torch.device) -> None:
+    """Let peaks be counted from now on; the process's by the kernel (proc(5), clear_refs)."""
+    if device.type == "cuda":
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(number)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_rss() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
+
+
+class GanPair(nn.Module):
+    """A DCGAN pair as one model with one loss, so that every strategy can train it like any other.
+
+    Takes images with planes of noise below them (batch, channels + planes, size, size), gives a loss a sample (batch,).
+    Both networks step at once: the discriminator's loss does not reach the generator, and the generator's reaches the
+    discriminator's input alone.
+    """
+
+    def __init__(self, pair: DCGAN, channels: int):
+        super().__init__()
+        self.pair, self.channels = pair, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both losses of each sample."""
+        real, noise = x[:, : self.channels], x[:, self.channels :].flatten(1)[:, : self.pair.generator.latent_size]
+        fake, judge = self.pair.generator(noise[:, :, None, None]), self.pair.discriminator
+        fixed = {name: value.detach() for name, value in judge.named_parameters()}
+        fooled = functional_call(judge, fixed, (fake,))
+        return _judged(judge(real), 1.0) + _judged(judge(fake.detach()), 0.0) + _judged(fooled, 1.0)
+
+
+def noise_planes(latent_size: int, size: int) -> int:
+    """Return how many planes of size x size hold a latent vector."""
+    return -(-latent_size // size**2)
+
+
+def _judged(logits: Tensor, truth: float) -> Tensor:
+    target = torch.full_like(logits, truth)
+    return functional.binary_cross_entropy_with_logits(logits, target, reduction="none").flatten()

@@ -1,16 +1,20 @@
-"""What is compared: the same model, data, samples and optimizer for every strategy."""
+"""The strategies, and the job that is the same for all of them: model, data, samples, optimizer."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.spec.files import write_json
 from zerofit.spec.run import Run
 
 MOMENTUM = 0.9
 WARM = 3  # steps that are not timed: connections, caches
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,94 @@ class CompareJob:
         return Run(data_root=root, **{name: getattr(self, name) for name in names})
 
     def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        """Write the job as JSON."""
+        write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> CompareJob:
-        """From JSON."""
+        """Read a job that was written as JSON."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One way to train."""
+
+    name: str
+    title: str
+    file: str  # in `strategies/`
+    options: dict[str, Any] = field(default_factory=dict)  # of its train()
+    alone: bool = False  # one process drives all devices
+    one: bool = False  # takes one device, however many there are
+    servers: int = 0  # processes beside those of the ranks
+    synchronous: bool = True  # the same sums as on one device: the same weights, but for the last bits
+    least_ranks: int = 1
+
+    def processes(self, ranks: int) -> int:
+        """Return how many processes are started for so many devices."""
+        return (1 if self.alone or self.one else ranks) + self.servers
+
+    @property
+    def source(self) -> Path:
+        """The strategy's file."""
+        return Path(__file__).parent / "strategies" / f"{self.file}.py"
+
+    @property
+    def lines(self) -> int:
+        """Lines of code of its file, without comments, docstrings, imports and blank ones: what a user would write."""
+        return code_lines(self.source.read_text(encoding="utf-8"))
+
+    def load(self) -> Any:
+        """Import the strategy's module."""
+        return importlib.import_module(f"zerofit.compare.strategies.{self.file}")
+
+
+def code_lines(source: str) -> int:
+    """Count lines that hold a statement, or a part of one, which is neither an import nor a docstring."""
+    tree, lines = ast.parse(source), set[int]()
+    documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n) is not None]
+    docstrings = {id(node.body[0]) for node in documented}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt) or isinstance(node, ast.Import | ast.ImportFrom) or id(node) in docstrings:
+            continue
+        last = node.lineno if hasattr(node, "body") else node.end_lineno or node.lineno
+        lines |= set(range(node.lineno, last + 1))
+    return len(lines)
+
+
+_ALL = (
+    Strategy(name="single", title="one device", file="single", one=True),
+    Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),
+    Strategy(
+        name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
+    ),
+    Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
+    Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel"),
+    Strategy(name="ddp", title="DistributedDataParallel", file="ddp"),
+    Strategy(name="horovod", title="Horovod", file="horovod"),
+    Strategy(name="parameter-server", title="parameter server, synchronous", file="parameter_server", servers=1),
+    Strategy(
+        name="parameter-server-async",
+        title="parameter server, asynchronous",
+        file="parameter_server_async",
+        servers=1,
+        synchronous=False,
+    ),
+    Strategy(name="amp", title="mixed precision on one device", file="amp", one=True, synchronous=False),
+    Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),
+    Strategy(name="accelerate", title="Accelerate", file="accelerate_loop"),
+    *(
+        Strategy(name=f"zero{stage}", title=f"DeepSpeed ZeRO {stage}", file="zero", options={"stage": stage})
+        for stage in range(4)
+    ),
+    Strategy(
+        name="zero2-offload",
+        title="DeepSpeed ZeRO 2, optimizer in host memory",
+        file="zero",
+        options={"stage": 2, "offload": True},
+    ),
+    Strategy(name="pipeline", title="pipeline (GPipe)", file="pipeline", least_ranks=2),
+    Strategy(name="tensor-parallel", title="tensor parallel", file="tensor_parallel", least_ranks=2),
+    Strategy(name="hybrid", title="model parallel in pairs, data parallel across them", file="hybrid", least_ranks=4),
+)
+STRATEGIES = {one.name: one for one in _ALL}

@@ -17,9 +17,16 @@ def send(tensor: Tensor, to: int) -> None:
 
 
 def receive(source: int, device: torch.device) -> Tensor:
-    """What another rank has sent."""
+    """Return what another rank has sent."""
     shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=device)
     dist.recv(shape, source)
     tensor = torch.empty([size for size in shape.tolist() if size], device=device)
     dist.recv(tensor, source)
     return tensor
+
+
+def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return the weights of all ranks, which hold different layers, on rank 0; None elsewhere."""
+    parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, parts)
+    return {key: value for part in parts for key, value in part.items()} if parts is not None else None

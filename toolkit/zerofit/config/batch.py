@@ -1,4 +1,4 @@
-"""Solving the batch identity: global batch = micro batch x gradient accumulation steps x data parallel degree."""
+"""The batch identity: global batch = micro batch x gradient accumulation steps x data parallel degree."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.spec.errors import Problems
-from zerofit.spec.layout import Batch
+from zerofit.spec.run_folder import Batch
 
 DEFAULT_MICRO = 8  # samples; a size that small models fill a device with and that large ones lower
 
 
 def solve(given: Mapping[str, Any], dp: int, pp: int, where: str, problems: Problems) -> Batch:
-    """The batch that the given ones of micro_batch, gradient_accumulation_steps and global_batch determine.
+    """Return the batch that the given ones of micro_batch, gradient_accumulation_steps and global_batch determine.
 
     What is not given is chosen: accumulation 1 (one micro batch a stage under pipeline parallelism) and the largest
     micro batch up to DEFAULT_MICRO that divides. What does not multiply out is noted in `problems`.
@@ -30,26 +30,41 @@ def solve(given: Mapping[str, Any], dp: int, pp: int, where: str, problems: Prob
         steps = max(1, total // (dp * micro))
     batch = Batch(micro=micro, accumulation=steps, dp=dp)
     if batch.total != total:
-        problems.add("batch-size", _message(batch, total), _hint(given, batch, total), where)
+        message = f"global batch {total} is not micro batch {micro} x gradient accumulation steps {steps}"
+        message += f" x data parallel degree {dp} = {batch.total}"
+        problems.add("batch-size", message, _hint(batch, total), where)
     return batch
 
 
-def _message(batch: Batch, total: int) -> str:
-    return (
-        f"global batch {total} is not micro batch {batch.micro} x gradient accumulation steps {batch.accumulation} "
-        f"x data parallel degree {batch.dp} = {batch.total}"
-    )
-
-
-def _hint(given: Mapping[str, Any], batch: Batch, total: int) -> str:
-    near = sorted({max(1, round(total / (batch.micro * batch.dp))), max(1, total // (batch.micro * batch.dp))})
-    totals = " or ".join(str(batch.micro * batch.dp * n) for n in near)
-    if total % batch.dp:
-        below = total // batch.dp * batch.dp
-        near_totals = f"{below} or {below + batch.dp}" if below else str(batch.dp)
-        return f"--global-batch must be a multiple of the data parallel degree {batch.dp}: take {near_totals}"
-    if total % (batch.micro * batch.dp):
-        share = total // batch.dp
+def _hint(batch: Batch, total: int) -> str:
+    each, dp = batch.micro * batch.dp, batch.dp  # samples of all ranks in one forward
+    if total % dp:
+        below = total // dp * dp
+        near = f"{below} or {below + dp}" if below else str(dp)
+        return f"--global-batch must be a multiple of the data parallel degree {dp}: take {near}"
+    if total % each:
+        totals = " or ".join(str(each * n) for n in sorted({max(1, round(total / each)), max(1, total // each)}))
+        share = total // dp
         micros = [m for m in range(1, share + 1) if share % m == 0][:8]
         return f"take --global-batch {totals}, or a --micro-batch that divides {share}: {', '.join(map(str, micros))}"
-    return f"take --gradient-accumulation-steps {total // (batch.micro * batch.dp)}, or --global-batch {batch.total}"
+    return f"take --gradient-accumulation-steps {total // each}, or --global-batch {batch.total}"
+
+
+def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
+    """Return how many of `ranks` ranks to take, and the batch on them: as many as can share the global batch.
+
+    `inner`: tensor x pipeline x sequence degree, which stays. The micro batch does not grow, since memory was planned
+    for it; accumulation makes up for the rest. None where not even one data parallel rank is left.
+    """
+    for dp in range(ranks // inner, 0, -1):
+        if batch.total % dp == 0:
+            share = batch.total // dp
+            micro = max(m for m in range(1, min(batch.micro, share) + 1) if share % m == 0)
+            return dp * inner, Batch(micro=micro, accumulation=share // micro, dp=dp)
+    return None
+
+
+def shown(batch: Batch) -> str:
+    """Describe a batch: `3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples a step`."""
+    parts = f"{batch.dp} data parallel ranks x micro batch {batch.micro} x {batch.accumulation} accumulation steps"
+    return f"{parts} = {batch.total} samples a step"

@@ -10,12 +10,12 @@ from zerofit.spec.errors import Problem, UserError, nearest
 
 
 def bundled() -> dict[str, Path]:
-    """Names of the files in ds_configs/ and where they lie."""
+    """Return names of the files in ds_configs/ and where they lie."""
     return {p.stem: Path(str(p)) for p in Path(str(files("zerofit.ds_configs"))).glob("*.json")}
 
 
 def find_config(name: str, where: str = "--ds-config") -> Path:
-    """The file that `--ds-config NAME` means: a path, or the name of one in ds_configs/. Raises UserError."""
+    """Return the file that `--ds-config NAME` means: a path, or the name of one in ds_configs/. Raises UserError."""
     path = Path(name)
     if path.is_file():
         return path

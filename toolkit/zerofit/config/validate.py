@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot combine, or would silently ignore: refused before any process starts, with the reason.
+"""Combinations that DeepSpeed cannot do or silently ignores, refused with the reason before a process starts.
 
 Each rule was seen on DeepSpeed 0.19.8 (its source line where it raises one itself).
 """
@@ -10,14 +10,13 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
-from zerofit.spec.layout import Layout
-from zerofit.spec.model_facts import Machine, ModelFacts
+from zerofit.spec.model_facts import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES, Machine, ModelFacts
 from zerofit.spec.run import Run
-from zerofit.spec.support import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES
+from zerofit.spec.run_folder import Layout
 
 
 def check_combination(layout: Layout, problems: Problems) -> None:
-    """Degrees against each other; the JSON by itself has been checked already."""
+    """Check degrees against each other; the JSON by itself has been checked already."""
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
     used = [name for name, degree in degrees.items() if degree > 1]
     if len(used) > 1:
@@ -30,7 +29,7 @@ def check_combination(layout: Layout, problems: Problems) -> None:
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """The optimizer against clipping and layout; `run` has everything settled."""
+    """Check the optimizer against clipping and layout; `run` has everything settled."""
     accumulation = run.gradient_accumulation_steps or 1
     if layout.pp > 1 and layout.zero_stage == 0 and run.precision == "fp32" and run.gradient_clipping:
         problems.add(
@@ -68,7 +67,7 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
-    """The layout against the model: what must divide, and what a kind of model cannot do."""
+    """Check the layout against the model: what must divide, and what a kind of model cannot do."""
     if layout.tp > 1:
         _check_tensor_parallel(layout.tp, run, facts, problems)
     if layout.sp > 1:
@@ -160,7 +159,7 @@ def _check_sequence_parallel(degree: int, run: Run, facts: ModelFacts, problems:
 
 
 def check_machine(run: Run, layout: Layout, machine: Machine, problems: Problems) -> None:
-    """The run against the local devices."""
+    """Check the run against the local devices."""
     if machine.accelerator == "cuda" and layout.world_size > machine.devices:
         problems.add(
             "ranks",

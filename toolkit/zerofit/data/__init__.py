@@ -1,11 +1,16 @@
 """Data: samples by index, their order, their batches; sources of images and text, and what is cached of them."""
 
 from zerofit.data.base import Data, Dataset
-from zerofit.data.evaluate import eval_batch_count, eval_batches, eval_indices, eval_targets
-from zerofit.data.loader import default_workers, micro_batches
-from zerofit.data.names import KINDS, default_data, split_name
-from zerofit.data.opening import open_data
-from zerofit.data.order import Order
+from zerofit.data.loader import (
+    Order,
+    default_workers,
+    eval_batch_count,
+    eval_batches,
+    eval_indices,
+    eval_targets,
+    micro_batches,
+)
+from zerofit.data.opening import KINDS, default_data, open_data, split_name
 
 __all__ = [
     "KINDS",

@@ -1,4 +1,4 @@
-"""What a model is trained on: samples by index, and the facts about them."""
+"""Data sets and data sources as the other modules see them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,28 @@ class Dataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
 
     @abstractmethod
     def batch(self, indices: Integers, keys: Integers) -> dict[str, torch.Tensor]:
-        """The samples `indices` as {"inputs", "labels"}, first dimension len(indices).
+        """Return the samples `indices` as {"inputs", "labels"}, first dimension len(indices).
 
         Images: float32 (batch, channels, size, size) and int64 (batch,).
         Text: int64 (batch, seq_len) both; labels that count in no loss are -100.
-        `keys` holds one integer a sample, which fixes all of its randomness (augmentation, masking).
+        `keys` holds one integer per sample, which fixes all of its randomness (augmentation, masking).
         """
 
     @abstractmethod
     def targets(self, indices: Integers) -> int:
-        """How many labels of these samples count in the loss, found without reading or decoding any."""
+        """Count the labels of these samples that count in the loss, without reading or decoding any."""
+
+
+class ImageDataset(Dataset):
+    """Images with one class label each."""
+
+    def targets(self, indices: Integers) -> int:
+        """Count one label per image."""
+        return len(indices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """SplitMix64: uint64 in, well-mixed uint64 of the same shape out. Vectorised, without state."""
+    """Mix uint64 into uint64 of the same shape (SplitMix64). Vectorised, without state."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -16,33 +16,33 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def sample_hashes(keys: object, stream: int) -> np.ndarray:
-    """One uint64 per key. Different `stream` numbers give independent values from the same keys."""
+    """Return one uint64 per key. Different `stream` numbers give independent values from the same keys."""
     key = np.asarray(keys).astype(np.uint64)
     return mix64(mix64(key) ^ mix64(np.full_like(key, stream)))
 
 
 def cell_hashes(keys: object, columns: int, stream: int) -> np.ndarray:
-    """A (keys, columns) table of uint64, each a pure function of its key, its column and `stream`."""
+    """Return a (keys, columns) table of uint64, each a pure function of its key, its column and `stream`."""
     rows = sample_hashes(keys, stream)[:, None]
     return mix64(rows + np.arange(columns, dtype=np.uint64)[None, :] * np.uint64(0xD1342543DE82EF95))
 
 
 def name_hash(name: str) -> int:
-    """64 bits of BLAKE2b of a name."""
+    """Return 64 bits of BLAKE2b of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest())
 
 
 def held_out_limit(hashes: np.ndarray, share: float) -> int:
-    """The hash up to which (inclusive) a sample is held out, so that a share of them, and never none, is.
+    """Return the hash up to which (inclusive) samples are held out: a share of them, and at least one.
 
-    Raises nothing; `hashes` (uint64) must not be empty.
+    `hashes` (uint64) must not be empty.
     """
     count = max(1, round(share * len(hashes)))
     return int(np.partition(hashes, count - 1)[count - 1])
 
 
 def text_digest(*parts: str) -> str:
-    """32 hexadecimal digits that identify a sequence of strings."""
+    """Return 32 hexadecimal digits that identify a sequence of strings."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode("utf-8", "surrogateescape")

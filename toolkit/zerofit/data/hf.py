@@ -1,25 +1,61 @@
-"""Text from a data set of the Hugging Face hub, or from a folder that the `datasets` library can read."""
+"""Text from a data set of the Hugging Face hub, or from a folder that the `datasets` library can read.
+
+The hub is not asked for half a minute when this machine cannot reach it.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
+from urllib.parse import urlsplit
 
-from zerofit.data.documents import NAMED, Source, Survey, TextPiece, held_out_hash, split_text
 from zerofit.data.hashing import text_digest
-from zerofit.data.hub import hub_if_reachable
+from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, held_out_hash, split_text
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
 VALID_SPLITS = ("validation", "valid", "dev", "test")
 ROWS = 256  # read at a time
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+@contextmanager
+def hub_if_reachable(*clients: ModuleType) -> Iterator[None]:
+    """Let hub clients use only what they have on the disk if the hub has no address on this machine.
+
+    Left alone, they try each file five times and longer each time before they give up. `clients` are the modules
+    that hold a flag HF_HUB_OFFLINE, besides huggingface_hub's own.
+    """
+    from huggingface_hub import constants
+
+    with ExitStack() as changes:
+        for module in () if _reachable(constants.ENDPOINT) else (constants, *clients):
+            changes.enter_context(patch.object(module, "HF_HUB_OFFLINE", True))
+        yield
+
+
+@lru_cache
+def _reachable(endpoint: str) -> bool:
+    if any(os.environ.get(name) for name in _PROXIES):
+        return True  # the proxy resolves the name
+    try:
+        socket.getaddrinfo(urlsplit(endpoint).hostname, 443)
+    except OSError:
+        return False
+    return True
 
 
 def open_hf(run: Run, argument: str) -> Source:
-    """NAME or NAME:CONFIG, one document a row, the column `run.text_field`. NAME may be a local folder.
+    """Open NAME or NAME:CONFIG, one document per row, the column `run.text_field`. NAME may be a local folder.
 
     The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by
     hash of the row number (with fewer than 20 rows: the last 5 % of each). Raises UserError "hf" or "text-field".
@@ -68,16 +104,16 @@ class HfSource(Source):
     field: str
 
     def fingerprint(self) -> str:
-        """The library's own: of the files behind the data and all that was done to them."""
+        """Return the library's own, of the files behind the data and all that was done to them."""
         valid = self.valid._fingerprint if self.valid is not None else ""
         return text_digest(self.train._fingerprint, valid, self.field)
 
     def survey(self, progress: Reporter) -> Survey:
-        """The fingerprint stands for the content: reading it again would find nothing new."""
+        """Take the fingerprint for the content: reading it again would find nothing new."""
         return Survey(self.fingerprint(), len(self.train))
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See Source.pieces; rows whose field is no string are named."""
+        """See Source.pieces; rows whose field is not a string are named."""
         problems: list[Problem] = []
         limit = held_out_hash(map(str, range(documents)), documents)
         for row, text in self._rows(self.train, "train", problems):

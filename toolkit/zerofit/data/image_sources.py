@@ -1,27 +1,99 @@
-"""Image sets by name: scikit-learn's digits, torchvision's sets, and made-up images."""
+"""Images that fit into memory: scikit-learn's digits and torchvision's sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Dataset
-from zerofit.data.imagefolder import open_imagefolder
-from zerofit.data.opened import OpenedImages
-from zerofit.data.paths import data_root
-from zerofit.data.pixels import PixelImages, Scaling
-from zerofit.data.synthetic import SyntheticImages, parse_size
+from zerofit.data.base import Data, ImageDataset, Integers
+from zerofit.data.hashing import sample_hashes
+from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import cache_root
+from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
-from zerofit.spec.task import Task
+
+if TYPE_CHECKING:
+    import torch
 
 
-def open_digits(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
-    """scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Pixel values become (value - mean) / std, one pair per channel, both in units of the stored values."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def symmetric(cls, channels: int, largest: float) -> Scaling:
+        """Make 0 -1 and `largest` 1: the range of a generator that ends in tanh."""
+        return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and std as float32 (1, channels, 1, 1)."""
+        import torch
+
+        return torch.tensor(self.mean).view(1, -1, 1, 1), torch.tensor(self.std).view(1, -1, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelImages(ImageDataset):
+    """Images as one uint8 array, scaled (and, for training, shifted and mirrored) a batch at a time."""
+
+    pixels: np.ndarray  # uint8 (n, channels, height, width)
+    labels: np.ndarray  # int64 (n,)
+    scaling: Scaling
+    size: int  # height and width that the model is fed
+    shift: int = 0  # pixels up to which an image is moved, the gap filled with 0 (pad and crop)
+    mirror: bool = False  # half of the images, left to right
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def draws(self) -> bool:
+        """Whether images are shifted or mirrored by chance."""
+        return bool(self.shift or self.mirror)
+
+    @cached_property
+    def _mean_and_std(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.scaling.tensors()
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """See Dataset.batch."""
+        import torch
+        from torch.nn.functional import interpolate
+
+        chosen = np.asarray(indices)
+        pixels = self.pixels[chosen]
+        if self.shift:
+            pixels = _shifted(pixels, keys, self.shift)
+        if self.mirror:
+            flipped = (sample_hashes(keys, 3) >> np.uint64(63)).astype(bool)
+            pixels[flipped] = pixels[flipped, ..., ::-1]
+        images, size = torch.from_numpy(pixels).float(), (self.size, self.size)
+        if images.shape[-2:] != size:
+            images = interpolate(images, size=size, mode="bilinear", antialias=True, align_corners=False)
+        mean, std = self._mean_and_std
+        return {"inputs": images.sub_(mean).div_(std), "labels": torch.from_numpy(self.labels[chosen])}
+
+
+def _shifted(pixels: np.ndarray, keys: Integers, by: int) -> np.ndarray:
+    """Pad by `by` on each side and cut the old size out at a random place."""
+    n, _, height, width = pixels.shape
+    padded = np.pad(pixels, ((0, 0), (0, 0), (by, by), (by, by)))
+    cuts = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    down, right = (sample_hashes(keys, stream) % np.uint64(2 * by + 1) for stream in (1, 2))
+    return cuts[np.arange(n), :, down.astype(np.int64), right.astype(np.int64)]
+
+
+def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open scikit-learn's 1,797 hand-written digits, 1x8x8: a fixed fifth of each class is held out."""
     from sklearn.datasets import load_digits
     from sklearn.utils import Bunch
 
@@ -34,15 +106,16 @@ def open_digits(run: Run, argument: str, task: Task, progress: Reporter) -> Open
     scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),))
     if task == "gan":
         scaling = Scaling.symmetric(1, 16)
+    size = run.image_size or 8
     parts = [
-        PixelImages(pixels=pixels[part], labels=labels[part], scaling=scaling, size=run.image_size or 8)
+        PixelImages(pixels=pixels[part], labels=labels[part], scaling=scaling, size=size)
         for part in (~held_out, held_out)
     ]
-    return OpenedImages(train=parts[0], valid=parts[1], channels=1, size=run.image_size or 8, classes=10)
+    return Data(name=name, train=parts[0], valid=parts[1], inputs=ImageInputs(channels=1, size=size, classes=10))
 
 
 def _stratified_fifth(labels: np.ndarray) -> np.ndarray:
-    """A bool mask over the samples: 20 % of each class, the same on every machine."""
+    """Return a bool mask over the samples: 20 % of each class, the same on every machine."""
     mask = np.zeros(len(labels), dtype=bool)
     generator = np.random.Generator(np.random.Philox(key=8))
     for label in np.unique(labels):
@@ -53,88 +126,20 @@ def _stratified_fifth(labels: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSet:
-    """What torchvision's sets differ in; mean and std over the training images, in units of 0..1."""
+    """Facts of one of torchvision's sets; mean and std over the training images, in units of 0..1."""
 
     class_name: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shift: int = 0
     mirror: bool = False
-    mib: int = 0  # how much is downloaded
+    mib: int = 0  # size of the download
 
+    def load(self, root: Path, train: bool, download: bool = False):
+        """Return the split as torchvision's data set."""
+        from torchvision import datasets
 
-def open_vision_set(word: str, run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
-    """One of torchvision's sets, from --data-root; fetched into it when --download is given.
-
-    Raises UserError "data-missing" or "download".
-    """
-    facts = VISION_SETS[word]
-    _fetch(word, facts, run, progress)
-    size = run.image_size
-    splits: list[Dataset] = []
-    for train in (True, False):
-        pixels, labels = _arrays(_load(word, facts, run, train))
-        scaling = Scaling(mean=tuple(255 * m for m in facts.mean), std=tuple(255 * s for s in facts.std))
-        if task == "gan":
-            scaling = Scaling.symmetric(len(facts.mean), 255)
-        augmented = {"shift": 0 if task == "gan" else facts.shift, "mirror": facts.mirror} if train else {}
-        size = size or pixels.shape[-1]
-        splits.append(PixelImages(pixels=pixels, labels=labels, scaling=scaling, size=size, **augmented))
-    return OpenedImages(train=splits[0], valid=splits[1], channels=len(facts.mean), size=size, classes=10)
-
-
-def _fetch(word: str, facts: VisionSet, run: Run, progress: Reporter) -> None:
-    """Download where that is asked for and needed; one process of a machine does, the others wait."""
-    if not run.download:
-        return
-    from filelock import FileLock
-
-    root = data_root(run)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{word}.lock"), progress.task(f"{word}: fetching {facts.mib} MiB", None, ""):
-            for train in (True, False):
-                _class(facts)(root, train=train, download=True)
-    except (OSError, RuntimeError) as error:
-        message = f"{word} could not be fetched into {root}: {_one_line(error)}"
-        hint = "fetch it on a machine with a network and name its folder with --data-root"
-        raise UserError(Problem(kind="download", message=message, hint=hint, where="--download")) from error
-
-
-def _load(word: str, facts: VisionSet, run: Run, train: bool):
-    root = data_root(run)
-    try:
-        return _class(facts)(root, train=train, download=False)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
-        message = f"{word} is not (or not whole) in {root}: {_one_line(error)}"
-        hint = f"--download fetches it ({facts.mib} MiB), or --data-root names the folder that holds it"
-        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
-
-
-def _class(facts: VisionSet):
-    from torchvision import datasets
-
-    return getattr(datasets, facts.class_name)
-
-
-def _arrays(dataset) -> tuple[np.ndarray, np.ndarray]:
-    """torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays."""
-    pixels = np.asarray(dataset.data)
-    pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-    return np.ascontiguousarray(pixels), np.asarray(dataset.targets, dtype=np.int64)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def open_synthetic_images(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
-    """Made-up 3-channel images, 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size. Learnable."""
-    classes, size = parse_size(argument, default=1000, what="classes"), run.image_size or 224
-    make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
-    return OpenedImages(
-        train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), channels=3, size=size, classes=classes
-    )
+        return getattr(datasets, self.class_name)(root, train=train, download=download)
 
 
 VISION_SETS: dict[str, VisionSet] = {
@@ -150,11 +155,52 @@ VISION_SETS: dict[str, VisionSet] = {
     ),
 }
 
-IMAGE_SOURCES: dict[str, Callable[[Run, str, Task, Reporter], OpenedImages]] = {
-    "digits": open_digits,
-    "mnist": partial(open_vision_set, "mnist"),
-    "fashion-mnist": partial(open_vision_set, "fashion-mnist"),
-    "cifar10": partial(open_vision_set, "cifar10"),
-    "imagefolder": open_imagefolder,
-    "synthetic": open_synthetic_images,
-}
+
+def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open one of torchvision's sets in --data-root (else data/ in the cache); --download fetches it there.
+
+    Raises UserError "data-missing" or "download".
+    """
+    facts, root = VISION_SETS[name], run.data_root.expanduser() if run.data_root else cache_root() / "data"
+    if run.download:
+        _fetch(name, facts, root, progress)
+    scaling = Scaling(mean=tuple(255 * m for m in facts.mean), std=tuple(255 * s for s in facts.std))
+    if task == "gan":
+        scaling = Scaling.symmetric(len(facts.mean), 255)
+    splits = []
+    for train in (True, False):
+        pixels, labels = _arrays(name, facts, root, train)
+        augmented = {"shift": 0 if task == "gan" else facts.shift, "mirror": facts.mirror} if train else {}
+        size = run.image_size or pixels.shape[-1]
+        splits.append(PixelImages(pixels=pixels, labels=labels, scaling=scaling, size=size, **augmented))
+    inputs = ImageInputs(channels=len(facts.mean), size=splits[0].size, classes=10)
+    return Data(name=name, train=splits[0], valid=splits[1], inputs=inputs)
+
+
+def _fetch(name: str, facts: VisionSet, root: Path, progress: Reporter) -> None:
+    """Download what is missing; one process of a machine does, the others wait."""
+    from filelock import FileLock
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{name}.lock"), progress.task(f"{name}: fetching {facts.mib} MiB", None, ""):
+            for train in (True, False):
+                facts.load(root, train, download=True)
+    except (OSError, RuntimeError) as error:
+        message = f"{name} could not be fetched into {root}: {' '.join(str(error).split())[:200]}"
+        hint = "fetch it on a machine with a network and name its folder with --data-root"
+        raise UserError(Problem(kind="download", message=message, hint=hint, where="--download")) from error
+
+
+def _arrays(name: str, facts: VisionSet, root: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels uint8 (n, channels, height, width) and labels int64 (n,) of a split."""
+    try:
+        dataset = facts.load(root, train)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        message = f"{name} is not (or not whole) in {root}: {' '.join(str(error).split())[:200]}"
+        hint = f"--download fetches it ({facts.mib} MiB), or --data-root names the folder that holds it"
+        raise UserError(Problem(kind="data-missing", message=message, hint=hint, where="--data-root")) from error
+    # torchvision keeps (n, height, width) tensors or (n, height, width, channels) arrays
+    pixels = np.asarray(dataset.data)
+    pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(pixels), np.asarray(dataset.targets, dtype=np.int64)

@@ -1,91 +1,111 @@
-"""Folders of image files, one folder a class."""
+"""Folders of image files, one folder per class; each file is decoded once before training to see that it can be."""
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Dataset, Integers
-from zerofit.data.hashing import held_out_limit, name_hash
-from zerofit.data.image_check import ImageFile, refuse_or_skip, unreadable
-from zerofit.data.opened import OpenedImages
-from zerofit.data.pixels import Scaling
+from zerofit.data.base import Data, ImageDataset, Integers
+from zerofit.data.cache import cache_errors, waiting_lock
+from zerofit.data.hashing import held_out_limit, name_hash, text_digest
+from zerofit.data.image_sources import Scaling
+from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.files import atomic_write, cache_root, write_text
+from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
-from zerofit.spec.task import Task
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".gif"})
 VALID_NAMES = ("val", "valid", "validation", "test")
 VALID_SHARE = 0.10
 IMAGENET = Scaling(mean=(255 * 0.485, 255 * 0.456, 255 * 0.406), std=(255 * 0.229, 255 * 0.224, 255 * 0.225))
+NAMED = 20  # files that an error lists
 
 
-def open_imagefolder(run: Run, argument: str, task: Task, progress: Reporter) -> OpenedImages:
-    """PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
+@dataclass(frozen=True, kw_only=True)
+class ImageFile:
+    """One file of an image folder."""
+
+    name: str  # relative to the folder that the user named
+    label: int
+    stamp: tuple[int, int]  # size in bytes, time of change in ns
+
+    @property
+    def identity(self) -> int:
+        """64 bits of name, size and time of change."""
+        return name_hash(f"{self.name}\0{self.stamp[0]}\0{self.stamp[1]}")
+
+
+def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open PATH/CLASS/*.jpg, or PATH/train/CLASS/* with PATH/val (valid, validation, test) beside it.
 
     Without such a folder a tenth of the files, by the hash of their relative names, is held out. Each file is decoded
     once to see that it can be (remembered by name, size and time). Training: RandomResizedCrop and flip; validation:
     Resize and CenterCrop; a GAN gets no random crops, and values in -1..1.
     Raises UserError "data-missing", "no-classes", "unknown-class", "bad-image" or "empty-data".
     """
-    root = Path(argument).expanduser().absolute()
+    root = Path(name.removeprefix("imagefolder:")).expanduser().absolute()
     folders = _split_folders(root)
     classes = _class_names(folders[0])
     files = [_image_files(root, folder, classes) for folder in folders]
-    bad = unreadable(root, [file for part in files for file in part], progress)
-    refuse_or_skip(root, bad, run.skip_bad)
+    bad = _unreadable(root, [file for part in files for file in part], progress)
+    if bad and not run.skip_bad:
+        raise UserError(_bad_images(root, bad))
     files = [[file for file in part if file.name not in bad] for part in files]
     train, valid = files if len(files) == 2 else _held_out(files[0])
     _refuse_empty(root, train, valid)
     size = run.image_size or 224
-    make = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
+    images = FolderImages(root=root, files=(), labels=np.empty(0, np.int64), size=size, style="valid")
     if task == "gan":
-        make = replace(make, scaling=Scaling.symmetric(3, 255))
-    return OpenedImages(
-        train=_with_files(make, train, classes, "gan" if task == "gan" else "train"),
-        valid=_with_files(make, valid, classes, "valid"),
-        channels=3,
-        size=size,
-        classes=len(classes),
-        bad=tuple(sorted(bad)),
+        images = replace(images, scaling=Scaling.symmetric(3, 255))
+    return Data(
+        name=name,
+        train=images.of(train, "gan" if task == "gan" else "train"),
+        valid=images.of(valid, "valid"),
+        inputs=ImageInputs(channels=3, size=size, classes=len(classes)),
+        bad_samples=tuple(sorted(bad)),
         notes=tuple(_notes(classes, train, bad)),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderImages(Dataset):
+class FolderImages(ImageDataset):
     """Image files that are decoded, cut and resized when a batch asks for them."""
 
     root: Path
     files: tuple[str, ...]  # relative to root
     labels: np.ndarray  # int64 (n,)
     size: int
-    style: str  # a key of _STYLES
+    style: str  # "train", "valid" or "gan"
     scaling: Scaling = IMAGENET
     decodes = True
 
     def __len__(self) -> int:
         return len(self.files)
 
+    def of(self, files: list[ImageFile], style: str) -> FolderImages:
+        """Return the same with other files and another style."""
+        labels = np.array([file.label for file in files], dtype=np.int64)
+        return replace(self, files=tuple(file.name for file in files), labels=labels, style=style)
+
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch. Raises OSError, with the path, for a file that has become unreadable."""
         import torch
 
-        transform = _STYLES[self.style](self.size)
+        transform = _transform(self.style, self.size)
         with torch.random.fork_rng(devices=[]):
             pixels = torch.stack([self._pixels(i, key, transform) for i, key in zip(indices, keys, strict=True)])
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.scaling.mean, self.scaling.std))
+        mean, std = self.scaling.tensors()
         labels = torch.from_numpy(self.labels[np.asarray(indices)])
         return {"inputs": pixels.float().sub_(mean).div_(std), "labels": labels}
-
-    def targets(self, indices: Integers) -> int:
-        """One label an image."""
-        return len(indices)
 
     def _pixels(self, index: int, key: int, transform):
         import torch
@@ -101,26 +121,19 @@ class FolderImages(Dataset):
             raise OSError(f"{path} could be read when the run began and no longer can: {error}") from error
 
 
-def _train_style(size: int):
+def _transform(style: str, size: int):
     from torchvision.transforms import v2
 
-    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-
-
-def _valid_style(size: int):
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), v2.PILToTensor()])
-
-
-def _gan_style(size: int):
-    from torchvision.transforms import v2
-
-    return v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    steps = {
+        "train": [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()],
+        "valid": [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)],
+        "gan": [v2.Resize(size), v2.CenterCrop(size), v2.RandomHorizontalFlip()],
+    }
+    return v2.Compose([*steps[style], v2.PILToTensor()])
 
 
 def _split_folders(root: Path) -> list[Path]:
-    """[train, valid], or one folder that is to be divided."""
+    """Return [train, valid], or the one folder that is to be divided."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         message = f"--data imagefolder: {root} {what}"
@@ -136,39 +149,34 @@ def _class_names(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     if not names:
         message = f"{folder} holds no folders; each class is a folder of image files"
-        hint = f"move the images into {folder}/CLASS/, one folder a class (one is enough for a GAN)"
+        hint = f"move the images into {folder}/CLASS/, one folder per class (one is enough for a GAN)"
         raise UserError(Problem(kind="no-classes", message=message, hint=hint, where="--data"))
     return names
 
 
 def _image_files(root: Path, folder: Path, classes: list[str]) -> list[ImageFile]:
-    """All image files under the class folders, sorted by name. Raises UserError "unknown-class"."""
+    """Return all image files under the class folders, sorted by name. Raises UserError "unknown-class"."""
     unknown = sorted(set(_class_names(folder)) - set(classes))
     if unknown:
         message = f"{folder} has classes that the training images lack: {', '.join(unknown[:20])}"
         hint = "remove these folders, or add training images for them"
         raise UserError(Problem(kind="unknown-class", message=message, hint=hint, where="--data"))
     found = [
-        ImageFile(name=str(Path(entry.path).relative_to(root)), label=label, stamp=_stamp(entry))
+        ImageFile(name=str(Path(path).relative_to(root)), label=label, stamp=(stat.st_size, stat.st_mtime_ns))
         for label, name in enumerate(classes)
         if (folder / name).is_dir()
-        for entry in _walk(folder / name)
+        for path, stat in _walk(folder / name)
     ]
     return sorted(found, key=lambda file: (file.label, file.name))
 
 
-def _walk(folder: Path) -> Iterator[os.DirEntry]:
+def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
                 yield from _walk(Path(entry.path))
             elif os.path.splitext(entry.name)[1].lower() in SUFFIXES and not entry.name.startswith("."):
-                yield entry
-
-
-def _stamp(entry: os.DirEntry) -> tuple[int, int]:
-    facts = entry.stat()
-    return facts.st_size, facts.st_mtime_ns
+                yield entry.path, entry.stat()
 
 
 def _held_out(files: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
@@ -187,11 +195,6 @@ def _refuse_empty(root: Path, train: list[ImageFile], valid: list[ImageFile]) ->
             raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
 
 
-def _with_files(make: FolderImages, files: list[ImageFile], classes: list[str], style: str) -> FolderImages:
-    labels = np.array([file.label for file in files], dtype=np.int64)
-    return replace(make, files=tuple(file.name for file in files), labels=labels, style=style)
-
-
 def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> Iterator[str]:
     present = {file.label for file in train}
     empty = [name for label, name in enumerate(classes) if label not in present]
@@ -201,4 +204,73 @@ def _notes(classes: list[str], train: list[ImageFile], bad: dict[str, str]) -> I
         yield f"{len(bad)} broken images skipped"
 
 
-_STYLES = {"train": _train_style, "valid": _valid_style, "gan": _gan_style}
+def _unreadable(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
+    """Return the reasons, by name, of files that cannot be decoded. Decodes only what was not seen before."""
+    store = cache_root() / "images" / f"{text_digest(str(root))}.json"
+    text = f"another process checks the images in {root}"
+    with cache_errors(str(root)):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        bad, fresh = _compare(store, files)
+        if fresh:
+            with waiting_lock(store.with_suffix(".lock"), text, progress):
+                bad, fresh = _compare(store, files)  # whoever held the lock may have checked them
+                bad |= _decode_all(root, fresh, progress) if fresh else {}
+                _remember(store, files, bad)
+    return bad
+
+
+def _bad_images(root: Path, bad: dict[str, str]) -> Problem:
+    named = [f"{root / name}: {reason}" for name, reason in sorted(bad.items())[:NAMED]]
+    more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+    message = f"{len(bad)} images in {root} cannot be decoded: {'; '.join(named)}{more}"
+    hint = "--skip-bad leaves them out, counted in the report"
+    return Problem(kind="bad-image", message=message, hint=hint, where="--data")
+
+
+def _compare(store: Path, files: list[ImageFile]) -> tuple[dict[str, str], list[ImageFile]]:
+    """Return {name: reason} of files known to be broken, and the files of which nothing is known."""
+    try:
+        # {identity: reason} of bad files, identities of good ones
+        broken, good = json.loads(store.read_text())["bad"], np.load(store.with_suffix(".npy"))
+    except (OSError, ValueError, KeyError, EOFError):  # the store is missing or damaged
+        broken, good = {}, np.empty(0, np.uint64)
+    known = np.isin(np.array([file.identity for file in files], dtype=np.uint64), good)
+    bad = {file.name: broken[str(file.identity)] for file in files if str(file.identity) in broken}
+    return bad, [f for f, is_good in zip(files, known, strict=True) if not is_good and f.name not in bad]
+
+
+def _decode_all(root: Path, files: list[ImageFile], progress: Reporter) -> dict[str, str]:
+    """Decode in threads: the decoders release the interpreter's lock."""
+    bad = {}
+    threads = len(os.sched_getaffinity(0))
+    text = f"checking the images in {root}"
+    with (
+        progress.task(text, len(files), "images") as task,
+        ThreadPoolExecutor(threads) as pool,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        for file, reason in zip(files, pool.map(lambda f: _why_unreadable(root / f.name), files), strict=True):
+            if reason:
+                bad[file.name] = reason
+            task.advance(1)
+    return bad
+
+
+def _why_unreadable(path: Path) -> str:
+    """Return the decoder's complaint, "" when the whole file decodes."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            image.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+        return " ".join(str(error).replace(str(path), "the file").split())[:120] or type(error).__name__
+    return ""
+
+
+def _remember(store: Path, files: list[ImageFile], bad: dict[str, str]) -> None:
+    good = np.array([file.identity for file in files if file.name not in bad], dtype=np.uint64)
+    broken = {str(file.identity): bad[file.name] for file in files if file.name in bad}
+    with atomic_write(store.with_suffix(".npy")) as file:
+        np.save(file, good)
+    write_text(store, json.dumps({"bad": broken}))

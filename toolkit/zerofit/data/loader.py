@@ -1,18 +1,20 @@
-"""Batches in order: made by this process, or ahead of time by loader processes, with the same result."""
+"""The order of samples, and batches of training and evaluation in it: made here, or ahead by loader processes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset
-from zerofit.data.order import Order
+from zerofit.data.hashing import mix64, sample_hashes
+from zerofit.spec.model_facts import IGNORE_INDEX
 
 # Tensors travel from loader processes in shared memory. Containers often have 64 MiB of it, and a process that
 # finds it full dies of SIGBUS without a word; below this much, batches travel through a pipe instead.
@@ -21,26 +23,62 @@ ROOMY_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 16
 _ALIGNMENT = 64  # bytes: of torch's own allocations, which kernels may depend on in the last bit
 _PRELOADED = ["__main__", "torch", "torchvision.transforms.v2"]  # imported once, not by each loader process
+_KEY_STREAM = 0x5EED  # masked samples look the same at every evaluation
 
 
-Item = TypeVar("Item", contravariant=True)
+@dataclass(frozen=True)
+class Order:
+    """An endless stream of sample indices; every `n` positions are one epoch, each sample once in it.
+
+    A pure function of seed and position, so that any run can resume anywhere. Ranks, workers and batch sizes do not
+    enter: they only choose which positions they take.
+    """
+
+    n: int  # samples in the data set
+    seed: int
+    shuffle: bool = True
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """Return sample indices, int64 (stop - start,), at the positions start <= p < stop. Not to be written to."""
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self.n)
+            end = min(stop, (epoch + 1) * self.n)
+            order = _epoch_order(self.n, self.seed % 2**64, epoch if self.shuffle else None)
+            parts.append(order[offset : offset + end - start])
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def keys(self, start: int, stop: int) -> np.ndarray:
+        """Return one non-negative int64 per position: it fixes the randomness of the sample seen there."""
+        positions = np.arange(start, stop, dtype=np.uint64)
+        seed = mix64(np.array([self.seed % 2**64], dtype=np.uint64))
+        return (mix64(positions + seed) >> np.uint64(1)).astype(np.int64)
 
 
-class BatchMaker(Protocol[Item]):
-    """Makes the batch that belongs to an item."""
-
-    def __getitem__(self, item: Item, /) -> dict: ...
+@lru_cache(maxsize=3)
+def _epoch_order(n: int, seed: int, epoch: int | None) -> np.ndarray:
+    """Return a permutation of n, the identity where `epoch` is None."""
+    if epoch is None:
+        order = np.arange(n)
+    else:
+        key = np.array([seed, epoch], dtype=np.uint64)
+        order = np.random.Generator(np.random.Philox(key=key)).permutation(n)
+    order.setflags(write=False)  # all callers share it
+    return order
 
 
 def default_workers(data: Data, ranks: int) -> int:
-    """Loader processes a rank: none where a batch is an index operation, else up to 4 that share the cores."""
+    """Return the loader processes of a rank: none where a batch is an index operation, else up to 4."""
     if not data.train.decodes:
         return 0
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
 
 
 def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], workers: int) -> Iterator[dict]:
-    """For each range of global positions {"inputs", "labels", "positions": range, "indices": int64 array}.
+    """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
     The ranges are not empty and, but for the last, of one length. They are consumed lazily (2 * workers ahead, or a
     block of about 64 KiB) and may go on without end. With workers > 0, loader processes live until the iterator is
@@ -48,7 +86,7 @@ def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], worke
     """
     maker = _MicroBatches(dataset, order)
     if workers or dataset.decodes:
-        return made(maker, slices, workers)
+        return _batches(maker, slices, workers)
     return maker.in_blocks(iter(slices))
 
 
@@ -58,43 +96,90 @@ class _MicroBatches:
     order: Order
 
     def __getitem__(self, positions: range) -> dict:
-        return self._batches([positions])[0]
+        return self._block([positions])[0]
 
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
-        """The batches of these positions in order, several small ones made at a time once their size is known."""
+        """Yield the batches of these positions, several small ones made at a time once their size is known."""
         count = 1
-        while block := list(islice(slices, count)):
-            batches = self._batches(block)
-            count = _in_a_block(batches[0])
+        while ranges := list(islice(slices, count)):
+            batches = self._block(ranges)
+            x, y = batches[0]["inputs"], batches[0]["labels"]
+            aligned = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
+            count = max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if aligned else 1
             while batches:
-                yield batches.pop(0)  # so that none is held here
+                yield batches.pop(0)  # so that no reference to it stays here
 
-    def _batches(self, block: list[range]) -> list[dict]:
-        indices = np.concatenate([self.order.indices(p.start, p.stop) for p in block])
-        keys = np.concatenate([self.order.keys(p.start, p.stop) for p in block]) if self.dataset.draws else indices
-        sizes, whole = [len(p) for p in block], self.dataset.batch(indices, keys)
+    def _block(self, ranges: list[range]) -> list[dict]:
+        indices = np.concatenate([self.order.indices(p.start, p.stop) for p in ranges])
+        keys = np.concatenate([self.order.keys(p.start, p.stop) for p in ranges]) if self.dataset.draws else indices
+        sizes, whole = [len(p) for p in ranges], self.dataset.batch(indices, keys)
         # to autograd each part is a tensor of its own, which a model may write to as to any input
         parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
-        mine = np.split(indices, np.cumsum(sizes)[:-1])
+        own_indices = np.split(indices, np.cumsum(sizes)[:-1])
         return [
             {**dict(zip(whole, tensors, strict=True)), "positions": positions, "indices": own}
-            for positions, tensors, own in zip(block, parts, mine, strict=True)
+            for positions, tensors, own in zip(ranges, parts, own_indices, strict=True)
         ]
 
 
-def _in_a_block(batch: dict) -> int:
-    """How many batches like this one are made at a time."""
-    x, y = batch["inputs"], batch["labels"]
-    lies_alike = not x.is_floating_point() or x[0].nbytes % _ALIGNMENT == 0
-    return max(1, _BLOCK_BYTES // (x.nbytes + y.nbytes)) if lies_alike else 1
+def eval_indices(n: int, limit: int | None) -> np.ndarray:
+    """Choose the samples of `n` that an evaluation uses: all, or `limit` of them evenly spread.
+
+    Spread, because folders of images come sorted by class: the first thousand would be of one class.
+    """
+    count = n if limit is None else min(limit, n)
+    return np.arange(count, dtype=np.int64) * n // max(count, 1)
 
 
-def made(maker: BatchMaker[Item], items: Iterable[Item], workers: int) -> Iterator[dict]:
-    """`maker[item]` for each item, in order: here, or in `workers` processes."""
+def eval_targets(dataset: Dataset, limit: int | None) -> int:
+    """Count the labels of an evaluation, over all ranks: what the summed loss is divided by."""
+    return dataset.targets(eval_indices(len(dataset), limit))
+
+
+def eval_batch_count(n: int, dp: int, micro: int, limit: int | None) -> int:
+    """Count the batches that `eval_batches` gives on every rank."""
+    return -(-len(eval_indices(n, limit)) // (dp * micro))
+
+
+def eval_batches(
+    dataset: Dataset, dp_rank: int, dp: int, micro: int, limit: int | None, workers: int = 0
+) -> Iterator[dict]:
+    """Yield this rank's {"inputs", "labels", "indices": int64 (micro,), "real": bool (micro,)}, in a fixed order.
+
+    Every sample is in one batch of one rank, and every rank gets the same number of batches of `micro` samples. What
+    is missing in the last ones is filled with samples seen before, whose labels are all -100 and whose `real` is
+    False. `workers`: see `micro_batches`.
+    """
+    maker = _EvalShare(dataset, dp_rank, dp, micro, eval_indices(len(dataset), limit))
+    return _batches(maker, range(eval_batch_count(len(dataset), dp, micro, limit)), workers)
+
+
+@dataclass(frozen=True)
+class _EvalShare:
+    dataset: Dataset
+    dp_rank: int
+    dp: int
+    micro: int
+    chosen: np.ndarray  # int64: the samples of all ranks
+
+    def __getitem__(self, step: int) -> dict:
+        import torch
+
+        places = (step * self.dp + self.dp_rank) * self.micro + np.arange(self.micro)
+        real = places < len(self.chosen)
+        indices = self.chosen[places % len(self.chosen)]
+        keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
+        batch = self.dataset.batch(indices, keys)
+        batch["labels"][torch.from_numpy(~real)] = IGNORE_INDEX
+        return {**batch, "indices": indices, "real": real}
+
+
+def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int) -> Iterator[dict]:
+    """Return `maker[item]` for each item, in order: made here, or in `workers` processes."""
     return _from_processes(maker, items, workers) if workers else map(maker.__getitem__, items)
 
 
-def _from_processes(maker: BatchMaker[Item], items: Iterable[Item], workers: int) -> Iterator[dict]:
+def _from_processes(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int) -> Iterator[dict]:
     import multiprocessing
 
     import torch
@@ -108,26 +193,25 @@ def _from_processes(maker: BatchMaker[Item], items: Iterable[Item], workers: int
         cast(Any, maker),  # torch types it as a Dataset, and takes whatever has __getitem__
         sampler=items,
         batch_size=None,
-        collate_fn=cast(Any, _as_it_is if roomy else _through_a_pipe),  # typed for a list: batch_size=None gives one
+        collate_fn=cast(Any, _unchanged if roomy else _to_arrays),  # typed for a list: batch_size=None gives one
         num_workers=workers,
         prefetch_factor=2,
         multiprocessing_context=context,
         generator=torch.Generator(),  # else it would draw from the one that training draws from
     )
-    convert: Callable[[dict], dict] = _as_it_is if roomy else _from_a_pipe
-    yield from map(convert, batches)
+    yield from batches if roomy else map(_to_tensors, batches)
 
 
-def _as_it_is(batch: dict) -> dict:
+def _unchanged(batch: dict) -> dict:
     return batch
 
 
-def _through_a_pipe(batch: dict) -> dict:
-    """NumPy arrays are pickled with their content, tensors as a reference to shared memory."""
+def _to_arrays(batch: dict) -> dict:
+    """Make NumPy arrays, which are pickled with their content; tensors are as a reference to shared memory."""
     return {**batch, "inputs": batch["inputs"].numpy(), "labels": batch["labels"].numpy()}
 
 
-def _from_a_pipe(batch: dict) -> dict:
+def _to_tensors(batch: dict) -> dict:
     import torch
 
     return {key: torch.from_numpy(v) if key in ("inputs", "labels") else v for key, v in batch.items()}

@@ -1,94 +1,135 @@
-"""From a run's words to samples."""
+"""Opening the data that a run names: KIND or KIND:ARGUMENT."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
-from zerofit.data.documents import Source
-from zerofit.data.names import check_task, default_data, split_name
-from zerofit.data.synthetic import SyntheticText, parse_size
+from zerofit.data.hf import open_hf
+from zerofit.data.image_sources import open_digits, open_vision_set
+from zerofit.data.imagefolder import open_imagefolder
+from zerofit.data.synthetic import open_synthetic_images, open_synthetic_text
 from zerofit.data.text import CausalText, MaskedText
+from zerofit.data.text_sources import Source, open_jsonl, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
-from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.models.inputs import TextInputs
+from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, is_text
 from zerofit.spec.run import Run
-from zerofit.spec.task import DEFAULT_SEQ_LEN, Task, is_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceKind:
+    """One kind of data source."""
+
+    media: frozenset[str]  # "image", "text" or both
+    argument: str = ""  # what follows the colon, as shown to the user; "" where nothing may
+    required: bool = False
+
+
+_IMAGE, _TEXT = frozenset({"image"}), frozenset({"text"})
+
+KINDS: dict[str, SourceKind] = {
+    "digits": SourceKind(media=_IMAGE),
+    "mnist": SourceKind(media=_IMAGE),
+    "fashion-mnist": SourceKind(media=_IMAGE),
+    "cifar10": SourceKind(media=_IMAGE),
+    "imagefolder": SourceKind(media=_IMAGE, argument="PATH", required=True),
+    "pysource": SourceKind(media=_TEXT),
+    "text": SourceKind(media=_TEXT, argument="GLOB", required=True),
+    "jsonl": SourceKind(media=_TEXT, argument="GLOB", required=True),
+    "hf": SourceKind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
+    "synthetic": SourceKind(media=_IMAGE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
+}
+
+IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
+    "digits": open_digits,
+    "mnist": open_vision_set,
+    "fashion-mnist": open_vision_set,
+    "cifar10": open_vision_set,
+    "imagefolder": open_imagefolder,
+    "synthetic": open_synthetic_images,
+}
+
+TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's argument
+    "pysource": open_pysource,
+    "text": open_text,
+    "jsonl": open_jsonl,
+    "hf": open_hf,
+}
+
+
+def default_data(task: Task) -> str:
+    """Return the data of a run that names none: present on every machine, learnable in minutes."""
+    return "pysource" if is_text(task) else "digits"
+
+
+def split_name(data: str) -> tuple[str, str]:
+    """Split "text:books/*.txt" into ("text", "books/*.txt"); the argument is "" where there is none.
+
+    Raises UserError: "unknown-data", or "data-argument" where an argument is missing or not allowed.
+    """
+    word, colon, argument = data.partition(":")
+    kind = KINDS.get(word)
+    if kind is None:
+        message = f"--data {data}: no such kind of data ({', '.join(KINDS)})"
+        hint = _path_hint(data) or nearest(word, KINDS)
+        raise UserError(Problem(kind="unknown-data", message=message, hint=hint, where="--data"))
+    shown = f"{word}:{kind.argument}" if kind.argument else word
+    if kind.required and not argument:
+        message = f"--data {data} names no {kind.argument}; it is written {shown}"
+        raise UserError(Problem(kind="data-argument", message=message, hint=f"--data {shown}", where="--data"))
+    if colon and not kind.argument:
+        message = f"--data {data}: {word} takes nothing after it, got {argument!r}"
+        raise UserError(Problem(kind="data-argument", message=message, hint=f"--data {word}", where="--data"))
+    return word, argument
+
+
+def _path_hint(data: str) -> str:
+    """Suggest what a path that exists most likely means."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
+    if path.is_file():
+        return f"did you mean {'jsonl' if path.suffix in ('.jsonl', '.ndjson') else 'text'}:{data}?"
+    return ""
+
+
+def check_task(data: str, task: Task) -> None:
+    """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
+    word, media = split_name(data)[0], "text" if is_text(task) else "image"
+    if media not in KINDS[word].media:
+        fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
+        message = f"--data {data} holds no {'images' if media == 'image' else 'text'}"
+        message += f", which the task {task} is trained on"
+        raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))
 
 
 def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> Data:
     """Open the data of a run; prepare and cache what that takes.
 
-    `seq_len` (tokens a sample) is that of the model, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every process
-    gets the same: the first makes the cache, others find it, or wait for it and say so through `progress`.
+    `seq_len` (tokens per sample) is that of the model, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every
+    process gets the same: the first makes the cache, others find it, or wait for it and say so through `progress`.
     Raises UserError with all that is wrong.
     """
     name = run.data or default_data(task)
     check_task(name, task)
     word, argument = split_name(name)
     if not is_text(task):
-        return _open_images(name, word, argument, run, task, progress)
+        return IMAGE_SOURCES[word](name, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if word == "synthetic":
-        return _open_synthetic_text(name, argument, run, task, length)
-    return _open_text(name, word, argument, run, task, length, progress)
-
-
-def _open_images(name: str, word: str, argument: str, run: Run, task: Task, progress: Reporter) -> Data:
-    from zerofit.data.image_sources import IMAGE_SOURCES
-
-    images = IMAGE_SOURCES[word](run, argument, task, progress)
-    return Data(
-        name=name,
-        train=images.train,
-        valid=images.valid,
-        inputs=ImageInputs(channels=images.channels, size=images.size, classes=images.classes),
-        bad_samples=images.bad,
-        notes=images.notes,
-    )
-
-
-def _open_synthetic_text(name: str, argument: str, run: Run, task: Task, seq_len: int) -> Data:
-    """A vocabulary of 256 (`synthetic:N`: N); its last id is the mask of a masked language model."""
-    vocab = parse_size(argument, default=256, what="ids in the vocabulary")
-    mask_id = vocab - 1 if task == "masked-lm" else None
-    used = vocab if mask_id is None else vocab - 1
-    make = partial(SyntheticText, vocab=used, seq_len=seq_len, seed=run.seed, mask_id=mask_id)
-    return Data(
-        name=name,
-        train=make(n=16_384, first=0),
-        valid=make(n=512, first=16_384),
-        inputs=TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id),
-        unigram_entropy_nats=float(np.log(used)),
-    )
-
-
-def _open_text(name: str, word: str, argument: str, run: Run, task: Task, seq_len: int, progress: Reporter) -> Data:
-    from zerofit.data.text_sources import TEXT_SOURCES
-
+        return open_synthetic_text(name, run, task, length)
     problems = Problems()
-    source: Source | None = problems.attempt(lambda: TEXT_SOURCES[word](run, argument))
-    tokenizer: Tokenizer | None = problems.attempt(lambda: _tokenizer_for(run.tokenizer, task))
+    source = problems.attempt(lambda: TEXT_SOURCES[word](run, argument))
+    tokenizer = problems.attempt(lambda: _tokenizer_for(run.tokenizer, task))
     problems.raise_if_any()
     assert source is not None and tokenizer is not None
-    tokens = open_tokens(source, tokenizer, progress)
-    _refuse_short(name, tokens, seq_len)
-    splits = [_samples(task, getattr(tokens, s), tokens.counts[s], seq_len, tokenizer) for s in ("train", "valid")]
-    mask_id = tokenizer.mask_id if task == "masked-lm" else None
-    return Data(
-        name=name,
-        train=splits[0],
-        valid=splits[1],
-        inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len, mask_id=mask_id),
-        unigram_entropy_nats=tokens.unigram_entropy_nats,
-        decode=tokenizer.decode,
-        encode=tokenizer.encode,
-        notes=tuple(_notes(tokens, task, seq_len)),
-    )
+    return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
 
 
 def _tokenizer_for(name: str, task: Task) -> Tokenizer:
@@ -100,14 +141,32 @@ def _tokenizer_for(name: str, task: Task) -> Tokenizer:
     return tokenizer
 
 
-def _refuse_short(name: str, tokens: Tokens, seq_len: int) -> None:
-    """At least one whole training sample, and something to validate on."""
+def _tokenized(name: str, tokens: Tokens, tokenizer: Tokenizer, task: Task, seq_len: int) -> Data:
+    """Make samples of tokens. Raises UserError without a whole training sample, or without validation tokens."""
     train, valid = tokens.counts["train"], tokens.counts["valid"]
     if train <= seq_len or valid < 2:
         message = f"--data {name} has {train:,} training tokens and {valid:,} validation tokens"
         message += f"; one sample takes {seq_len + 1:,}, validation at least 2"
         hint = f"more text, or --seq-len {max(1, train // 20)} or less"
         raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
+    labels = {"training": train - (task == "causal-lm"), "validation": valid - (task == "causal-lm")}
+    notes = (
+        f"the last {split} sequence holds {count % seq_len} of {seq_len} tokens; "
+        "the rest is padding that the loss ignores"
+        for split, count in labels.items()
+        if count % seq_len
+    )
+    mask_id = tokenizer.mask_id if task == "masked-lm" else None
+    return Data(
+        name=name,
+        train=_samples(task, tokens.train, train, seq_len, tokenizer),
+        valid=_samples(task, tokens.valid, valid, seq_len, tokenizer),
+        inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len, mask_id=mask_id),
+        unigram_entropy_nats=tokens.unigram_entropy_nats,
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        notes=tuple(notes),
+    )
 
 
 def _samples(task: Task, file: TokenFile, count: int, seq_len: int, tokenizer: Tokenizer) -> Dataset:
@@ -122,15 +181,3 @@ def _samples(task: Task, file: TokenFile, count: int, seq_len: int, tokenizer: T
         mask_id=tokenizer.mask_id,
         ordinary_ids=tokenizer.ordinary_ids,
     )
-
-
-def _notes(tokens: Tokens, task: Task, seq_len: int) -> list[str]:
-    """Padded last windows."""
-    labels = {split: count - (task == "causal-lm") for split, count in tokens.counts.items()}
-    words = {"train": "training", "valid": "validation"}
-    return [
-        f"the last {words[split]} sequence holds {count % seq_len} of {seq_len} tokens; "
-        "the rest is padding that the loss ignores"
-        for split, count in labels.items()
-        if count % seq_len
-    ]

@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from zerofit.data.base import Dataset, Integers
+from zerofit.data.base import Data, Dataset, ImageDataset, Integers
 from zerofit.data.hashing import cell_hashes, sample_hashes
-from zerofit.data.masking import mask_tokens, masked_count
+from zerofit.data.text import mask_tokens, masked_count
+from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import Task
+from zerofit.spec.run import Run
 
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
 POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
 
 
-def parse_size(argument: str, default: int, what: str) -> int:
-    """The N of `synthetic:N`. Raises UserError "data-argument"."""
+def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open 3-channel images of 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size."""
+    classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
+    make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
+    inputs = ImageInputs(channels=3, size=size, classes=classes)
+    return Data(name=name, train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), inputs=inputs)
+
+
+def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
+    """Open text of a vocabulary of 256 (`synthetic:N`: N); its last id is the mask of a masked language model."""
+    vocab = _size(name, default=256, what="ids in the vocabulary")
+    mask_id = vocab - 1 if task == "masked-lm" else None
+    used = vocab if mask_id is None else vocab - 1
+    make = partial(SyntheticText, vocab=used, seq_len=seq_len, seed=run.seed, mask_id=mask_id)
+    return Data(
+        name=name,
+        train=make(n=16_384, first=0),
+        valid=make(n=512, first=16_384),
+        inputs=TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id),
+        unigram_entropy_nats=float(np.log(used)),
+    )
+
+
+def _size(name: str, default: int, what: str) -> int:
+    """Return the N of `synthetic:N`. Raises UserError "data-argument"."""
+    argument = name.partition(":")[2]
     if not argument:
         return default
     if not argument.isdigit() or not 2 <= int(argument) <= 1_000_000:
-        message = f"--data synthetic:{argument}: the number of {what} is between 2 and 1,000,000"
+        message = f"--data {name}: the number of {what} is between 2 and 1,000,000"
         raise UserError(Problem(kind="data-argument", message=message, hint="--data synthetic", where="--data"))
     return int(argument)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticImages(Dataset):
+class SyntheticImages(ImageDataset):
     """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
 
     n: int
@@ -46,7 +74,7 @@ class SyntheticImages(Dataset):
 
         numbers = np.asarray(indices) + self.first
         labels = (sample_hashes(numbers, 2 * self.seed) % np.uint64(self.classes)).astype(np.int64)
-        pictures, noise = _material(self.classes, self.seed)
+        pictures, noise = _pictures_and_noise(self.classes, self.seed)
         pixels = 3 * self.size**2
         starts = sample_hashes(numbers, 2 * self.seed + 1) % np.uint64(POOL)
         rows = [np.take(noise, np.arange(s, s + pixels), mode="wrap") for s in starts.astype(np.int64)]
@@ -57,14 +85,10 @@ class SyntheticImages(Dataset):
             "labels": torch.from_numpy(labels),
         }
 
-    def targets(self, indices: Integers) -> int:
-        """One label an image."""
-        return len(indices)
-
 
 @lru_cache(maxsize=2)
-def _material(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures float32 (classes, 3, 8, 8) and noise float32 (POOL,)."""
+def _pictures_and_noise(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures float32 (classes, 3, 8, 8) and noise float32 (POOL,)."""
     generator = np.random.Generator(np.random.Philox(key=seed))
     pictures = generator.standard_normal((classes, 3, 8, 8), dtype=np.float32)
     return pictures, 0.5 * generator.standard_normal(POOL, dtype=np.float32)
@@ -104,6 +128,6 @@ class SyntheticText(Dataset):
         return {"inputs": torch.tensor(inputs), "labels": torch.tensor(labels)}
 
     def targets(self, indices: Integers) -> int:
-        """Every token has a label, or the masked ones."""
+        """Count every token, or the masked ones."""
         each = self.seq_len if self.mask_id is None else int(masked_count(np.array(self.seq_len)))
         return len(indices) * each

@@ -1,4 +1,4 @@
-"""Samples of text: windows of seq_len tokens cut from one long row of them."""
+"""Samples of text: windows of seq_len tokens cut from one long row of them, for causal and masked language models."""
 
 from __future__ import annotations
 
@@ -7,24 +7,48 @@ from dataclasses import dataclass
 import numpy as np
 
 from zerofit.data.base import Dataset, Integers
-from zerofit.data.masking import mask_tokens, masked_count
+from zerofit.data.hashing import cell_hashes
 from zerofit.data.token_cache import TokenFile
-from zerofit.spec.task import IGNORE_INDEX
+from zerofit.spec.model_facts import IGNORE_INDEX
+
+MASKED_SHARE = 0.15  # of a sample's tokens are targets
+_WHERE, _HOW, _WHAT = 11, 12, 13  # independent streams of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalText(Dataset):
-    """Window i: inputs tokens[i*L : (i+1)*L], labels the same one further on.
-
-    Every token but the row's very first is a label exactly once. The last window's rest is padding, labels -100.
-    """
-
-    draws = False
+class _TextWindows(Dataset):
+    """Samples that are windows of one row of tokens."""
 
     file: TokenFile
     tokens: int
     seq_len: int  # L
     pad_id: int
+
+    def _gather(self, indices: Integers, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens int64 (batch, width) from index * L on, padded at the end, and how many are real (batch,)."""
+        row, stride = self.file.array(), self.seq_len
+        starts = np.asarray(indices, dtype=np.int64) * stride
+        real = np.minimum(len(row) - starts, width)
+        full = (len(row) - width) // stride + 1 if len(row) >= width else 0
+        # A view of all whole windows: taking rows of it copies each window as one block.
+        step = row.itemsize
+        whole = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
+        windows = np.full((len(starts), width), self.pad_id, dtype=np.int64)
+        is_whole = real == width
+        windows[is_whole] = whole[starts[is_whole] // stride]
+        for place in np.flatnonzero(~is_whole):
+            windows[place, : real[place]] = row[starts[place] :]
+        return windows, real
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalText(_TextWindows):
+    """Window i: inputs tokens[i*L : (i+1)*L], labels the same shifted by one.
+
+    Every token but the row's very first is a label exactly once. The last window's rest is padding, labels -100.
+    """
+
+    draws = False
 
     def __len__(self) -> int:
         return -(-(self.tokens - 1) // self.seq_len)
@@ -33,25 +57,21 @@ class CausalText(Dataset):
         """See Dataset.batch; `keys` are not used."""
         import torch
 
-        windows, real = _gather(self.file, indices, self.seq_len, self.seq_len + 1, self.pad_id)
+        windows, real = self._gather(indices, self.seq_len + 1)
         inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
         labels[np.arange(1, self.seq_len + 1) >= real[:, None]] = IGNORE_INDEX
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def targets(self, indices: Integers) -> int:
-        """The window's tokens; fewer in the last one."""
+        """Count the windows' tokens; fewer in the last one."""
         left = self.tokens - 1 - np.asarray(indices, dtype=np.int64) * self.seq_len
         return int(np.minimum(left, self.seq_len).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedText(Dataset):
+class MaskedText(_TextWindows):
     """Window i: tokens[i*L : (i+1)*L] with 15 % of them (exactly, rounded) made targets by the sample's key."""
 
-    file: TokenFile
-    tokens: int
-    seq_len: int  # L
-    pad_id: int
     mask_id: int
     ordinary_ids: np.ndarray  # int64: what a token may be replaced with
 
@@ -62,28 +82,36 @@ class MaskedText(Dataset):
         """See Dataset.batch."""
         import torch
 
-        windows, real = _gather(self.file, indices, self.seq_len, self.seq_len, self.pad_id)
+        windows, real = self._gather(indices, self.seq_len)
         inputs, labels = mask_tokens(windows, real, keys, self.mask_id, self.ordinary_ids)
         return {"inputs": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def targets(self, indices: Integers) -> int:
-        """15 % of each window's tokens, rounded."""
+        """Count 15 % of each window's tokens, rounded."""
         left = self.tokens - np.asarray(indices, dtype=np.int64) * self.seq_len
         return int(masked_count(np.minimum(left, self.seq_len)).sum())
 
 
-def _gather(file: TokenFile, indices: Integers, stride: int, width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 (batch, width) from index * stride on, padded behind the last, and how many are real (batch,)."""
-    row = file.array()
-    starts = np.asarray(indices, dtype=np.int64) * stride
-    real = np.minimum(len(row) - starts, width)
-    full = (len(row) - width) // stride + 1 if len(row) >= width else 0
-    # A view of all whole windows: taking rows of it copies each window as one block.
-    step = row.itemsize
-    whole = np.lib.stride_tricks.as_strided(row, (full, width), (stride * step, step), writeable=False)
-    windows = np.full((len(starts), width), pad_id, dtype=np.int64)
-    is_whole = real == width
-    windows[is_whole] = whole[starts[is_whole] // stride]
-    for place in np.flatnonzero(~is_whole):
-        windows[place, : real[place]] = row[starts[place] :]
-    return windows, real
+def masked_count(real: np.ndarray) -> np.ndarray:
+    """Return the number of targets of samples with `real` tokens: 15 % of them, rounded."""
+    return np.rint(MASKED_SHARE * np.asarray(real)).astype(np.int64)
+
+
+def mask_tokens(
+    tokens: np.ndarray, real: np.ndarray, keys: Integers, mask_id: int, ordinary: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Corrupt int64 (batch, seq_len) tokens, of which the first `real` (batch,) of each row count.
+
+    Exactly masked_count(real) places of each row, drawn by its key, become targets: 80 % of them become `mask_id`,
+    10 % one of the `ordinary` ids, 10 % stay as they are. Returns (inputs, labels), labels -100 elsewhere.
+    """
+    width = tokens.shape[1]
+    draws = cell_hashes(keys, width, _WHERE)
+    draws[np.arange(width) >= real[:, None]] = np.iinfo(np.uint64).max  # padding comes last and is never drawn
+    ranks = draws.argsort(axis=1).argsort(axis=1)
+    chosen = ranks < masked_count(real)[:, None]
+    labels = np.where(chosen, tokens, IGNORE_INDEX)
+    how = cell_hashes(keys, width, _HOW) % np.uint64(10)
+    what = ordinary[(cell_hashes(keys, width, _WHAT) % np.uint64(len(ordinary))).astype(np.int64)]
+    inputs = np.where(chosen & (how < 8), mask_id, tokens)
+    return np.where(chosen & (how == 8), what, inputs), labels

@@ -1,109 +1,200 @@
-"""Sources of text by name: Python's own library, files, lines of JSON."""
+"""Sources of text: Python's own library, files, lines of JSON; documents, a hash of them, and their validation part."""
 
 from __future__ import annotations
 
+import codecs
 import glob
+import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from zerofit.data.documents import (
-    NAMED,
-    FileSource,
-    Source,
-    Survey,
-    TextPiece,
-    files_fingerprint,
-    hash_files,
-    held_out_hash,
-    split_text,
-)
-from zerofit.data.hf import open_hf
+import numpy as np
+
+from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
+HELD_OUT = 0.05  # share of the text that becomes validation data where a source brings no split of its own
+WHOLE_DOCUMENTS_FROM = 20  # from so many documents on, whole ones are held out
+MANY = 200_000  # so many names are not sorted: their hashes are evenly enough spread
+NAMED = 20  # problems that an error lists
+CHUNK_BYTES = 1 << 22
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
 )
 
 
-def open_pysource(run: Run, argument: str) -> Source:
-    """The Python files of the running interpreter's standard library, ordered by relative path.
+class TextPiece(NamedTuple):
+    """Consecutive text of one document."""
 
-    Without installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
+    text: str
+    held_out: bool  # it is validation text
+    ends: bool  # the document, or its part before the held-out one, ends here
+
+
+class Survey(NamedTuple):
+    """The result of one pass over the raw bytes of a source."""
+
+    digest: str  # of names and content
+    documents: int
+
+
+class Source(ABC):
+    """Documents of text, in a fixed order."""
+
+    name: str  # as shown to the user
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a text that changes when a file is added, removed or written to, without reading the files."""
+
+    @abstractmethod
+    def survey(self, progress: Reporter) -> Survey:
+        """Hash all content and count the documents. Raises UserError "empty-data"."""
+
+    @abstractmethod
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
+        """Yield all text, a few MB (or one jsonl line) at a time at most. Raises UserError with every bad place."""
+
+    def size_bytes(self) -> int | None:
+        """Return the bytes of text, for the progress bar; None where that is not known."""
+        return None
+
+
+def held_out_hash(names: Iterable[str], documents: int) -> int:
+    """Return the name hash up to which documents are validation data: 5 % of them, and at least one.
+
+    -1 with fewer than 20 documents: then the end of each document is held out.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = tuple((name, root / name) for name in sorted(_library_files(root)))
-    if not files:
-        message = f"--data pysource: {root} holds no Python source (a stripped interpreter?)"
-        raise UserError(Problem(kind="empty-data", message=message, hint="--data text:GLOB", where="--data"))
-    return FileSource(name="pysource", files=files, errors="replace")
+    if documents < WHOLE_DOCUMENTS_FROM:
+        return -1
+    if documents > MANY:
+        return int(HELD_OUT * 2**64)
+    hashes = np.fromiter((name_hash(name) for name in names), dtype=np.uint64, count=documents)
+    return held_out_limit(hashes, HELD_OUT)
 
 
-def _library_files(root: Path) -> Iterator[str]:
-    """Relative paths of Python files; installed packages, often far more than the library, are not walked through."""
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
-        yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
-
-
-def open_text(run: Run, argument: str) -> Source:
-    """One document a file, UTF-8, ordered by path.
-
-    With 20 files or more, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer,
-    the last 5 % of the bytes of each, cut at a line's end. Raises UserError "empty-data" when nothing matches.
-    """
-    return FileSource(name=f"text:{argument}", files=_matches("text", argument))
-
-
-def open_jsonl(run: Run, argument: str) -> Source:
-    """One document a line, the field `run.text_field` of a JSON object; blank lines do not count.
-
-    With 20 documents or more, 5 % of them (by hash of file and line number) are held out; with fewer, the last 5 %
-    of each. Raises UserError "empty-data" when nothing matches.
-    """
-    return JsonlSource(name=f"jsonl:{argument}", files=_matches("jsonl", argument), field=run.text_field)
-
-
-def _matches(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
-    """(path relative to the fixed part of the pattern, path): a moved folder keeps its split and its cache."""
-    full = str(Path(pattern).expanduser())
-    found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
-    if not found:
-        message = f"--data {kind}:{pattern} matches no file"
-        folder = Path(full).is_dir()
-        hint = f"a folder needs a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
-        raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
-    root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()
-    while glob.has_magic(str(root)) or root.is_file():
-        root = root.parent
-    return tuple((path.relative_to(root).as_posix(), path) for path in found)
+def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
+    """Yield a document as one piece, or, where documents are few, as its first 95 % and the rest."""
+    if limit >= 0:
+        yield TextPiece(text, name_hash(name) <= limit, True)
+        return
+    cut = round(len(text) * (1 - HELD_OUT))
+    cut = text.find("\n", cut, len(text) - 1) + 1 or cut
+    yield TextPiece(text[:cut], False, True)
+    yield TextPiece(text[cut:], True, True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonlSource(Source):
-    """One document a line of JSON."""
+class FileSource(Source):
+    """Files, each one a document."""
 
     name: str
-    files: tuple[tuple[str, Path], ...]
+    files: tuple[tuple[str, Path], ...]  # (name that orders and splits them, where it is)
+    errors: str = "strict"  # what happens to bytes that are not UTF-8
+
+    def fingerprint(self) -> str:
+        """Hash names, sizes and times of change."""
+        facts = ((path, path.stat()) for _, path in self.files)
+        return text_digest(*(f"{path}\0{s.st_size}\0{s.st_mtime_ns}" for path, s in facts))
+
+    def survey(self, progress: Reporter) -> Survey:
+        """Hash all names (which decide the split) and all bytes, in order; each file is a document."""
+        state = hashlib.blake2b(digest_size=16)
+        with progress.task(f"{self.name}: looking for tokens made before", self.size_bytes(), "bytes") as task:
+            for name, path in self.files:
+                state.update(f"\0{name}\0{path.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+                with path.open("rb") as file:
+                    while chunk := file.read(CHUNK_BYTES):
+                        state.update(chunk)
+                        task.advance(len(chunk))
+        return Survey(state.hexdigest(), len(self.files))
+
+    def size_bytes(self) -> int:
+        """Sum the files' sizes."""
+        return sum(path.stat().st_size for _, path in self.files)
+
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
+        """See Source.pieces; files that are not UTF-8 are named with line and column."""
+        limit = held_out_hash((name for name, _ in self.files), documents)
+        problems: list[Problem] = []
+        for name, path in self.files:
+            try:
+                yield from self._file_pieces(name, path, limit)
+            except UnicodeDecodeError:
+                problems.append(_not_utf8(path))
+            if len(problems) >= NAMED:
+                break
+        if problems:
+            raise UserError(*problems)
+
+    def _file_pieces(self, name: str, path: Path, limit: int) -> Iterator[TextPiece]:
+        size = path.stat().st_size
+        if limit >= 0:
+            yield from _segment(path, 0, size, self.errors, held_out=name_hash(name) <= limit)
+            return
+        cut = _cut_at_line(path, round(size * (1 - HELD_OUT)), size)
+        yield from _segment(path, 0, cut, self.errors, held_out=False)
+        yield from _segment(path, cut, size, self.errors, held_out=True)
+
+
+def _cut_at_line(path: Path, wanted: int, size: int) -> int:
+    """Return where the first line at or after `wanted` begins; without one, the first character."""
+    with path.open("rb") as file:
+        file.seek(wanted)
+        tail = file.read(CHUNK_BYTES)
+    line = tail.find(b"\n") + 1
+    if line and wanted + line < size:
+        return wanted + line
+    inside = next((i for i, byte in enumerate(tail) if byte & 0xC0 != 0x80), 0)
+    return wanted + inside
+
+
+def _segment(path: Path, start: int, stop: int, errors: str, *, held_out: bool) -> Iterator[TextPiece]:
+    """Yield bytes start..stop of a file, in pieces that end with a line where lines are not absurdly long."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < stop:
+            raw = file.read(min(CHUNK_BYTES, stop - start))
+            raw += file.readline(min(CHUNK_BYTES, stop - start - len(raw)))
+            start = start + len(raw) if raw else stop
+            yield TextPiece(decoder.decode(raw, final=start >= stop), held_out, start >= stop)
+
+
+def _not_utf8(path: Path) -> Problem:
+    """Name the first place of a file that is not UTF-8 as file:line:column (columns count bytes, from 1)."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                where = f"{path}:{number}:{error.start + 1}"
+                message = f"{where}: byte 0x{line[error.start]:02x} is not UTF-8"
+                return Problem(kind="not-utf8", message=message, hint="iconv -t utf-8 converts it", where=where)
+    raise AssertionError(f"{path} was not UTF-8 a moment ago")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlSource(FileSource):
+    """Files with one document per line, in a field of a JSON object."""
+
     field: str
 
     def fingerprint(self) -> str:
-        """Names, sizes and times of change."""
-        return files_fingerprint(self.files) + self.field
+        """Hash names, sizes and times of change, and name the field."""
+        return super().fingerprint() + self.field
 
     def survey(self, progress: Reporter) -> Survey:
-        """Lines that are not blank are documents."""
-        digest = hash_files(self.name, self.files, progress) + self.field
-        return Survey(digest, sum(1 for _ in self._lines()))
-
-    def size_bytes(self) -> int:
-        """The sum of the files' sizes."""
-        return sum(path.stat().st_size for _, path in self.files)
+        """Count the lines that are not blank: they are the documents."""
+        return Survey(super().survey(progress).digest + self.field, sum(1 for _ in self._lines()))
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See Source.pieces; up to 20 bad lines are named file:line:column."""
@@ -129,7 +220,7 @@ class JsonlSource(Source):
 
 
 def _text_of(path: Path, number: int, line: bytes, field: str) -> str | Problem:
-    """The text of one line, or what is wrong with it."""
+    """Return the text of one line, or what is wrong with it."""
 
     def bad(column: int, message: str, hint: str) -> Problem:
         where = f"{path}:{number}:{column}"
@@ -144,18 +235,62 @@ def _text_of(path: Path, number: int, line: bytes, field: str) -> str | Problem:
     if not isinstance(row, dict):
         return bad(1, f"got a JSON {type(row).__name__}, need an object", f'{{"{field}": "..."}}')
     if field not in row:
-        return bad(
-            1, f"no field {field!r}; there is {', '.join(row) or 'none'}", f"--text-field: {nearest(field, row)}"
-        )
+        message = f"no field {field!r}; there is {', '.join(row) or 'none'}"
+        return bad(1, message, f"--text-field: {nearest(field, row)}")
     if not isinstance(row[field], str):
         return bad(1, f"field {field!r} is {type(row[field]).__name__}, need a string", "--text-field names another")
-    # JSON can spell half of a surrogate pair, which is no character and has no bytes.
+    # JSON can spell half of a surrogate pair, which is not a character and has no bytes.
     return row[field].encode("utf-8", "replace").decode()
 
 
-TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {
-    "pysource": open_pysource,
-    "text": open_text,
-    "jsonl": open_jsonl,
-    "hf": open_hf,
-}
+def open_pysource(run: Run, argument: str) -> Source:
+    """Open the Python files of the running interpreter's standard library, ordered by relative path.
+
+    Without installed packages, tests, idlelib and lib2to3. 5 % of the files, by hash of the path, are held out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = tuple((name, root / name) for name in sorted(_library_files(root)))
+    if not files:
+        message = f"--data pysource: {root} holds no Python source (a stripped interpreter?)"
+        raise UserError(Problem(kind="empty-data", message=message, hint="--data text:GLOB", where="--data"))
+    return FileSource(name="pysource", files=files, errors="replace")
+
+
+def _library_files(root: Path) -> Iterator[str]:
+    """Yield relative paths of Python files, without walking through installed packages, often far more."""
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
+        yield from (Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py"))
+
+
+def open_text(run: Run, argument: str) -> Source:
+    """Open files as documents, UTF-8, ordered by path.
+
+    With 20 files or more, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer,
+    the last 5 % of the bytes of each, cut at a line's end. Raises UserError "empty-data" when nothing matches.
+    """
+    return FileSource(name=f"text:{argument}", files=_matches("text", argument))
+
+
+def open_jsonl(run: Run, argument: str) -> Source:
+    """Open lines as documents, the field `run.text_field` of a JSON object; blank lines do not count.
+
+    With 20 documents or more, 5 % of them (by hash of file and line number) are held out; with fewer, the last 5 %
+    of each. Raises UserError "empty-data" when nothing matches.
+    """
+    return JsonlSource(name=f"jsonl:{argument}", files=_matches("jsonl", argument), field=run.text_field)
+
+
+def _matches(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
+    """Return (path relative to the fixed part of the pattern, path): a moved folder keeps its split and its cache."""
+    full = str(Path(pattern).expanduser())
+    found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())
+    if not found:
+        message = f"--data {kind}:{pattern} matches no file"
+        folder = Path(full).is_dir()
+        hint = f"a folder needs a pattern: {kind}:{pattern.rstrip('/')}/*" if folder else "check the path; quote the *"
+        raise UserError(Problem(kind="empty-data", message=message, hint=hint, where="--data"))
+    root = Path(glob.escape(full) if Path(full).is_file() else full).absolute()
+    while glob.has_magic(str(root)) or root.is_file():
+        root = root.parent
+    return tuple((path.relative_to(root).as_posix(), path) for path in found)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.documents import Source, TextPiece
+from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import text_digest
-from zerofit.data.locks import waiting_lock
-from zerofit.data.paths import cache_errors, cache_root
+from zerofit.data.text_sources import Source, TextPiece
 from zerofit.data.tokenizer import Tokenizer
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import sync_folder, write_text
+from zerofit.spec.files import cache_root, sync_folder, write_text
 
 FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
 SPLITS = ("train", "valid")
@@ -37,7 +36,7 @@ class TokenFile:
         return TokenFile, (self.path, self.dtype)
 
     def array(self) -> np.ndarray:
-        """All ids, uint16 or uint32 (tokens,), read-only."""
+        """Return all ids, uint16 or uint32 (tokens,), read-only."""
         if self._array is None:
             self._array = np.memmap(self.path, dtype=self.dtype, mode="r")
         return self._array
@@ -54,7 +53,7 @@ class Tokens:
 
 
 def open_tokens(source: Source, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
-    """The tokens of a source: mapped if they were made before, else made now (or by whoever is at it already).
+    """Open the tokens of a source: mapped if they were made before, else made now (or by the process that does it).
 
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
     """
@@ -90,13 +89,13 @@ def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Reporter, kno
 
 
 def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents: int, progress: Reporter) -> None:
-    """Write the files into a folder beside, flush them to the disk, and rename the folder into place."""
-    aside = root / f"{key}.build"
-    shutil.rmtree(aside, ignore_errors=True)
+    """Write the files into a staging folder, flush them to the disk, and rename the folder into place."""
+    staging = root / f"{key}.build"
+    shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(root / key, ignore_errors=True)  # it is there only if it could not be read
-    aside.mkdir()
+    staging.mkdir()
     try:
-        writers = [_Writer(aside / f"{split}.bin", tokenizer) for split in SPLITS]
+        writers = [_Writer(staging / f"{split}.bin", tokenizer) for split in SPLITS]
         with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
             for batch in _batches(source.pieces(documents)):
                 encoded = tokenizer.encode_all([piece.text for piece in batch])
@@ -105,15 +104,15 @@ def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents
                 task.advance(sum(len(piece.text.encode()) for piece in batch))
         meta = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
         meta |= {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
-        write_text(aside / "meta.json", json.dumps(meta))
-        os.replace(aside, root / key)
+        write_text(staging / "meta.json", json.dumps(meta))
+        os.replace(staging, root / key)
         sync_folder(root)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Lists large enough to keep a tokenizer's threads busy, small enough for any memory."""
+    """Yield lists large enough to keep a tokenizer's threads busy, small enough for any memory."""
     batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
@@ -144,7 +143,7 @@ class _Writer:
         self._file.write(tokens.data)
 
     def close(self) -> dict:
-        """Flush to the disk; what meta.json holds about the file."""
+        """Flush to the disk and return what meta.json holds about the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -154,7 +153,7 @@ class _Writer:
 
 
 def _read(folder: Path) -> Tokens | None:
-    """The tokens in a finished folder; None where there is none or its files have not the size they should have."""
+    """Return the tokens in a finished folder; None where there is none or its files have another size than noted."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         files = {split: TokenFile(folder / f"{split}.bin", meta[split]["dtype"]) for split in SPLITS}
@@ -163,24 +162,20 @@ def _read(folder: Path) -> Tokens | None:
                 return None
     except (OSError, ValueError, KeyError):
         return None
-    entropy = _cross_entropy(*(np.array(meta[split]["unigrams"]) for split in SPLITS))
+    train, valid = (np.array(meta[split]["unigrams"]) for split in SPLITS)
+    logs = np.log((train + 1) / (train.sum() + len(train)))  # of add-one smoothed frequencies
+    entropy = float(-(valid * logs).sum() / max(valid.sum(), 1))
     counts = {split: meta[split]["tokens"] for split in SPLITS}
     return Tokens(**files, counts=counts, unigram_entropy_nats=entropy)
 
 
-def _cross_entropy(train: np.ndarray, valid: np.ndarray) -> float:
-    """Nats a validation token under the (add-one smoothed) frequencies of the training tokens."""
-    logs = np.log((train + 1) / (train.sum() + len(train)))
-    return float(-(valid * logs).sum() / max(valid.sum(), 1))
-
-
 def _sweep(root: Path) -> None:
-    """Remove what killed builds left: folders whose lock nobody holds."""
+    """Remove what killed builds left: staging folders whose lock nobody holds."""
     from filelock import FileLock, Timeout
 
-    for aside in root.glob("*.build"):
+    for staging in root.glob("*.build"):
         try:
-            with FileLock(root / f"{aside.stem}.lock", timeout=0):
-                shutil.rmtree(aside, ignore_errors=True)
+            with FileLock(root / f"{staging.stem}.lock", timeout=0):
+                shutil.rmtree(staging, ignore_errors=True)
         except Timeout:
-            continue  # somebody is building it
+            continue  # another process is building it

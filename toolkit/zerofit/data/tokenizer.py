@@ -11,34 +11,33 @@ from typing import Any
 import numpy as np
 
 from zerofit.data.hashing import text_digest
-from zerofit.data.hub import hub_if_reachable
+from zerofit.data.hf import hub_if_reachable
 from zerofit.spec.errors import Problem, UserError
 
-BYTES_EOD, BYTES_MASK, BYTES_PAD = 256, 257, 258
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _MASK_TOKENS = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """Text to ids and back."""
+    """Turns text into ids and back."""
 
     name: str
     identity: str  # hash of all that decides which ids a text becomes
     vocab_size: int  # every id is below it
     eod_id: int  # put after each document
     mask_id: int | None
-    ordinary_ids: np.ndarray  # int64: the ids that are no special tokens
+    ordinary_ids: np.ndarray  # int64: the ids that are not special tokens
     encode_all: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[list[int]], str]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text, without an end-of-document id."""
+        """Return the ids of one text, without an end-of-document id."""
         return self.encode_all([text])[0].tolist()
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the Hugging Face hub.
+    """Open `bytes`, a folder with a tokenizer, a tokenizer.json, or a name on the Hugging Face hub.
 
     Remote code is never run. Raises UserError "tokenizer".
     """
@@ -46,13 +45,13 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def _bytes_tokenizer() -> Tokenizer:
-    """256 byte values, 256 end of document, 257 mask, 258 padding, 259 spare (a vocabulary divisible by 4)."""
+    """Make ids of 256 bytes, end of document, mask, padding (258) and a spare (a vocabulary divisible by 4)."""
     return Tokenizer(
         name="bytes",
         identity="bytes-1",
         vocab_size=260,
-        eod_id=BYTES_EOD,
-        mask_id=BYTES_MASK,
+        eod_id=256,
+        mask_id=257,
         ordinary_ids=np.arange(256),
         encode_all=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
         decode=lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
@@ -69,14 +68,21 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
         raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
     mask = _first_id(vocab, (loaded.mask_token, *_MASK_TOKENS))
     special = {*loaded.all_special_ids, end, mask}
+    backend = getattr(loaded, "backend_tokenizer", None)
+    content = backend.to_str() if backend else repr(sorted(vocab.items()))
+
+    def encode_all(texts: Sequence[str]) -> list[np.ndarray]:
+        ids = loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        return [np.array(row, dtype=np.int64) for row in ids]
+
     return Tokenizer(
         name=name,
-        identity=_identity(loaded, vocab, end),
+        identity=text_digest(type(loaded).__name__, content, str(end)),
         vocab_size=max(len(loaded), 1 + max(vocab.values())),
         eod_id=end,
         mask_id=mask,
         ordinary_ids=np.array([i for i in sorted(vocab.values()) if i not in special], dtype=np.int64),
-        encode_all=lambda texts: _encode_all(loaded, texts),
+        encode_all=encode_all,
         decode=loaded.decode,
     )
 
@@ -104,14 +110,3 @@ def load_transformers(name: str) -> Any:  # transformers types special tokens an
 
 def _first_id(vocab: dict[str, int], tokens: Sequence[str | None]) -> int | None:
     return next((vocab[token] for token in tokens if token in vocab), None)
-
-
-def _identity(loaded, vocab: dict[str, int], end: int) -> str:
-    backend = getattr(loaded, "backend_tokenizer", None)
-    content = backend.to_str() if backend else repr(sorted(vocab.items()))
-    return text_digest(type(loaded).__name__, content, str(end))
-
-
-def _encode_all(loaded, texts: Sequence[str]) -> list[np.ndarray]:
-    ids = loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [np.array(row, dtype=np.int64) for row in ids]

@@ -1,1 +1,1 @@
-"""What hosts are like before ranks start on them: facts of each, asked in parallel and compared; measurements."""
+"""The state of hosts before ranks start on them: facts of each, asked in parallel and compared; measurements."""

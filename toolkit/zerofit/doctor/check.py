@@ -10,7 +10,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What was looked at on one host, what was found, and how to mend it."""
+    """A check of one host: what was looked at, what was found, and how to mend it."""
 
     name: str  # stable slug: "ssh", "versions", "run-folder", ...
     host: str
@@ -22,14 +22,30 @@ class Check:
     source: str = ""  # of what is expected
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return asdict(self)
 
 
 def check(
-    name: str, host: str, problem: str, good: str, status: str = FAIL, expected: str = "", hint: str = ""
+    name: str,
+    host: str,
+    problem: str,
+    good: str,
+    status: str = FAIL,
+    expected: str = "",
+    hint: str = "",
+    *,
+    figure: float | None = None,
+    source: str = "",
 ) -> Check:
-    """A check that is well where there is no problem."""
-    if problem:
-        return Check(name=name, host=host, status=status, value=problem, expected=expected, hint=hint)
-    return Check(name=name, host=host, status=OK, value=good, expected=expected)
+    """Return a check that is well where there is no problem; with one it has this status and hint."""
+    return Check(
+        name=name,
+        host=host,
+        status=status if problem else OK,
+        value=problem or good,
+        expected=expected,
+        hint=hint if problem else "",
+        figure=figure,
+        source=source,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.doctor.check import FAIL, OK, WARN, Check
+from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 
 # CUDA's major version: the oldest driver that runs it
 DRIVERS = {13: 580, 12: 525, 11: 450}
@@ -30,7 +30,7 @@ class Clash:
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """Numbers of "2.30.7" or "13.0+cu130"; nothing of None."""
+    """Return the numbers of "2.30.7" or "13.0+cu130"; nothing of None."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[+a-z]", text or "")[0])))
 
 
@@ -43,7 +43,7 @@ def _named(facts: Facts, *words: str) -> bool:
 
 
 def _torchvision(facts: Facts) -> bool:
-    """torchvision 0.N is built for torch 2.(N-15): 0.29 for 2.14."""
+    """Detect a torchvision 0.N with another torch than the 2.(N-15) it is built for (0.29 for 2.14)."""
     torch, vision = version(facts["versions"]["torch"]), version(facts["versions"]["torchvision"])
     return bool(vision) and torch[:1] == (2,) and vision[1] != torch[1] + 15
 
@@ -126,7 +126,7 @@ CLASHES = (
 
 
 def clashes(host: str, facts: Facts) -> Iterator[Check]:
-    """The combinations that this host has; one line that all is well where it has none."""
+    """Yield the combinations that this host has; one line that all is well where it has none."""
     found = [clash for clash in CLASHES if clash.applies(facts)]
     for clash in found:
         yield Check(
@@ -143,18 +143,13 @@ def clashes(host: str, facts: Facts) -> Iterator[Check]:
 
 
 def driver(host: str, facts: Facts) -> Iterator[Check]:
-    """Whether the driver runs the CUDA that torch was built with."""
+    """Check whether the driver runs the CUDA that torch was built with."""
     if not facts["driver"]:
         return
     cuda = version(facts["versions"]["cuda"])
     least = DRIVERS.get(cuda[0]) if cuda else None
     short = least is not None and version(facts["driver"])[0] < least
-    yield Check(
-        name="driver",
-        host=host,
-        status=FAIL if short else OK,
-        value=facts["driver"],
-        expected=f"{least} or newer for CUDA {facts['versions']['cuda']}" if least else "",
-        hint="update the driver, or install a torch for an older CUDA" if short else "",
-        source=DRIVERS_SOURCE if least else "",
-    )
+    expected = f"{least} or newer for CUDA {facts['versions']['cuda']}" if least else ""
+    hint, source = "update the driver, or install a torch for an older CUDA", DRIVERS_SOURCE if least else ""
+    found = facts["driver"]
+    yield check("driver", host, found if short else "", found, expected=expected, hint=hint, source=source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from zerofit.doctor.check import FAIL, WARN, Check, check
@@ -21,7 +22,7 @@ WARN_S, FAIL_S = 2.0, 60.0  # logs are ordered by time; builds on a shared file 
 
 
 def checks(hosts: Sequence[Host], facts: Facts, own: dict[str, Any], accelerator: str | None) -> list[Check]:
-    """Everything but the folder and the network."""
+    """Check everything but the folder, the clock and the network."""
     cuda = any(one["gpus"] for one in facts.values()) if accelerator is None else accelerator == "cuda"
     names = [one["gpus"][0]["name"] for one in facts.values() if one["gpus"]]
     found: list[Check] = []
@@ -43,18 +44,12 @@ def _versions(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
         for names in (SAME, ALIKE)
     )
     good = ", ".join(f"{name} {there.get(name)}" for name in ("torch", "deepspeed", "nccl", "cuda") if there.get(name))
-    return check(
-        "versions",
-        host,
-        ", ".join(hard + soft),
-        good,
-        FAIL if hard else WARN,
-        expected="the same versions on all hosts as here",
-        hint=f"install the same environment there: {one['python']} -m pip install "
-        + " ".join(f"{name}=={here[name]}" for name in ("torch", "deepspeed") if there.get(name) != here[name])
-        if hard
-        else "nothing is known to fail with it; the same environment everywhere is safer",
-    )
+    hint = "nothing is known to fail with it; the same environment everywhere is safer"
+    if hard:
+        wanted = [f"{name}=={here[name]}" for name in ("torch", "deepspeed") if there.get(name) != here[name]]
+        hint = f"install the same environment there: {one['python']} -m pip install {' '.join(wanted)}"
+    status, expected = FAIL if hard else WARN, "the same versions on all hosts as here"
+    return check("versions", host, ", ".join(hard + soft), good, status, expected, hint)
 
 
 def _code(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
@@ -65,36 +60,23 @@ def _code(host: str, one: dict[str, Any], own: dict[str, Any]) -> Check:
         for name, word in words.items()
         if there[name] != here[name]
     ]
-    return check(
-        "code",
-        host,
-        ", ".join(wrong),
-        here["zerofit"][:HASH],
-        expected=f"as here ({here['zerofit'][:HASH]})",
-        hint="copy this folder there, or keep it on a file system that all hosts share",
-    )
+    good = here["zerofit"][:HASH]
+    hint = "copy this folder there, or keep it on a file system that all hosts share"
+    return check("code", host, ", ".join(wrong), good, FAIL, f"as here ({good})", hint)
 
 
 def _run_file(host: str, one: dict[str, Any], own: dict[str, Any]) -> Iterator[Check]:
-    """A run file that is not there is no problem, since ranks read the run folder; another one there is."""
+    """Check the run file: none there is no problem, since ranks read the run folder; another one is."""
     if own["run_file"] is None:
         return
-    problem = (
-        "another run file lies there under the same name" if one["run_file"] not in (None, own["run_file"]) else ""
-    )
-    yield check(
-        "run-file",
-        host,
-        problem,
-        "the same" if one["run_file"] else "only here",
-        WARN,
-        expected=f"as here ({own['run_file'][:HASH]})",
-        hint="this side's is used; the other one is out of date",
-    )
+    other = one["run_file"] not in (None, own["run_file"])
+    problem, good = "another run file lies there under the same name", "the same" if one["run_file"] else "only here"
+    expected, hint = f"as here ({own['run_file'][:HASH]})", "this side's is used; the other one is out of date"
+    yield check("run-file", host, problem if other else "", good, WARN, expected, hint)
 
 
 def _strays(host: str, one: dict[str, Any]) -> Check:
-    """Processes of other runs, as many as each run has."""
+    """Count processes of other runs, by run."""
     count = Counter((stray["user"], stray["run"]) for stray in one["strays"])
     shown = [f"{n} of {user}" + (f" (run {run[:HASH]})" if run else "") for (user, run), n in count.items()]
     pids = " ".join(str(stray["pid"]) for stray in one["strays"][:PIDS])
@@ -104,7 +86,7 @@ def _strays(host: str, one: dict[str, Any]) -> Check:
 
 
 def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
-    """Whether there is a device, or else a core, for each rank."""
+    """Check whether there is a device, or else a core, for each rank."""
     count, what = (len(one["gpus"]), "GPUs") if cuda else (one["cores"]["usable"], "cores")
     problem, hint = "", f"write slots={count} in the hostfile"
     if cuda and one["gpu_error"]:
@@ -121,7 +103,7 @@ def slots(host: Host, one: dict[str, Any], *, cuda: bool) -> Check:
 
 
 def gpus(host: Host, one: dict[str, Any], names: list[str]) -> Iterator[Check]:
-    """Memory in use and processes on each GPU that ranks will have, and whether all hosts have the same kind."""
+    """Check memory and processes on each GPU that ranks will have, and whether all hosts have the same kind."""
     for gpu in one["gpus"]:
         if gpu["index"] in host.ids:
             yield _memory(host.name, gpu)
@@ -145,9 +127,43 @@ def _memory(host: str, gpu: dict[str, Any]) -> Check:
 
 
 def clock(host: str, difference_s: float, error_s: float) -> Check:
-    """Its clock against this side's; what the way there leaves open does not count against it."""
+    """Compare its clock with this side's; what the way there leaves open does not count against it."""
     sure = max(0.0, abs(difference_s) - error_s)
     words = f"{abs(difference_s):.3g} s {'ahead' if difference_s > 0 else 'behind'} (±{error_s:.1g} s)"
     problem = words if sure > WARN_S else ""
     status, hint = FAIL if sure > FAIL_S else WARN, "let chrony or systemd-timesyncd run there"
     return check("clock", host, problem, words, status, expected=f"within {WARN_S:g} s", hint=hint)
+
+
+def disk(facts: Facts, checkpoint_bytes: int | None) -> list[Check]:
+    """Check the room for checkpoints where the run folder is."""
+    if checkpoint_bytes is None:
+        return []
+    return [_room(host, one["run_folder"]["free_bytes"], checkpoint_bytes) for host, one in facts.items()]
+
+
+def _room(host: str, free: int, checkpoint_bytes: int) -> Check:
+    short = f"{shown_bytes(free)} free, a checkpoint takes {shown_bytes(checkpoint_bytes)}"
+    tight = free < 2 * checkpoint_bytes  # the new one is written before the old one is removed
+    status, good = FAIL if free < checkpoint_bytes else WARN, f"{shown_bytes(free)} free"
+    expected, hint = "room for two checkpoints", "free some, or name another --output"
+    return check("disk", host, short if tight else "", good, status, expected=expected, hint=hint)
+
+
+def folders(facts: Facts, folder: Path, seen: set[str]) -> list[Check]:
+    """Check that the run folder is one that all hosts can write to; `seen`: whose files have come up here."""
+    found = []
+    for host, one in facts.items():
+        there = one["run_folder"]
+        problem, hint = "", "name a folder on a file system that all hosts share with --output"
+        if not there["same"]:
+            problem = f"not shared: {folder} there is {'another folder' if there['exists'] else 'missing'}"
+        elif not there["writable"]:
+            problem = f"{folder} cannot be written there: {there['error']}"
+            hint = "give your user there the right to write"
+        elif host not in seen:
+            problem = f"not shared: what is written to {folder} there does not appear here"
+        good = "shared and writable"
+        expected = "one folder for all hosts: checkpoints and logs of all ranks come together in it"
+        found.append(check("run-folder", host, problem, good, expected=expected, hint=hint))
+    return found

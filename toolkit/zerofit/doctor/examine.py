@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerofit.doctor import host_checks, rated_speeds
+from zerofit.doctor import host_checks
 from zerofit.doctor.check import FAIL, OK, WARN, Check
 from zerofit.doctor.measured import MeasurementJob, together
-from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
+from zerofit.doctor.preflight import Preflight, PreflightRequest, lost, preflight
 from zerofit.doctor.remote import INSIDE, Conversation, Unreachable, ask_all, conversations
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import TRAINING
@@ -26,7 +26,7 @@ Answer = dict[str, Any] | Unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class ExamineOptions:
-    """How far to go."""
+    """The extent of an examination."""
 
     ssh_port: int | None = None
     build_ops: bool = False
@@ -34,7 +34,7 @@ class ExamineOptions:
 
 
 def examine(hosts: Sequence[Host], wanted: ExamineOptions, say: Say) -> list[Check]:
-    """Everything; hosts that cannot be reached are among the checks."""
+    """Examine everything; hosts that cannot be reached are among the checks."""
     say(f"asking {len(hosts)} host(s)")
     first = preflight(hosts, PreflightRequest(ssh_port=wanted.ssh_port, compilers=True))
     checks = [check for check in first.checks if len(hosts) > 1 or check.status != OK or check.name in ALONE]
@@ -55,8 +55,11 @@ async def _inside(hosts: list[Host], first: Preflight, wanted: ExamineOptions, s
 
 
 async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
-    """Each host by itself, all at once; then all together."""
-    questions = {host.name: _question(host, first.facts[host.name]) for host in hosts}
+    """Measure each host by itself, all at once; then all together."""
+    questions = {}
+    for host in hosts:
+        ranks = _ranks(host, first.facts[host.name])
+        questions[host.name] = _question(first.facts[host.name], ranks, ranks=ranks)
     answers = await ask_all({h.name: there[h.name] for h in hosts}, questions, MEASURE_S, say)
     checks: list[Check] = []
     for host in hosts:
@@ -67,8 +70,8 @@ async def _measured(hosts: list[Host], there: dict[str, Conversation], first: Pr
             checks.append(Check(name="measurement", host=host.name, status=FAIL, value=answer["error"]))
         else:
             ranks = len(answer["ranks"])
-            checks += rated_speeds.local(host.name, facts, together(answer["ranks"]), ranks)
-            checks += rated_speeds.nvme(host.name, answer["nvme"])
+            checks += host_checks.speeds(host.name, facts, together(answer["ranks"]), ranks)
+            checks += host_checks.nvme_speeds(host.name, answer["nvme"])
     well = not any(check.status == FAIL for check in checks)
     if len(hosts) > 1 and first.master_address and well:
         checks += await _across(hosts, there, first, say)
@@ -79,28 +82,22 @@ def _ranks(host: Host, facts: dict[str, Any]) -> int:
     return min(host.slots, len(facts["gpus"]) or facts["cores"]["usable"])
 
 
-def _question(host: Host, facts: dict[str, Any]) -> dict[str, Any]:
-    ranks = _ranks(host, facts)
-    job = MeasurementJob(ranks=ranks, threads=max(1, facts["cores"]["usable"] // ranks), seconds=SECONDS)
-    return {"ask": "measure", "job": asdict(job), "local": ranks, "interface": None}
+def _question(facts: dict[str, Any], local: int, interface: str | None = None, **job: Any) -> dict[str, Any]:
+    """Return the question that has `local` ranks of a host measure; `job`: of its first rank."""
+    threads = max(1, facts["cores"]["usable"] // local)
+    whole = MeasurementJob(threads=threads, seconds=SECONDS, **job)
+    return {"ask": "measure", "job": asdict(whole), "local": local, "interface": interface}
 
 
 async def _across(hosts: list[Host], there: dict[str, Conversation], first: Preflight, say: Say) -> list[Check]:
     """All-reduce over all ranks of all hosts."""
     local = [_ranks(host, first.facts[host.name]) for host in hosts]
     questions = {}
+    common = {"store": (first.master_address or "", first.master_port or 0), "collectives_only": True}
     for number, host in enumerate(hosts):
-        threads = max(1, first.facts[host.name]["cores"]["usable"] // local[number])
-        job = MeasurementJob(
-            rank=sum(local[:number]),
-            ranks=sum(local),
-            threads=threads,
-            seconds=SECONDS,
-            store=(first.master_address or "", first.master_port or 0),
-            collectives_only=True,
-        )
-        interface = first.interfaces.get(host.name)
-        questions[host.name] = {"ask": "measure", "job": asdict(job), "local": local[number], "interface": interface}
+        facts, interface = first.facts[host.name], first.interfaces.get(host.name)
+        place = {"rank": sum(local[:number]), "ranks": sum(local)}
+        questions[host.name] = _question(facts, local[number], interface, **place, **common)
     answers = await ask_all({h.name: there[h.name] for h in hosts}, questions, MEASURE_S, say)
     figures = []
     for host in hosts:
@@ -112,30 +109,23 @@ async def _across(hosts: list[Host], there: dict[str, Conversation], first: Pref
         figures += answer["ranks"]
     slowest = {"link": min(f["link"] for f in figures), "link_latency_s": max(f["link_latency_s"] for f in figures)}
     name = hosts[0].name
-    return list(rated_speeds.across(name, first.facts[name], slowest, first.interfaces.get(name)))
+    return list(host_checks.speeds_across(name, first.facts[name], slowest, first.interfaces.get(name)))
 
 
 async def examine_ops(there: dict[str, Conversation], say: Callable[[str], None], *, build: bool) -> list[Check]:
-    """Each op of each host; `build`: those that training can need are compiled first, on all hosts at once."""
+    """Check each op of each host; `build`: those that training can need are compiled first, on all hosts at once."""
     answers = await ask_all(there, {"ask": "ops"}, IMPORT_S, say)
     checks = []
     if build:
-        questions = {name: {"ask": "build", "ops": _to_build(answer)} for name, answer in answers.items()}
+        questions = {}
+        for name, answer in answers.items():
+            known = [] if isinstance(answer, Unreachable) else answer["ops"]
+            ops = [op["builder"] for op in known if op["builder"] in TRAINING and op["compatible"]]
+            questions[name] = {"ask": "build", "ops": ops}
         built = await ask_all(there, questions, BUILD_S, say)
         checks += [check for name, answer in built.items() for check in _failed(name, answer)]
         answers = await ask_all(there, {"ask": "ops"}, IMPORT_S, say)
     return checks + [check for name, answer in answers.items() for check in _ops(name, answer)]
-
-
-def lost(host: str, name: str, error: Unreachable) -> Check:
-    """A check that could not be made."""
-    return Check(name=name, host=host, status=FAIL, value=error.message, hint=error.hint)
-
-
-def _to_build(answer: Answer) -> list[str]:
-    if isinstance(answer, Unreachable):
-        return []
-    return [op["builder"] for op in answer["ops"] if op["builder"] in TRAINING and op["compatible"]]
 
 
 def _failed(host: str, answer: Answer) -> list[Check]:
@@ -148,7 +138,7 @@ def _failed(host: str, answer: Answer) -> list[Check]:
 
 
 def _ops(host: str, answer: Answer) -> list[Check]:
-    """Imports that fail, and each op."""
+    """Report imports that fail, and each op."""
     if isinstance(answer, Unreachable):
         return [lost(host, "ops", answer)]
     hint = "install it anew: the pair of torch and torchvision from one index"

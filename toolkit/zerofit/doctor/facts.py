@@ -1,4 +1,4 @@
-"""What one host is like: no torch is imported, so that it answers in 0.3 s.
+"""Facts of one host: no torch is imported, so that it answers in 0.3 s.
 
 `python -P -m zerofit.doctor.facts` answers questions (see `serve`):
 
@@ -11,24 +11,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import network, software, system
-from zerofit.doctor.run_folder import RunFolderProbe
+from zerofit.doctor import software, system
 from zerofit.doctor.serve import Say, serve
-from zerofit.launch.orphans import end_all
+from zerofit.launch.host import end_all
 from zerofit.spec.local_machine import libaio
 
 LIFE_S = 120
 
 
 def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Everything about this host. What the stack holds is taken away when it closes."""
+    """Collect everything about this host. What the stack holds is taken away when it closes."""
     with ThreadPoolExecutor(2) as pool:
         graphics = pool.submit(system.gpus)  # nvidia-smi takes its time, and so does the compiler
         aio = pool.submit(libaio)
@@ -38,9 +39,9 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "versions": software.versions(),
             "code": {"zerofit": software.own_code(), "model": _of(question.get("code"), software.code_hash)},
             "run_file": _of(question.get("run_file"), software.file_hash),
-            "addresses": network.addresses(),
-            "infiniband": network.infiniband(),
-            "asked_from": network.asked_from(),
+            "addresses": system.addresses(),
+            "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # RoCE adapters too
+            "asked_from": system.asked_from(),
             "memory": system.memory(),
             "shared_memory": system.shared_memory(),
             "limits": system.limits(),
@@ -59,33 +60,51 @@ def _of(path: str | None, work: Any) -> Any:
     return None if path is None else work(Path(path))
 
 
-def _look(path: Path, token: str, stack: ExitStack) -> dict[str, Any]:
-    place = RunFolderProbe(path, token)
-    stack.callback(place.clear)
-    return place.look()
+def _look(folder: Path, token: str, stack: ExitStack) -> dict[str, Any]:
+    """Look at the run folder: `same`, `writable` (or an `error`), `free_bytes` of its file system, `mark`.
 
-
-def _listen(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
+    The mark is a file that is left there for the asking command to look for; the stack takes it away.
+    """
+    there = folder.is_dir()
+    same = there and (folder / token).is_file()
+    nearest = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    found = {"exists": there, "same": same, "free_bytes": shutil.disk_usage(nearest).free, "error": None}
+    mark = nearest / f".zerofit-seen-by-{uuid.uuid4().hex}"
     try:
-        server = stack.enter_context(network.listen(int(question["port"])))
+        with mark.open("xb") as file:
+            file.write(b"zerofit\n")
+            os.fsync(file.fileno())
+    except OSError as error:
+        return found | {"writable": False, "mark": None, "error": error.strerror}
+    if same:
+        stack.callback(mark.unlink, missing_ok=True)
+    else:
+        mark.unlink(missing_ok=True)
+    return found | {"writable": True, "mark": mark.name if same else None}
+
+
+def _listen(port: int, stack: ExitStack) -> dict[str, Any]:
+    """Listen on all addresses of this host, as torch's rendezvous store does."""
+    try:
+        server = stack.enter_context(socket.create_server(("", port), family=socket.AF_INET, backlog=256))
     except OSError:
-        return network.listening(int(question["port"]))
+        return {"error": system.port_taken(port)}
     return {"error": None, "port": server.getsockname()[1]}
 
 
 def _reach(question: dict[str, Any]) -> dict[str, Any]:
     targets = [(str(host), int(port)) for host, port in question["targets"]]
     with ThreadPoolExecutor(max(1, len(targets))) as pool:
-        return {"reached": list(pool.map(lambda target: network.reach(*target), targets))}
+        return {"reached": list(pool.map(lambda target: system.reach(*target), targets))}
 
 
 def answer(question: dict[str, Any], stack: ExitStack, say: Say) -> dict[str, Any]:
-    """The answer to one question."""
+    """Answer one question."""
     asked = question.get("ask")
     if asked == "facts":
         return collect(question, stack)
     if asked == "listen":
-        return _listen(question, stack)
+        return _listen(int(question["port"]), stack)
     if asked == "reach":
         return _reach(question)
     if asked == "sweep":

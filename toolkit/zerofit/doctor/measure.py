@@ -1,4 +1,4 @@
-"""What this machine's ranks reach, measured by as many processes at once as a run would start.
+"""Measurements of what this machine's ranks reach, by as many processes at once as a run would start.
 
 Run as `python -m zerofit.doctor.measure JOB`, a `MeasurementJob` as JSON; each writes its figures to the job's folder.
 """
@@ -9,8 +9,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,26 +24,25 @@ from zerofit.doctor.measured import MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
-PHASES = ("matrix products", "memory", "launches", "Adam in host memory", "host copies", "collectives", "disk")
 
 
 def measure(job: MeasurementJob) -> dict[str, object]:
-    """All figures of one rank; ranks measure the same thing at the same time."""
+    """Measure all figures of one rank; ranks measure the same thing at the same time."""
     rank, ranks, budget_s, folder = job.rank, job.ranks, job.seconds, Path(job.folder)
     device = torch.device("cuda", job.device) if torch.cuda.is_available() else torch.device("cpu")
     if job.collectives_only:
         return _collectives(device, ranks)
     found: dict[str, object] = {}
-    steps: list[Callable[[], dict[str, object]]] = [
-        lambda: {"matmul_flops": _matmul(device, budget_s)},
-        lambda: {"memory_bandwidth": _memory(device, budget_s)},
-        lambda: {"launch_s": _launch(device, budget_s)},
-        lambda: {"host_bandwidth": _adam(budget_s)},
-        lambda: {"host_copy": _host_copy(device, budget_s)},
-        lambda: _collectives(device, ranks) if ranks > 1 else {},
-        lambda: dict(measure_disk(folder)) if rank == 0 else {},
-    ]
-    for phase, step in zip(PHASES, steps, strict=True):
+    steps: dict[str, Callable[[], Mapping[str, object]]] = {
+        "matrix products": lambda: {"matmul_flops": _matmul(device, budget_s)},
+        "memory": lambda: {"memory_bandwidth": _memory(device, budget_s)},
+        "launches": lambda: {"launch_s": _launch(device, budget_s)},
+        "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)},
+        "host copies": lambda: {"host_copy": _host_copy(device, budget_s)},
+        "collectives": lambda: _collectives(device, ranks) if ranks > 1 else {},
+        "disk": lambda: measure_disk(folder) if rank == 0 else {},
+    }
+    for phase, step in steps.items():
         if ranks > 1:
             dist.barrier()
         if rank == 0:
@@ -52,27 +52,28 @@ def measure(job: MeasurementJob) -> dict[str, object]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Median seconds of one call, over about `budget_s`."""
+    """Return the median seconds of one call, over about `budget_s`."""
     for _ in range(2):
         work()
     taken: list[float] = []
     end = time.perf_counter() + budget_s
     while len(taken) < 3 or (time.perf_counter() < end and len(taken) < 1000):
-        _wait(device)
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
+        taken.append(_timed(work, device))
     return statistics.median(taken)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
 
 
 def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
-    """FLOP/s of square products by precision."""
+    """Return FLOP/s of square products by precision."""
     size = 8192 if device.type == "cuda" else 1024
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
@@ -87,13 +88,13 @@ def _matmul(device: torch.device, budget_s: float) -> dict[str, float]:
 
 
 def _memory(device: torch.device, budget_s: float) -> float:
-    """Bytes a second that an addition in place reads and writes; far larger than any cache."""
+    """Return bytes a second that an addition in place reads and writes; far larger than any cache."""
     x = torch.zeros(2**29 if device.type == "cuda" else 2**27, dtype=torch.float32, device=device)
     return 2 * x.nbytes / _seconds(lambda: x.add_(1.0), device, budget_s)
 
 
 def _launch(device: torch.device, budget_s: float) -> float:
-    """Seconds from one small op to the next."""
+    """Return seconds from one small op to the next."""
     x, count = torch.zeros(16, device=device), 1000
 
     def many() -> None:
@@ -104,7 +105,7 @@ def _launch(device: torch.device, budget_s: float) -> float:
 
 
 def _adam(budget_s: float) -> float:
-    """Bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does."""
+    """Return bytes a second of host memory under torch's fused AdamW, which makes one pass as DeepSpeed's does."""
     parameter = torch.nn.Parameter(torch.zeros(2**24))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -112,7 +113,7 @@ def _adam(budget_s: float) -> float:
 
 
 def _host_copy(device: torch.device, budget_s: float) -> float:
-    """Bytes a second from pinned host memory to the device; on a CPU from memory to memory."""
+    """Return bytes a second from pinned host memory to the device; on a CPU from memory to memory."""
     host = torch.zeros(2**26, dtype=torch.float32)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -121,22 +122,14 @@ def _host_copy(device: torch.device, budget_s: float) -> float:
 
 
 def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
-    """Bus bandwidth of a large all-reduce, and seconds of a small one."""
+    """Measure the bus bandwidth of a large all-reduce, and the seconds of a small one."""
     large = torch.zeros(2**28 if device.type == "cuda" else 2**23, dtype=torch.float32, device=device)
     small = torch.zeros(16, device=device)
-    large_s, small_s = (_fixed(lambda x=x: dist.all_reduce(x), n, device) for x, n in ((large, 10), (small, 100)))
+    large_s, small_s = (  # over a number of calls that all ranks share
+        statistics.median(_timed(lambda x=x: dist.all_reduce(x), device) for _ in range(count))
+        for x, count in ((large, 10), (small, 100))
+    )
     return {"link": 2 * (ranks - 1) / ranks * large.nbytes / large_s, "link_latency_s": small_s}
-
-
-def _fixed(work: Callable[[], object], count: int, device: torch.device) -> float:
-    """Median seconds over a number of calls that all ranks share."""
-    taken = []
-    for _ in range(count):
-        start = time.perf_counter()
-        work()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 def main(job: MeasurementJob) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from zerofit.spec.cache import cache_root
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.files import cache_root
 
 LIMIT_S = 300
 POLL_S = 0.1
@@ -28,7 +28,7 @@ AT_MOST = 4  # file systems
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementJob:
-    """What one rank is to measure; see `measure`."""
+    """The measurements asked of one rank; see `measure`."""
 
     rank: int = 0
     ranks: int  # of all hosts
@@ -43,7 +43,7 @@ class MeasurementJob:
 def measured(
     first: MeasurementJob, local: int, say: Callable[[str], None], env: Mapping[str, str] | None = None
 ) -> list[Figures]:
-    """What each of `local` ranks of this host has measured; `first` is the first one's job. Raises RunFailed.
+    """Return what each of `local` ranks of this host has measured; `first` is the first one's job. Raises RunFailed.
 
     The disk that is measured is the cache's.
     """
@@ -62,7 +62,7 @@ def measured(
 
 
 def _started(job: MeasurementJob, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """One rank, which the kernel ends with this process."""
+    """Start one rank, which the kernel ends with this process."""
     module, argument = "zerofit.doctor.measure", json.dumps(asdict(job))
     command = [sys.executable, "-P", "-m", "zerofit.launch.parent_death", str(os.getpid()), module, argument]
     with (Path(job.folder) / f"rank-{job.rank}.log").open("wb") as log:
@@ -92,7 +92,7 @@ def _watch(
 
 
 def together(ranks: Sequence[Figures]) -> Figures:
-    """The slowest rank counts, as the others wait for it; host memory is shared by all."""
+    """Join the ranks' figures: the slowest counts, as the others wait for it; host memory is shared by all."""
     names = ("memory_bandwidth", "host_copy", "link")
     found = {name: min(one[name] for one in ranks) for name in names if name in ranks[0]}
     found["matmul_flops"] = {
@@ -104,7 +104,7 @@ def together(ranks: Sequence[Figures]) -> Figures:
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Bytes a second of one large file, written through to the disk and read back without the page cache."""
+    """Return bytes a second of one large file, written through to the disk and read back without the page cache."""
     path, block = folder / "disk", os.urandom(BLOCK)
     start = time.perf_counter()
     with path.open("wb") as file:
@@ -124,7 +124,7 @@ def measure_disk(folder: Path) -> dict[str, float]:
 
 
 def nvme_disks(say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Figures of each NVMe file system, by where it is mounted; those that this user cannot write to are left out."""
+    """Measure each NVMe file system, by where it is mounted; those that this user cannot write to are left out."""
     mounts: dict[str, str] = {}
     for part in psutil.disk_partitions():
         if "nvme" in os.path.basename(part.device) and os.access(part.mountpoint, os.W_OK):

@@ -1,28 +1,31 @@
-"""Everything that can be known of all hosts before a run starts on them, in a few seconds."""
+"""The check of all hosts before a run starts on them: everything that can be known in a few seconds."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.doctor import compare, routes, run_folder
-from zerofit.doctor.check import FAIL, OK, Check
+from zerofit.doctor import compare
+from zerofit.doctor.check import FAIL, OK, WARN, Check, check
 from zerofit.doctor.compare import clock
 from zerofit.doctor.facts import collect
 from zerofit.doctor.remote import Conversation, Unreachable, ask_all, conversations
-from zerofit.doctor.run_folder import left_token
 from zerofit.launch.hostfile import Host
 
 MARK_S = 3.0  # for a file of another host's to be seen here; network file systems hold names back for a while
+LOOPBACK = "127.0.0.1"
+SLOW_MBIT = 10_000  # below it a step of a model that is cut over hosts waits for the network: docs/doctor.md
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightRequest:
-    """What the hosts are asked about; None leaves that check out."""
+    """The questions to the hosts; None leaves that check out."""
 
     run_folder: Path | None = None  # exists on the asking side; has to be the same folder everywhere
     run_file: Path | None = None
@@ -38,9 +41,9 @@ class PreflightRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What was found."""
+    """The outcome of a preflight on all hosts."""
 
-    checks: tuple[Check, ...]  # in the order of the hosts, those that are well too
+    checks: tuple[Check, ...] = ()  # in the order of the hosts, those that are well too
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by host; without those that were not reached
     master_address: str | None = None  # of the first host, that all others have reached
     master_port: int | None = None  # the one that was asked about, else one that was free
@@ -76,44 +79,34 @@ async def _preflight(hosts: Sequence[Host], asked: PreflightRequest) -> Prefligh
         }
         own = asyncio.create_task(asyncio.to_thread(collect, question, stack))
         if asked.run_folder is not None:
-            token = left_token(asked.run_folder)
+            token = asked.run_folder / f".zerofit-asks-{uuid.uuid4().hex}"  # by which others know the folder
+            token.touch(exist_ok=False)
             stack.callback(token.unlink, missing_ok=True)
             question = question | {"run_folder": str(asked.run_folder.absolute()), "token": token.name}
         async with conversations(names, asked.ssh_port) as opened:
             there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
             answers = await ask_all(there, question)
             facts = {name: answer for name, answer in answers.items() if not isinstance(answer, Unreachable)}
-            lost = {n: one for n, one in {**opened, **answers}.items() if isinstance(one, Unreachable)}
+            missing = {n: one for n, one in {**opened, **answers}.items() if isinstance(one, Unreachable)}
             there = {name: one for name, one in there.items() if name in facts}
             seen = await _marks_seen(asked.run_folder, facts)
-            found = await routes.find(names, there, facts, asked.master, asked.master_port, asked.callback)
-        checks = [_unreached(name, lost[name]) for name in names if name in lost]
+            found = await find_routes(names, there, facts, asked.master, asked.master_port, asked.callback)
+        expected = "ssh without a prompt, and the same zerofit there"
+        checks = [lost(name, "reachable", missing[name], expected) for name in names if name in missing]
         checks += compare.checks(hosts, facts, await own, asked.accelerator)
         if asked.run_folder is not None:
-            checks += run_folder.folders(facts, asked.run_folder, seen)
-            checks += run_folder.disk(facts, asked.checkpoint_bytes)
+            checks += compare.folders(facts, asked.run_folder, seen)
+            checks += compare.disk(facts, asked.checkpoint_bytes)
         checks += [clock(name, one.clock_s, one.clock_error_s) for name, one in there.items()]
         checks += found.checks
     order = {name: number for number, name in enumerate(names)}
     checks.sort(key=lambda check: order.get(check.host, -1))
-    return Preflight(
-        checks=tuple(checks),
-        facts=facts,
-        master_address=found.master_address,
-        master_port=found.master_port,
-        interfaces=found.interfaces,
-    )
+    return replace(found, checks=tuple(checks), facts=facts)
 
 
-def _unreached(host: str, error: Unreachable) -> Check:
-    return Check(
-        name="reachable",
-        host=host,
-        status=FAIL,
-        value=error.message,
-        expected="ssh without a prompt, and the same zerofit there",
-        hint=error.hint,
-    )
+def lost(host: str, name: str, error: Unreachable, expected: str = "") -> Check:
+    """Return a check that could not be made."""
+    return check(name, host, error.message, "", expected=expected, hint=error.hint)
 
 
 async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> set[str]:
@@ -127,3 +120,108 @@ async def _marks_seen(folder: Path | None, facts: dict[str, dict[str, Any]]) -> 
         if len(seen) == len(marks) or asyncio.get_running_loop().time() > end:
             return seen
         await asyncio.sleep(0.1)
+
+
+async def find_routes(
+    names: list[str],
+    there: dict[str, Conversation],
+    facts: dict[str, dict[str, Any]],
+    master: str | None,
+    port: int | None,
+    callback: tuple[str, int] | None,
+) -> Preflight:
+    """Listen on the first host and connect from all; empty where the first host cannot be asked."""
+    first = names[0]
+    if first not in there:
+        return Preflight()
+    heard = (await ask_all({first: there[first]}, {"ask": "listen", "port": port or 0}))[first]
+    error = heard.message if isinstance(heard, Unreachable) else heard["error"]
+    checks = [_master_port(first, port, error)] if port else []
+    if isinstance(heard, Unreachable) or error:
+        return Preflight(checks=tuple(checks))
+    candidates = [master] if master else candidates_of(facts[first], alone=len(names) == 1)
+    targets = [[address, heard["port"]] for address in candidates] + ([list(callback)] if callback else [])
+    reached = await _reached(there, targets)
+    if callback:
+        checks += [_callback(name, callback, rows[-1]["error"]) for name, rows in reached.items()]
+    best = _most_reached(reached, len(candidates))
+    to_master = {name: rows[best] for name, rows in reached.items()}
+    checks += [_to_master(name, candidates[best], heard["port"], row) for name, row in to_master.items()]
+    interfaces = _interfaces(names, facts, to_master, named=bool(master))
+    checks += [interface_check(name, interface, facts[name], len(names)) for name, interface in interfaces.items()]
+    return Preflight(
+        checks=tuple(checks), master_address=candidates[best], master_port=heard["port"], interfaces=interfaces
+    )
+
+
+def _most_reached(reached: dict[str, list[dict[str, Any]]], count: int) -> int:
+    """Return which of the first `count` targets most hosts have reached."""
+    return max(range(count), key=lambda n: sum(rows[n]["error"] is None for rows in reached.values()))
+
+
+async def _reached(there: dict[str, Conversation], targets: list[list[Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return how each host reached each target: `error` (None where it did), seconds, interface."""
+    answers = await ask_all(there, {"ask": "reach", "targets": targets})
+    return {
+        name: [{"error": one.message}] * len(targets) if isinstance(one, Unreachable) else one["reached"]
+        for name, one in answers.items()
+    }
+
+
+def candidates_of(facts: dict[str, Any], *, alone: bool) -> list[str]:
+    """Return the addresses of a host that others may reach it at: the one that ssh has used first, then the fastest."""
+    if alone:
+        return [LOOPBACK]
+    usable = [one for one in facts["addresses"] if not one["loopback"] and not one["link_local"]]
+    by_ssh = facts["asked_from"]["here"]
+    usable.sort(key=lambda one: (one["address"] != by_ssh, _version(one["address"]), -(one["speed_mbit"] or 0)))
+    return [one["address"] for one in usable if _version(one["address"]) == 4] or [LOOPBACK]
+
+
+def _version(address: str) -> int:
+    return ipaddress.ip_address(address).version
+
+
+def _interfaces(
+    names: list[str], facts: dict[str, dict[str, Any]], to_master: dict[str, dict[str, Any]], *, named: bool
+) -> dict[str, str]:
+    """Return each host's interface on its way to the master, which the user has `named` or not."""
+    found = {name: row["interface"] for name, row in to_master.items() if not row["error"] and row["interface"]}
+    first = names[0]
+    if named and len(names) > 1 and first in found:  # its own name may mean its loopback there
+        rows, here = facts[first]["addresses"], facts[first]["asked_from"]["here"]
+        found[first] = next((one["interface"] for one in rows if one["address"] == here), found[first])
+    return found
+
+
+def _master_port(host: str, port: int, error: str | None) -> Check:
+    expected, hint = "a free port on the first host", "name another one with --master-port, or end what has it"
+    return check("master-port", host, error or "", f"port {port} is free", expected=expected, hint=hint)
+
+
+def _to_master(host: str, address: str, port: int, row: dict[str, Any]) -> Check:
+    problem = f"{address} port {port}: {row['error']}" if row["error"] else ""
+    good = "" if problem else f"{address} in {row['seconds'] * 1e3:.1f} ms"
+    hint = "open all TCP ports between the hosts (NCCL and gloo choose theirs), or name the address that is reached "
+    hint += "from all with --master-addr"
+    expected = "every host can connect to the first one"
+    return check("master-reachable", host, problem, good, expected=expected, hint=hint)
+
+
+def _callback(host: str, callback: tuple[str, int], error: str | None) -> Check:
+    way = f"{callback[0]} port {callback[1]}"
+    hint = "open that port here for the hosts, or start the run on one of them"
+    expected = "every host can connect to this command"
+    problem = f"{way}: {error}" if error else ""
+    return check("command-reachable", host, problem, f"{way}: connected", expected=expected, hint=hint)
+
+
+def interface_check(host: str, interface: str, facts: dict[str, Any], hosts: int) -> Check:
+    """Return the interface on a host's way to the others, a warning where it is slow."""
+    rows = [one for one in facts["addresses"] if one["interface"] == interface]
+    speed, mtu = (rows[0]["speed_mbit"], rows[0]["mtu"]) if rows else (None, None)
+    slow = hosts > 1 and speed is not None and speed < SLOW_MBIT
+    shown = f"{interface} ({f'{speed / 1000:g} Gbit/s' if speed else 'speed unknown'}, MTU {mtu})"
+    expected = f"{SLOW_MBIT / 1000:g} Gbit/s or more between hosts"
+    hint = "name a faster network's address with --master-addr; gradients cross it every step"
+    return check("interface", host, shown if slow else "", shown, WARN, expected, hint)

@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.doctor import network
 from zerofit.doctor.serve import MARK
+from zerofit.doctor.system import addresses
 from zerofit.launch.hostfile import NAME
 
 SSH_FAILED = 255  # man ssh, EXIT STATUS
@@ -64,7 +64,7 @@ class Unreachable(Exception):
 
 
 def why(host: str, code: int | None, said: str) -> Unreachable:
-    """From the exit code of ssh (255: its own failure, else the remote command's) and its standard error."""
+    """Return why ssh failed, from its exit code (255: its own failure) and its standard error."""
     kinds = SAID[:-2] if code == SSH_FAILED else SAID[-2:]
     for pattern, kind, hint in kinds:
         line = next((one.strip() for one in said.splitlines() if re.search(pattern, one)), None)
@@ -88,7 +88,7 @@ class Conversation:
     async def ask(
         self, question: dict[str, Any], patience_s: float = PATIENCE_S, say: Callable[[str], None] | None = None
     ) -> dict[str, Any]:
-        """The answer; what is said on the way there goes to `say`. Raises Unreachable."""
+        """Return the answer; what is said on the way there goes to `say`. Raises Unreachable."""
         sent = time.time()
         try:
             assert self.process.stdin is not None
@@ -113,7 +113,7 @@ class Conversation:
             raise await self._failure(error, PATIENCE_S) from None
 
     async def _line(self) -> dict[str, Any]:
-        """The next line that is ours: a shell there may print what it likes. Raises ConnectionResetError at the end."""
+        """Return the next line of ours: a shell there may print others. Raises ConnectionResetError at the end."""
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             _, mark, answer = line.partition(MARK.encode())
@@ -142,49 +142,26 @@ class Conversation:
 
 
 def is_here(host: str) -> bool:
-    """Whether this is a name or an address of this machine, as far as that is known without asking a name server."""
+    """Return whether this is a name or address of this machine, as far as is known without asking a name server."""
     names = {*HERE, socket.gethostname(), socket.gethostname().split(".")[0]}
-    return host in names or any(one["address"] == host for one in network.addresses())
+    return host in names or any(one["address"] == host for one in addresses())
 
 
 def command(host: str, module: str, ssh_port: int | None) -> list[str]:
-    """The argument vector that starts a module of ours on a host, with this environment's interpreter."""
+    """Return the argument vector that starts a module of ours on a host, with this environment's interpreter."""
     assert NAME.fullmatch(host), host
-    argv = [
-        "ssh",
-        "-T",
-        "-x",
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        f"ConnectTimeout={CONNECT_S}",
-        "-o",
-        "ClearAllForwardings=yes",
-    ]
-    argv += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ClearAllForwardings=yes"]
+    options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    argv = ["ssh", "-T", "-x", *(word for option in options for word in ("-o", option))]
     argv += ["-p", str(ssh_port)] if ssh_port else []
     return [*argv, "--", host, shlex.join([sys.executable, "-P", "-m", module])]
-
-
-async def start(host: str, module: str, ssh_port: int | None, *, local: bool = False) -> Conversation:
-    """Start a module that answers questions; `local`: on this machine, without ssh. Raises Unreachable."""
-    argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_BYTES, start_new_session=True
-        )
-    except OSError as error:
-        raise Unreachable("ssh", f"{argv[0]} does not start here: {error.strerror}", "install openssh-client") from None
-    assert process.stderr is not None
-    return Conversation(host, process, asyncio.create_task(process.stderr.read()))
 
 
 @asynccontextmanager
 async def conversations(
     hosts: Sequence[str], ssh_port: int | None = None, module: str = FACTS
 ) -> AsyncIterator[dict[str, Conversation | Unreachable]]:
-    """A conversation with each host that can be reached, started all at once; ended with the block.
+    """Start a conversation with each host that can be reached, all at once; ended with the block.
 
     One host alone that is this machine is not asked over ssh, since nothing else will go there over ssh either.
     """
@@ -198,19 +175,26 @@ async def conversations(
 
 
 async def _started(host: str, module: str, ssh_port: int | None, local: bool) -> Conversation | Unreachable:
+    """Start a module that answers questions and hear its greeting; `local`: on this machine, without ssh."""
     if not NAME.fullmatch(host):
         return Unreachable("name", f"{host!r} is not a valid host name", "give users and ports in ~/.ssh/config")
+    argv = [sys.executable, "-P", "-m", module] if local else command(host, module, ssh_port)
+    pipe = asyncio.subprocess.PIPE
     try:
-        found = await start(host, module, ssh_port, local=local)
-    except Unreachable as error:
-        return error
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_BYTES, start_new_session=True
+        )
+    except OSError as error:
+        return Unreachable("ssh", f"{argv[0]} does not start here: {error.strerror}", "install openssh-client")
+    assert process.stderr is not None
+    found = Conversation(host, process, asyncio.create_task(process.stderr.read()))
     try:
         await found.greeting()
     except Unreachable as error:
         await asyncio.gather(found.close(), return_exceptions=True)
         return error
     except BaseException:
-        found.process.kill()
+        process.kill()
         raise
     return found
 
@@ -221,7 +205,7 @@ async def ask_all(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, dict[str, Any] | Unreachable]:
-    """One question to all at the same time, or one for each by host."""
+    """Put one question to all at the same time, or one to each by host."""
 
     async def ask(one: Conversation) -> dict[str, Any] | Unreachable:
         try:

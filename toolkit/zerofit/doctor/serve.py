@@ -39,7 +39,7 @@ def _say(**what: Any) -> None:
 
 
 def end_with_asker() -> None:
-    """From here on this process ends when the asking command is gone, in the middle of its work too, as with Ctrl-C."""
+    """End this process when the asking command is gone, in the middle of its work too, as with Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hung_up = select.poll()
     hung_up.register(sys.stdin.fileno(), select.POLLRDHUP)  # and POLLHUP, which is always told

@@ -19,7 +19,7 @@ AT_MOST = 10_000  # files that are hashed; a folder with more is no package
 
 
 def versions() -> dict[str, str | None]:
-    """Version of each package, None where it is missing; torch's with its CUDA (or ROCm), commit and NCCL."""
+    """Return the version of each package, None where missing; torch's with its CUDA (or ROCm), commit and NCCL."""
     found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, **_torch()}
     cuda = found.get("cuda")
     found["nccl"] = _version(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None
@@ -34,7 +34,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch() -> dict[str, str | None]:
-    """What torch/version.py says, read as text: importing torch takes seconds."""
+    """Return what torch/version.py says, read as text: importing torch takes seconds."""
     names = {"torch": "__version__", "cuda": "cuda", "hip": "hip", "torch_git": "git_version"}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -49,13 +49,13 @@ def _torch() -> dict[str, str | None]:
 
 
 def own_code() -> str:
-    """Hash of the source of zerofit that this host would run."""
+    """Return the hash of the source of zerofit that this host would run."""
     top = Path(__file__).parents[1]
     return _hashed((str(p.relative_to(top)), p) for p in _files(top, CODE))
 
 
 def model_code(model: str) -> Path | None:
-    """File or top folder of the code of a `package.module:callable`, without importing it; None for other models."""
+    """Find the code (file or top folder) of a `package.module:callable` without importing it; None for others."""
     module, colon, _ = model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         return None
@@ -65,14 +65,14 @@ def model_code(model: str) -> Path | None:
 
 
 def code_hash(path: Path) -> str | None:
-    """Hash of a module's file, or of the Python files of a package's folder; None where it does not exist."""
+    """Return the hash of a module's file, or of a package's Python files; None where it does not exist."""
     if path.is_file():
         return _hashed([(path.name, path)])
     return _hashed((str(p.relative_to(path)), p) for p in _files(path, {".py"})) if path.is_dir() else None
 
 
 def file_hash(path: Path) -> str | None:
-    """Hash of one file's bytes; None where it cannot be read."""
+    """Return the hash of one file's bytes; None where it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -80,18 +80,15 @@ def file_hash(path: Path) -> str | None:
 
 
 def _files(top: Path, kinds: set[str]) -> list[Path]:
-    """Files of these kinds in a fixed order, without hidden folders, caches and virtual environments."""
+    """Return files of these kinds in a fixed order, without hidden folders, caches and virtual environments."""
     found: list[Path] = []
     for folder, inner, names in os.walk(top, followlinks=True):
-        inner[:] = sorted(n for n in inner if n[0] != "." and n != "__pycache__" and not _is_venv(folder, n))
+        venvs = {name for name in inner if Path(folder, name, "pyvenv.cfg").exists()}
+        inner[:] = sorted(name for name in inner if name[0] != "." and name not in {"__pycache__", *venvs})
         found += [Path(folder, name) for name in sorted(names) if Path(name).suffix in kinds]
         if len(found) >= AT_MOST:
             break
     return found[:AT_MOST]
-
-
-def _is_venv(folder: str, name: str) -> bool:
-    return Path(folder, name, "pyvenv.cfg").exists()
 
 
 def _hashed(files: Iterable[tuple[str, Path]]) -> str:

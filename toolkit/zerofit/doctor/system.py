@@ -1,23 +1,26 @@
-"""What a host is: memory, limits, tools, processes, GPUs as nvidia-smi lists them, compilers. Imports no torch."""
+"""A host's memory, limits, tools, processes, GPUs (from nvidia-smi), compilers, addresses. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from zerofit.launch.orphans import others, run_id_of
+from zerofit.launch.host import interface_of, others, run_id_of
 
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 TOOLS = ("g++", "c++", "nvcc", "ninja", "ssh", "sshd", "pdsh", "srun", "mpirun", "py-spy")
@@ -28,10 +31,11 @@ USERS = ("gpu_uuid", "pid", "used_memory", "process_name")  # a name may have co
 SMI_S = 8.0  # for nvidia-smi: without persistence mode the driver is loaded first, which takes seconds
 MIB = 2**20
 COMPILER_S = 10.0  # for a compiler to say its version
+CONNECT_S = 4.0
 
 
 def memory() -> dict[str, int]:
-    """Bytes of host memory, total and free, as far as the control group that this process is in allows."""
+    """Return bytes of host memory, total and free, as far as the control group that this process is in allows."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
     for group in _groups():
@@ -45,7 +49,7 @@ def memory() -> dict[str, int]:
 
 
 def _groups() -> list[Path]:
-    """Folders of the memory control group and of those around it."""
+    """Return the folders of the memory control group and of those around it."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -76,13 +80,13 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def limits() -> dict[str, int | None]:
-    """Soft limits of this process, as its children inherit them; None is no limit."""
+    """Return the soft limits of this process, as its children inherit them; None is no limit."""
     found = {name: resource.getrlimit(which)[0] for name, which in LIMITS.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
 def shared_memory() -> dict[str, int] | None:
-    """Bytes of /dev/shm, through which NCCL, gloo and loader processes hand on tensors."""
+    """Return bytes of /dev/shm, through which NCCL, gloo and loader processes hand on tensors."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -91,13 +95,13 @@ def shared_memory() -> dict[str, int] | None:
 
 
 def tools() -> dict[str, str | None]:
-    """Where each program lies, on PATH or in its usual place."""
+    """Return where each program lies, on PATH or in its usual place."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, BESIDE)])
     return {name: shutil.which(name, path=path) for name in TOOLS}
 
 
 def strays() -> list[dict[str, Any]]:
-    """Processes of zerofit runs and of DeepSpeed's launcher on this host, as far as this user may see them."""
+    """Return processes of zerofit runs and of DeepSpeed's launcher on this host, as far as this user may see them."""
     found = []
     for process in others():
         try:
@@ -115,13 +119,13 @@ def strays() -> list[dict[str, Any]]:
 
 
 def cores() -> dict[str, Any]:
-    """Processor cores that this process may use."""
+    """Return the processor cores that this process may use."""
     usable = len(os.sched_getaffinity(0))
     return {"usable": min(psutil.cpu_count(logical=False) or usable, usable), "machine": platform.machine()}
 
 
 def gpus() -> dict[str, Any]:
-    """`gpus`: one object each with the processes on it; `driver`; `gpu_error` where nvidia-smi is there and fails."""
+    """Return `gpus` (each with its processes), `driver`, and `gpu_error` where nvidia-smi is there and fails."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": None, "gpu_error": None}
     try:
@@ -136,7 +140,7 @@ def gpus() -> dict[str, Any]:
 
 
 def _asked(what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """Rows of one query. Raises OSError and SubprocessError."""
+    """Return the rows of one query. Raises OSError and SubprocessError."""
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=SMI_S, check=True)
     rows = [line.split(", ", len(fields) - 1) for line in done.stdout.splitlines()]
@@ -161,12 +165,12 @@ def _gpu(row: dict[str, str], users: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _bytes(mib: str) -> int | None:
-    """None for "[N/A]", which is shown for parts of a divided GPU and inside containers."""
+    """Return the bytes of so many MiB; None for "[N/A]", shown for parts of a divided GPU and inside containers."""
     return int(mib) * MIB if mib.isdigit() else None
 
 
 def compilers(tools: Mapping[str, str | None]) -> dict[str, Any]:
-    """Versions of g++ and nvcc, and the newest g++ that this nvcc accepts (from its own crt/host_config.h)."""
+    """Return the versions of g++ and nvcc, and the newest g++ that nvcc accepts (its own crt/host_config.h)."""
     nvcc = tools["nvcc"]
     return {
         "g++": _said(tools["g++"] or tools["c++"], ["-dumpfullversion", "-dumpversion"], r"^(\d+(?:\.\d+)*)"),
@@ -192,3 +196,67 @@ def _limit(home: Path) -> int | None:
         if found:
             return int(found[1])
     return None
+
+
+def addresses() -> list[dict[str, Any]]:
+    """List each address of an interface that is up: interface, address, prefix, mtu, speed (Mbit/s)."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, rows in psutil.net_if_addrs().items():
+        state = states.get(name)
+        for row in rows:
+            if row.family not in (socket.AF_INET, socket.AF_INET6) or state is None or not state.isup:
+                continue
+            address = row.address.split("%")[0]
+            found.append(
+                {
+                    "interface": name,
+                    "address": address,
+                    "prefix": _prefix(row.netmask),
+                    "mtu": state.mtu,
+                    "speed_mbit": state.speed or None,
+                    "loopback": address.startswith("127.") or address == "::1",
+                    "link_local": address.lower().startswith(("fe80:", "169.254.")),
+                }
+            )
+    return found
+
+
+def _prefix(netmask: str | None) -> int | None:
+    """Return the number of leading ones of a netmask."""
+    if not netmask:
+        return None
+    family = socket.AF_INET6 if ":" in netmask else socket.AF_INET
+    return int.from_bytes(socket.inet_pton(family, netmask), "big").bit_count()
+
+
+def asked_from() -> dict[str, str | None]:
+    """Return both ends of the ssh connection that this process was started over, as SSH_CONNECTION has them."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return {"there": words[0], "here": words[2]} if len(words) == 4 else {"there": None, "here": None}
+
+
+def port_taken(port: int) -> str:
+    """Return in words that a port is taken, and by which processes as far as this user may see them."""
+    names, connections = [], []
+    with suppress(psutil.Error):
+        connections = psutil.net_connections("tcp")
+    holders = {c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port}
+    for pid in filter(None, holders):
+        with suppress(psutil.Error):
+            names.append(f"{psutil.Process(pid).name()} (process {pid})")
+    return f"port {port} is taken" + (" by " + ", ".join(names) if names else "")
+
+
+def reach(host: str, port: int) -> dict[str, Any]:
+    """Connect and close: seconds, own address and interface on the way, or the error in words."""
+    start = time.monotonic()
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+            own = connection.getsockname()[0]
+    except TimeoutError:
+        return {"error": f"no answer in {CONNECT_S:.0f} s"}
+    except OSError as error:
+        words = {errno.ECONNREFUSED: "refused", errno.EHOSTUNREACH: "no route", errno.ENETUNREACH: "no route"}
+        return {"error": words.get(error.errno or 0, str(error))}
+    return {"error": None, "seconds": time.monotonic() - start, "address": own, "interface": interface_of(own)}

@@ -1,4 +1,4 @@
-"""What only torch and DeepSpeed themselves can say of a host: their ops, and what its devices reach.
+"""Facts that only torch and DeepSpeed themselves can tell of a host: their ops, and what its devices reach.
 
 `python -P -m zerofit.doctor.torch_probe` answers questions (see `serve`), and says on the way what it is doing:
 
@@ -17,7 +17,7 @@ from typing import Any
 from zerofit.doctor.measured import MeasurementJob, measured, nvme_disks
 from zerofit.doctor.serve import Say, end_with_asker, serve
 from zerofit.doctor.system import gpus
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
 from zerofit.spec.local_machine import usable_cores
@@ -31,7 +31,7 @@ def _environment() -> dict[str, str]:
 
 
 def _ops(say: Say) -> dict[str, Any]:
-    """Every op that DeepSpeed has for this accelerator; imports that fail come with their error."""
+    """List every op that DeepSpeed has for this accelerator; imports that fail come with their error."""
     failed = {}
     for name in IMPORTS:
         say(f"importing {name}")
@@ -82,7 +82,7 @@ def _measure(question: dict[str, Any], say: Say) -> dict[str, Any]:
 
 
 def answer(question: dict[str, Any], _: ExitStack, say: Say) -> dict[str, Any]:
-    """The answer to one question."""
+    """Answer one question."""
     asked = question.get("ask")
     if asked == "ops":
         return _ops(say)

@@ -1,29 +1,119 @@
-"""Evaluation over validation samples: loss, accuracy, perplexity, as the training engine's evaluation has them."""
+"""Evaluation of a saved model: its data, checked against what it takes; loss, accuracy, perplexity as in training."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from zerofit.data import Data, default_workers, eval_batches, eval_indices
-from zerofit.infer.activation_memory import activation_memory
-from zerofit.infer.failures import failures, guarded
-from zerofit.infer.figures import EvalFigures
+from zerofit.data import Data, default_data, default_workers, eval_batches, eval_indices, open_data
+from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
-from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.infer.memory import activation_memory
+from zerofit.infer.saved_model import SavedModel
+from zerofit.models.build import forward_logits, output_part
+from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
+from zerofit.spec.run import Run
 
 LONGEST_LOSS = 700.0  # exp() of more overflows
+CHUNK_BYTES = 32 << 20  # of float32 logits at a time, beside the logits themselves
+TOP = 5
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@contextmanager
+def scratch_folder(asked: Path | None) -> Iterator[Path]:
+    """Give a folder for what is written on the way, inside `asked` or among temporary files; it is removed afterwards.
+
+    Raises UserError where it cannot be made.
+    """
+    try:
+        if asked is not None:
+            asked.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix="zerofit-", dir=asked)
+    except OSError as error:
+        message = f"nothing can be written into {asked or 'the folder for temporary files'}: {error.strerror or error}"
+        problem = Problem(kind="unwritable", message=message, hint="name another folder", where="--offload-folder")
+        raise UserError(problem) from None
+    with folder as made:
+        yield Path(made)
+
+
+def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporter) -> Data:
+    """Open the data to evaluate on: that of `fields` (of Run), where they name none that of the training.
+
+    Raises UserError with all that does not go with the model.
+    """
+    problems = Problems()
+    if saved.task == "gan":
+        hint = "the pictures of its run are in drawings.png"
+        problems.add("model-task", "a GAN has no labels to be right about", hint, "CKPT")
+    if saved.info is None and "data" not in fields:
+        message = f"{saved.folder} does not say what it was trained on"
+        problems.add("data-missing", message, f"--data {default_data(saved.task)}, for one", "--data")
+    reads = is_text(saved.task) and not fields.get("data", "").startswith("synthetic")
+    tokenizer = problems.attempt(lambda: fields.get("tokenizer") or default_tokenizer(saved)) if reads else None
+    trained_len = saved.info and saved.info.seq_len
+    seq_len = fields.get("seq_len") or trained_len or min(DEFAULT_SEQ_LEN, saved.longest or DEFAULT_SEQ_LEN)
+    if saved.longest is not None and seq_len > saved.longest:
+        message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
+        problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
+    problems.raise_if_any()
+    trained = {name: getattr(saved.info, name) for name in ("data", "text_field", "seed")} if saved.info else {}
+    image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
+    words = {"tokenizer": tokenizer} if tokenizer else {}
+    run = Run(**{**trained, **image, **fields, **words})
+    data = open_data(run, saved.task, seq_len, report)
+    check_data(saved, data)
+    return data
+
+
+def check_data(saved: SavedModel, data: Data) -> None:
+    """Raise UserError where the model was not made for such data: other classes or channels, more token ids."""
+    mine, theirs, problems = saved.inputs, data.inputs, Problems()
+    if isinstance(mine, ImageInputs) and isinstance(theirs, ImageInputs):
+        for what in ("classes", "channels"):
+            if getattr(mine, what) != getattr(theirs, what):
+                message = f"the model has {getattr(mine, what)} {what}, --data {data.name} {getattr(theirs, what)}"
+                problems.add(what, message, "take data like that which it was trained on", "--data")
+    elif isinstance(mine, TextInputs) and isinstance(theirs, TextInputs) and theirs.vocab_size > mine.vocab_size:
+        problems.extend([too_many_ids(mine, theirs.vocab_size)])
+    problems.raise_if_any()
+
+
+def too_many_ids(mine: TextInputs, ids: int) -> Problem:
+    """Return the problem of a tokenizer that gives ids which the model has no embedding for."""
+    message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer gives {ids}"
+    hint = "--tokenizer with the one that the model was trained with"
+    return Problem(kind="vocabulary", message=message, hint=hint, where="--tokenizer")
+
+
+def default_tokenizer(saved: SavedModel) -> str:
+    """Return the tokenizer beside the model, else the training's. Raises UserError where there is none."""
+    if any((saved.folder / name).is_file() for name in TOKENIZER_FILES):
+        return str(saved.folder)
+    if saved.info:
+        return saved.info.tokenizer
+    message, hint = f"{saved.folder} holds no tokenizer", "name it: --tokenizer FOLDER, or bytes"
+    raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalScores:
-    """How good a model is on its validation samples, and how fast they were evaluated."""
+    """A model's scores on its validation samples, and how fast they were evaluated."""
 
     loss: float
     accuracy: float | None  # None where nothing is right or wrong
@@ -32,6 +122,72 @@ class EvalScores:
     samples: int
     samples_per_s: float
     tokens_per_s: float | None  # of text
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalFigures:
+    """A judge of a batch's outputs."""
+
+    task: Task
+    dtype: torch.dtype  # of the numbers that images are given in
+    own: bool = False  # a user's own model
+    own_loss: bool = False  # its forward takes labels and gives its loss
+    loss: str | None = None  # "mse", or cross entropy
+
+    def __call__(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
+
+        Token ids (batch, seq_len) or images (batch, channels, size, size); labels of -100 do not count.
+        """
+        if self.own_loss:
+            return self._own_mean(model, x, labels)
+        logits, _ = forward_logits(model, x)
+        logits = output_part(logits, "logits") if self.own else logits
+        if self.loss == "mse":
+            return _squared_errors(logits, labels)
+        return cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
+
+    def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the model's own mean loss, weighted by the samples."""
+        if self.task == "causal-lm":  # as transformers has it: labels stand where their tokens do
+            out = model(input_ids=x, labels=torch.where(labels == IGNORE_INDEX, IGNORE_INDEX, x))
+        else:
+            out = model(x, labels=labels)
+        loss, count = output_part(out, "loss").double(), len(x)
+        return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
+
+
+def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype) -> EvalFigures:
+    """Return how this model is judged, its weights being of this type."""
+    own = saved.source.family == "custom"
+    own_loss = own and "labels" in inspect.signature(model.forward).parameters
+    loss = saved.info.loss if saved.info else None
+    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss)
+
+
+def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
+    """Return float64 (4,) as EvalFigures does, of logits (..., classes) and labels (...), piece by piece in float32."""
+    flat, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    rows = max(1, CHUNK_BYTES // (4 * flat.shape[-1]))
+    total = torch.zeros(4, dtype=torch.float64, device=flat.device)
+    for start in range(0, len(flat), rows):
+        piece, wanted = flat[start : start + rows].float(), labels[start : start + rows]
+        real = wanted != IGNORE_INDEX
+        loss = functional.cross_entropy(piece, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+        best = piece.topk(min(top, piece.shape[-1]), dim=-1).indices if top > 1 else piece.argmax(-1, keepdim=True)
+        right = (best == wanted.unsqueeze(1)) & real.unsqueeze(1)  # (targets, top)
+        counted = (loss, real.sum(), right[:, 0].sum(), right.sum())
+        total += torch.stack([part.double() for part in counted])
+    return total
+
+
+def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
+    if outputs.numel() != labels.numel():
+        message = f"--loss mse needs one output a sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
+        raise ValueError(message)
+    real = labels.reshape(-1) != IGNORE_INDEX
+    errors = (outputs.float().reshape(labels.shape) - labels.float()).reshape(-1)[real].double().square()
+    return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0, errors.sum() * 0])
 
 
 @torch.no_grad()
@@ -59,7 +215,9 @@ def evaluate(
         total = torch.zeros(4, dtype=torch.float64)
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
-            total += _counts(model, figures, batch["inputs"][:real], batch["labels"][:real], device)
+            x, labels = batch["inputs"][:real], batch["labels"][:real]
+            x = x.to(device, figures.dtype) if x.is_floating_point() else x.to(device)
+            total += figures(model, x, labels.to(device)).cpu()
             task.advance(real)
     return _scores(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
@@ -89,11 +247,6 @@ def working_bytes(
         raise UserError(problem) from error
 
 
-def _counts(model: nn.Module, figures: EvalFigures, x: Tensor, labels: Tensor, device: torch.device) -> Tensor:
-    x = x.to(device, figures.dtype) if x.is_floating_point() else x.to(device)
-    return figures(model, x, labels.to(device)).cpu()
-
-
 def _example(inputs: Inputs, micro: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     if isinstance(inputs, ImageInputs):
         x = torch.zeros(micro, inputs.channels, inputs.size, inputs.size, dtype=dtype, device=device)
@@ -108,7 +261,7 @@ def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: in
     if not math.isfinite(loss):
         hint = "--dtype fp32, where fp16 overflows; else the weights themselves are not finite"
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
-    answers = figures.counts_answers
+    answers = not figures.own_loss and figures.loss != "mse"  # there are right and wrong ones
     samples_per_s = samples / max(seconds, 1e-9)
     return EvalScores(
         loss=loss,

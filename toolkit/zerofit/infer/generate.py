@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from zerofit.data.tokenizer import Tokenizer, load_transformers, open_tokenizer
-from zerofit.infer.activation_memory import activation_memory
-from zerofit.infer.eval_data import default_tokenizer, too_many_ids
-from zerofit.infer.failures import failures, guarded
+from zerofit.infer.evaluate import default_tokenizer, too_many_ids
+from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
+from zerofit.infer.memory import activation_memory
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -27,7 +27,7 @@ UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedText:
-    """What a language model wrote."""
+    """Text that a language model wrote."""
 
     text: str
     tokens: int  # new ones
@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What a language model is to generate."""
+    """A request for text from a language model."""
 
     prompt: Prompt
     max_new_tokens: int
@@ -67,7 +67,11 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
     tokenizer = open_tokenizer(tokenizer_name or default_tokenizer(saved))
     if isinstance(saved.inputs, TextInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
         raise UserError(too_many_ids(saved.inputs, tokenizer.vocab_size))
-    ids, problems = _encode(saved, tokenizer, prompt), Problems()
+    if saved.info is None and tokenizer.name != "bytes":  # with the special tokens of its tokenizer
+        ids = tuple(load_transformers(tokenizer.name)(prompt)["input_ids"])
+    else:
+        ids = tuple(tokenizer.encode(prompt))
+    problems = Problems()
     if not ids:
         problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
     if saved.longest is not None and len(ids) + max_new_tokens > saved.longest:
@@ -78,13 +82,6 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
     return Prompt(ids=ids, end_ids=_end_ids(saved, tokenizer), decode=tokenizer.decode)
-
-
-def _encode(saved: SavedModel, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the prompt's token ids; a model from elsewhere gets the special tokens of its tokenizer."""
-    if saved.info is None and tokenizer.name != "bytes":
-        return tuple(load_transformers(tokenizer.name)(text)["input_ids"])
-    return tuple(tokenizer.encode(text))
 
 
 def _end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:

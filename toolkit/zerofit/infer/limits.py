@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.local_machine import free_host_bytes
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.units import parse_bytes
 
@@ -17,18 +15,6 @@ SHARE = 0.95  # of what is free, where nothing was said: others on the machine, 
 FLAG = "--max-memory"
 SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
 WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "t4"))  # of products on GPUs
-
-
-class DoesNotFit(Exception):
-    """Raised when a model does not fit the memory limits (exit code 1).
-
-    >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB, and may take 1 GiB")))
-    'cpu needs 2 GiB, and may take 1 GiB'
-    """
-
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        super().__init__(problem.message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +41,7 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
     gpus = torch.cuda.device_count()
     if limits is None:
         free: dict[Device, int] = {n: int(SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(gpus)}
-        return MemoryLimits(memory={**free, "cpu": int(SHARE * _free_host())})
+        return MemoryLimits(memory={**free, "cpu": int(SHARE * free_host_bytes())})
     found: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())
@@ -76,24 +62,11 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
 def _pair(part: str, gpus: int) -> tuple[Device, int]:
     name, equals, size = (word.strip() for word in part.partition("="))
     if not equals:
-        hint = "write it like 0=20GiB,cpu=60GiB"
-        raise UserError(
-            Problem(kind="bad-value", message=f"{part!r} does not have the form DEVICE=SIZE", hint=hint, where=FLAG)
-        )
+        message, hint = f"{part!r} does not have the form DEVICE=SIZE", "write it like 0=20GiB,cpu=60GiB"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where=FLAG))
     device: Device = int(name) if name.isdigit() else name
     if device not in {*range(gpus), "cpu", "disk"}:
         here = ", ".join([*map(str, range(gpus)), "cpu", "disk"])
         message = f"there is no device {name!r} here"
         raise UserError(Problem(kind="unknown-device", message=message, hint=f"devices: {here}", where=FLAG))
     return device, 0 if size == "0" else parse_bytes(size, FLAG)
-
-
-def _free_host() -> int:
-    """Return the bytes that this process can still take: of the machine, or of the container that it is in."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        used, most = int((group / "memory.current").read_text()), int((group / "memory.max").read_text())
-    except (OSError, ValueError):
-        return free  # no container, or one without a limit
-    return min(free, most - used)

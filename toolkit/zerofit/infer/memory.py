@@ -1,19 +1,90 @@
-"""Peak memory of this process and of its GPUs."""
+"""Memory: what a forward will take, by running it on fake tensors; the peak of this process and of its GPUs."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from zerofit.models.build import fake_tensors
+
+Call = Callable[[nn.Module, torch.device], Iterable[Tensor] | None]
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's names for them
 _LARGE = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes that a call takes beside the model's weights."""
+
+    peak: int  # alive at once at the most
+    kept: int  # of the tensors that it gave back
+
+
+def activation_memory(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    """Return what `call(model, device)` takes, run on fake tensors: nothing is computed and nothing allocated.
+
+    The model may be on the meta device and stays as it is. What a kernel takes for itself is not seen. Raises what the
+    call raises, and RuntimeError where the model asks for values.
+    """
+    try:
+        return _run(model, device, call)
+    except RuntimeError:
+        if next((p.dtype for p in model.parameters()), None) != torch.float32:
+            raise
+        # the grouped products of mixtures of experts have no fp32 on fake tensors
+        half = _run(copy.deepcopy(model).bfloat16(), device, call)
+        return ActivationMemory(2 * half.peak, 2 * half.kept)
+
+
+def _run(model: nn.Module, device: torch.device, call: Call) -> ActivationMemory:
+    fake = copy.deepcopy(model)
+    with fake_tensors(), torch.no_grad():
+        for module in fake.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device), False)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+        with _ActivationMeter([*fake.parameters(), *fake.buffers()]) as meter:
+            returned = call(fake, device) or ()
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in returned}
+    return ActivationMemory(meter.peak, sum(storages.values()))
+
+
+class _ActivationMeter(TorchDispatchMode):
+    """Counts the storages that ops have made and that are still alive; `peak` is the most, in bytes."""
+
+    def __init__(self, weights: Iterable[Tensor]):
+        super().__init__()
+        self._weights = {t.untyped_storage()._cdata for t in weights}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._alive = {key: alive for key, alive in self._alive.items() if not alive[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._weights:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
 
 
 def return_freed_memory_at_once() -> None:

@@ -1,20 +1,28 @@
-"""Placement of a model on devices by accelerate's device map, and whether it fits; nothing is loaded."""
+"""Models without their weights, and their placement on devices by accelerate's device map; nothing is loaded."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate import infer_auto_device_map
+from accelerate import infer_auto_device_map, init_empty_weights
 from torch import nn
 
-from zerofit.infer.limits import Device, DoesNotFit, MemoryLimits, room
-from zerofit.infer.meta_model import block_classes, loads_whole
-from zerofit.infer.quiet import quiet
-from zerofit.spec.errors import Problem
+from zerofit.infer.guards import quiet
+from zerofit.infer.limits import Device, MemoryLimits, room
+from zerofit.infer.saved_model import SavedModel
+from zerofit.models.batch_norm import BatchNorm
+from zerofit.models.build import build
+from zerofit.models.catalog import ModelError
+from zerofit.spec.errors import DoesNotFit, Problem, UserError
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # of the memory that may be taken: accelerate's map can need more than it was given, so that less is tried then
 SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
@@ -22,7 +30,7 @@ SHARES = [1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """What one device takes, in bytes."""
+    """The needs of one device, in bytes."""
 
     device: Device
     modules: tuple[str, ...]
@@ -70,6 +78,64 @@ class Placement:
     def execution_device(self) -> torch.device:
         """Where inputs go and outputs come from."""
         return torch.device("cpu" if self.main == "cpu" else f"cuda:{self.main}")
+
+
+def empty_model(saved: SavedModel, dtype: torch.dtype) -> nn.Module:
+    """Build the model in evaluation mode, its parameters on the meta device in this type.
+
+    Batch norms stay in float32, as their kernels take them beside lower precision. Buffers of other than transformers
+    models are real, since they may hold what no file does. Raises UserError where it cannot be built.
+    """
+    try:
+        if saved.source.family == "transformers":
+            with torch.device("meta"):
+                model = build(saved.source, None, {})
+            config = cast("PreTrainedModel", model).config
+            if hasattr(config, "output_router_logits"):
+                config.output_router_logits = False  # the router's loss is a matter of training
+            return model.to(dtype).eval()
+        assert saved.info is not None  # see open_saved
+        with init_empty_weights():
+            model = build(saved.source, saved.inputs, dict(saved.info.model_args))
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="CKPT")) from None
+    for module in model.modules():
+        if not isinstance(module, BatchNorm):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+    return model.eval()
+
+
+def block_classes(model: nn.Module) -> list[str]:
+    """Return the names of the classes of which a module is never spread over devices.
+
+    transformers names its own. Elsewhere these are the outermost of those of a model's own classes that occur more
+    than once (a ResNet's bottlenecks, a Transformer's layers).
+    """
+    known = getattr(model, "_no_split_modules", None)
+    if known is not None:
+        return sorted(known)
+    counts = Counter(type(module) for module in model.modules())
+    return sorted({type(module).__name__ for module in _repeated(model, counts)})
+
+
+def loads_whole(model: nn.Module) -> list[str]:
+    """Return the names of the classes whose modules get all their weights at once from memory or disk, before they run.
+
+    transformers' modules only use weights of their own. Others may use those of their parts without calling them
+    (torch's attention does), so that a block takes all of its weights.
+    """
+    return [] if hasattr(model, "_no_split_modules") else block_classes(model)
+
+
+def _repeated(module: nn.Module, counts: Counter) -> Iterator[nn.Module]:
+    for child in module.children():
+        container = isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if counts[type(child)] > 1 and not container and next(child.children(), None) is not None:
+            yield child
+        else:
+            yield from _repeated(child, counts)
 
 
 def main_device(limits: MemoryLimits) -> Device:
@@ -191,15 +257,6 @@ def refuse_misfit(placement: Placement, knobs: str) -> None:
             parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
             hint = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB or more, {knobs} or --dtype bf16"
-        raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
-
-
-def refuse_merging(needed: int, allowed: int | None) -> None:
-    """Raise DoesNotFit where putting together what the files hold in parts takes more than the CPU may take."""
-    if allowed is not None and needed > allowed:
-        message = f"merging one layer's experts takes {shown_bytes(needed)} of host memory, allowed are"
-        message += f" {shown_bytes(allowed)}"
-        hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 
 

@@ -10,30 +10,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofit.infer.failures import failures
+from zerofit.checkpoint.export import export
+from zerofit.infer.guards import failures
 from zerofit.infer.limits import Device, MemoryLimits
-from zerofit.infer.load import load_model
-from zerofit.infer.memory import peak_device_bytes, peak_host_bytes, return_freed_memory_at_once, start_counting
-from zerofit.infer.meta_model import empty_model
+from zerofit.infer.load import WeightRewrite, load_model
+from zerofit.infer.memory import (
+    peak_device_bytes,
+    peak_host_bytes,
+    return_freed_memory_at_once,
+    start_counting,
+)
 from zerofit.infer.placement import (
     DeviceRow,
     Placement,
+    empty_model,
     main_device,
     place,
-    refuse_merging,
     refuse_misfit,
     table_lines,
 )
-from zerofit.infer.rewrite import WeightRewrite
-from zerofit.infer.saved_model import SavedModel, exported, is_checkpoint, open_saved
+from zerofit.infer.saved_model import MODEL, SavedModel, is_checkpoint, open_saved
 from zerofit.models.dtypes import DTYPES, NAMES
+from zerofit.spec.errors import DoesNotFit, Problem
 from zerofit.spec.events import Reporter
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import Precision
+from zerofit.spec.units import shown_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementResult:
-    """Where a model's weights lay, and the memory taken since before they were loaded."""
+    """The places of a model's weights, and the memory taken since before they were loaded."""
 
     device_map: dict[str, Device]
     placement: tuple[DeviceRow, ...]  # what was forecast for each device
@@ -83,13 +89,21 @@ class InferenceSession:
         return model, placement
 
     def _readable(self, placement: Placement) -> SavedModel:
-        """Return the model in files that each forward can read from, if any of it stays on the disk."""
+        """Return the model in files that each forward can read from, if any of it stays on the disk.
+
+        Raises DoesNotFit where putting together what the files hold in parts takes more than the CPU may take.
+        """
         if "disk" not in placement.device_map.values():
             return self.saved
         rewriting = WeightRewrite(self.saved, self.empty, self.dtype)
         if not rewriting.needed:
             return self.saved
-        refuse_merging(rewriting.host_bytes, self.limits.memory.get("cpu"))
+        needed, allowed = rewriting.host_bytes, self.limits.memory.get("cpu")
+        if allowed is not None and needed > allowed:
+            message = f"merging one layer's experts takes {shown_bytes(needed)} of host memory, allowed are"
+            message += f" {shown_bytes(allowed)}"
+            hint = f"--max-memory cpu={-(-needed >> 20)}MiB or more"
+            raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
         return rewriting.write(self.scratch, self.report)
 
     def result(self, placement: Placement) -> PlacementResult:
@@ -115,7 +129,7 @@ def open_model(
     """
     return_freed_memory_at_once()
     if is_checkpoint(folder):
-        folder = exported(folder, scratch, dtype, report, trust_model_code)
+        folder = export(folder, scratch / MODEL, dtype, trust_model_code=trust_model_code, report=report).out
     saved = open_saved(folder, trust_model_code)
     kept = saved.weights.dtype
     return saved, DTYPES[dtype] if dtype else kept if kept in NAMES else torch.float32

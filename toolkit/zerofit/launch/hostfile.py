@@ -30,7 +30,7 @@ class Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts in their order: lines `name slots=N`, blank lines and # comments. Raises UserError with all faults."""
+    """Read the hosts in order: lines `name slots=N`, blank lines and # comments. Raises UserError with all faults."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +51,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def _host(content: str, place: str, before: dict[str, int], problems: Problems) -> Host | None:
-    """One line's host; what is wrong with it is noted with line and column."""
+    """Return one line's host; what is wrong with it is noted with line and column."""
     indent = len(content) - len(content.lstrip())
     match = LINE.fullmatch(content.strip())
     assert match
@@ -80,7 +80,7 @@ def _host(content: str, place: str, before: dict[str, int], problems: Problems) 
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The hosts that a filter leaves: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
+    """Return the hosts that a filter leaves: `node1@node2:0,2` means all of node1 and devices 0 and 2 of node2.
 
     Raises UserError for names and devices that the hostfile does not have, and where nothing is left.
     """
@@ -95,11 +95,8 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
     problems.raise_if_any()
     left = []
     for host in hosts:
-        ids = named.get(host.name)
-        if include:
-            keep = [] if ids is None else [i for i in host.ids if i in (ids or host.ids)]
-        else:
-            keep = list(host.ids) if ids is None else [i for i in host.ids if ids and i not in ids]
+        picked = (named[host.name] or host.ids) if host.name in named else ()
+        keep = [i for i in host.ids if (i in picked) == bool(include)]
         if keep:
             whole = tuple(keep) == tuple(range(len(keep)))
             left.append(replace(host, slots=len(keep), devices=None if whole else tuple(keep)))
@@ -127,5 +124,5 @@ def _parts(text: str, hosts: dict[str, Host], flag: str, problems: Problems) -> 
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
-    """A hostfile with these hosts, for DeepSpeed's runner."""
+    """Write a hostfile with these hosts, for DeepSpeed's runner."""
     path.write_text("".join(f"{host.name} slots={max(host.ids) + 1}\n" for host in hosts), encoding="utf-8")

@@ -8,14 +8,13 @@ arguments: `$(NAME)` (kubernetes.io/docs, "Define a Command and Arguments for a 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import yaml
 
-from zerofit.launch.quoting import check_environment, check_line, check_texts
+from zerofit.launch.job_file import SchedulerJob, check_counts, check_environment, check_line, check_texts
 from zerofit.spec.errors import Problems
 
 Kind = Literal["trainjob", "pytorchjob"]
@@ -34,22 +33,14 @@ VARIABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesJob:
-    """What a manifest says. Everything is data: no value of it is read by a shell or expanded by Kubernetes."""
+class KubernetesJob(SchedulerJob):
+    """The content of a manifest."""
 
-    name: str
     image: str  # has zerofit on its PATH
-    run: str  # run file, run folder or model: what `zerofit launch` takes
-    output: str  # run folder
-    nodes: int
-    slots: int  # ranks on a node: GPUs, or processors for ranks on the CPU
-    device: Literal["gpu", "cpu"]
     claim: str  # PersistentVolumeClaim (ReadWriteMany) for run folders and data, mounted in every pod
     mount: str = "/zerofit"  # where it is mounted; paths in `run` and `output` that are not absolute start there
     max_restarts: int = 10  # of all pods, from the newest checkpoint
     grace_s: int = 300  # seconds that a pod has to save a checkpoint when it is evicted
-    flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)  # written into the manifest
     secret_env: tuple[str, ...] = ()  # variables whose values come from the Secret `secret`, under the same keys
 
     @property
@@ -59,7 +50,7 @@ class KubernetesJob:
 
 
 def manifest_text(job: KubernetesJob, kind: Kind) -> str:
-    """The manifest as YAML. Raises UserError with everything in the job that cannot be written."""
+    """Return the manifest as YAML. Raises UserError with everything in the job that cannot be written."""
     _check(job)
     documents = _train_job(job) if kind == "trainjob" else [_pytorch_job(job)]
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
@@ -69,12 +60,12 @@ class _Dumper(yaml.SafeDumper):
     """Writes what occurs twice out twice: no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Whether data is written out wherever it occurs: always."""
+        """Return True: data is written out wherever it occurs."""
         return True
 
 
 def _train_job(job: KubernetesJob) -> list[Data]:
-    """A runtime of this job's own, since volumes are a runtime's affair, and the job."""
+    """Return a runtime of this job's own, since volumes are a runtime's affair, and the job."""
     pod = {"restartPolicy": "Never", **_pod(job, "node", {})}
     bad_input = {"containerName": "node", "operator": "In", "values": [BAD_INPUT]}
     jobs = {
@@ -97,7 +88,7 @@ def _train_job(job: KubernetesJob) -> list[Data]:
 
 
 def _pytorch_job(job: KubernetesJob) -> Data:
-    """Pod 0 is the master, the others are workers. Containers start again where they are: no pod goes on alone."""
+    """Make pod 0 the master, the others workers; containers start again where they are: no pod goes on alone."""
     container = {**_command(job, "pytorchjob"), "resources": _resources(job)}
     template = {"spec": _pod(job, "pytorch", container)}
     replicas = {"Master": 1} | ({"Worker": job.nodes - 1} if job.nodes > 1 else {})
@@ -114,7 +105,7 @@ def _pytorch_job(job: KubernetesJob) -> Data:
 
 
 def _pod(job: KubernetesJob, name: str, container: Data) -> Data:
-    """A pod with the shared volume, and shared memory beyond Docker's 64 MiB, which loaders and NCCL use up."""
+    """Return a pod with the shared volume, and shared memory beyond Docker's 64 MiB, which loaders and NCCL use up."""
     mounts = [{"name": "runs", "mountPath": job.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
     volumes = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -128,13 +119,8 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
     rank, address, port = (f"$({name})" for name in VARIABLES[kind])
     asked = ["launch", "--no-ssh", f"--nodes={job.nodes}", f"--slots={job.slots}"]
     place = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={port}"]
-    mine = [
-        f"--output={job.output}",
-        *(f"--env={name}" for name in (*job.env, *job.secret_env)),
-        *job.flags,
-        "--",
-        job.run,
-    ]
+    names = [f"--env={name}" for name in (*job.env, *job.secret_env)]
+    mine = [f"--output={job.output}", *names, *job.flags, "--", job.run]
     env: list[Data] = [{"name": name, "value": _literal(value)} for name, value in job.env.items()]
     for name in job.secret_env:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": job.secret, "key": name}}})
@@ -143,7 +129,7 @@ def _command(job: KubernetesJob, kind: Kind) -> Data:
 
 
 def _literal(text: str) -> str:
-    """A text that Kubernetes expands to itself: `$$` is one `$`."""
+    """Return a text that Kubernetes expands to itself: `$$` is one `$`."""
     return text.replace("$", "$$")
 
 
@@ -153,23 +139,19 @@ def _resources(job: KubernetesJob) -> Data:
 
 def _check(job: KubernetesJob) -> None:
     problems = Problems()
-    for knob, value in (("--nodes", job.nodes), ("--slots", job.slots), ("--grace", job.grace_s)):
-        if value < 1:
-            problems.add("bad-value", f"got {value}; at least 1 is needed", "", knob)
+    check_counts({"--nodes": job.nodes, "--slots": job.slots, "--grace": job.grace_s}, problems)
     if job.max_restarts < 0:
         problems.add("bad-value", f"got {job.max_restarts}; at least 0 is needed", "", "--max-restarts")
     if not LABEL.fullmatch(job.name):
         hint = "write a-z, 0-9 and -, a letter first, no - last, at most 40"
         problems.add("bad-value", f"Kubernetes takes no job called {job.name!r}", hint, "--job-name")
     if not CLAIM.fullmatch(job.claim):
-        problems.add(
-            "bad-value", f"{job.claim!r} is not the name of a claim", "`kubectl get pvc` lists them", "--claim"
-        )
+        message = f"{job.claim!r} is not the name of a claim"
+        problems.add("bad-value", message, "`kubectl get pvc` lists them", "--claim")
     if not job.image or any(ch.isspace() for ch in job.image):
         problems.add("bad-value", f"{job.image!r} is not the name of an image", "", "--image")
     check_line("--image", job.image, problems)
-    words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
-    check_texts([*words, *(("--env", value) for value in job.env.values()), ("--mount", job.mount)], problems)
+    check_texts([*job.texts(), ("--mount", job.mount)], problems)
     check_environment([*job.env, *job.secret_env], problems)
     mount, output = PurePosixPath(job.mount), PurePosixPath(job.mount, job.output)
     if not mount.is_absolute() or ":" in job.mount or ".." in mount.parts:

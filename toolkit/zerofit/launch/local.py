@@ -1,4 +1,4 @@
-"""The launcher's process: its argument vector for the ranks of this machine, its start and its end."""
+"""The site of one start's ranks, and the launcher's process on this machine, from its arguments to its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from zerofit.launch.environment import environment
-from zerofit.launch.launch_site import LaunchSite
+from zerofit.launch.host import environment
 from zerofit.launch.parent_death import LAUNCHER
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run_folder import Job, RunFolder
@@ -28,8 +28,27 @@ GRACE_S = 10.0  # for a launcher whose ranks have ended
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LaunchSite:
+    """Hosts and devices for the ranks; made by `launch.local` for this machine and by `launch.runner` for many."""
+
+    hosts: tuple[str, ...]  # one a rank
+    addresses: Mapping[str, str]  # for each host: this command's address as seen from there
+    master: tuple[str, int]  # where rank 0 will listen
+    accelerator: str  # "cuda" or "cpu"
+    argv: Callable[[str], list[str]]  # the launcher's command, from the launch spec as one argument
+    env: Callable[[str], Mapping[str, str]]  # the launcher's environment, from the start's run id
+    cwd: str | None = None  # the launcher's; None: this command's
+    forwarded: Mapping[str, str] = field(default_factory=dict)  # environment of the ranks beside what their host sets
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # for each host: the network interface to the others
+    again: str = "zerofit train"  # the command that goes on with the run folder, given after it
+    coming_s: float = 180.0  # until a guard must have reported: ssh, Python and file systems on their first day
+    timeout_s: float  # without a heartbeat for so long, the ranks are ended
+    sweep: Callable[[str], list[str]] | None = None  # ends what has a run id on all hosts; returns notes for the user
+
+
 def launcher(ranks: int, port: int) -> list[str]:
-    """The deepspeed launcher of one node (`deepspeed.launcher.launch`), without the multi-node runner before it.
+    """Return the deepspeed launcher of one node (`deepspeed.launcher.launch`), without the multi-node runner before it.
 
     The runner looks for a hostfile of the machine's and exits 0 when this launcher is killed; one node needs neither.
     The launcher and its ranks end with this process.
@@ -40,7 +59,7 @@ def launcher(ranks: int, port: int) -> list[str]:
 
 
 def local_site(job: Job, machine: Machine) -> LaunchSite:
-    """The devices of this machine."""
+    """Return the devices of this machine as a site."""
     ranks = job.layout.world_size
     port, env = free_port(), environment(machine.accelerator, machine.cores, ranks)
     return LaunchSite(
@@ -55,7 +74,7 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
+    """Return a TCP port that nothing listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

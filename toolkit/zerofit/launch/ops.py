@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,21 +12,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock
 
-from zerofit.launch.build import end_session
-from zerofit.launch.stale_op_locks import clear
+from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.local_machine import LIBAIO_HINT, libaio
 from zerofit.spec.model_facts import Machine
 
-POLL_S = 0.5
 OFFLOADS = ("offload_optimizer", "offload_param")
 TRAINING = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "QuantizerBuilder")  # see `needed_ops`
+REMOTE = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "afs", "wekafs"}
+QUIET_S = 600.0  # without a change, after which a build on another host that shares the folder counts as dead
+POLL_S = 0.5
 
 
 def needed_ops(config: Mapping[str, Any], machine: Machine) -> list[str]:
-    """Names of the op builders that the engine will ask for under this DeepSpeed JSON."""
+    """Return the names of the op builders that the engine will ask for under this DeepSpeed JSON."""
     zero = config.get("zero_optimization", {})
     devices = [zero.get(part, {}).get("device", "none") for part in OFFLOADS]
     kind = config.get("optimizer", {}).get("type", "").lower()
@@ -78,7 +81,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
     folder.mkdir(parents=True, exist_ok=True)
     show("waiting for another process that compiles DeepSpeed's ops")
     with FileLock(folder / ".zerofit.lock"):
-        clear(folder, show)
+        clear_stale_locks(folder, show)
         for op in ops:
             _build(op, env, show)
 
@@ -86,7 +89,7 @@ def build_ops(ops: list[str], env: Mapping[str, str], show: Callable[[str], None
 def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None:
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "zerofit.launch.build", str(os.getpid()), op],
+        [sys.executable, "-P", "-m", "zerofit.launch.ops", str(os.getpid()), op],
         env={**env, "MAX_JOBS": env.get("MAX_JOBS", str(os.cpu_count() or 1))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -105,10 +108,111 @@ def _build(op: str, env: Mapping[str, str], show: Callable[[str], None]) -> None
         end_session(process.pid)  # ninja and the compilers it has started
         process.wait()
     if process.returncode:
-        raise RunFailed(_failure(op, output))
+        hint = LIBAIO_HINT if op == "AsyncIOBuilder" else "it needs a C++ compiler, ninja and the Python headers"
+        message = f"DeepSpeed's {op} does not build here: {' | '.join(output.strip().splitlines()[-3:])}"
+        raise RunFailed(Problem(kind="op-build", message=message, hint=hint, where=op))
 
 
-def _failure(op: str, output: str) -> Problem:
-    hint = LIBAIO_HINT if op == "AsyncIOBuilder" else "it needs a C++ compiler, ninja and the Python headers"
-    tail = " | ".join(output.strip().splitlines()[-3:])
-    return Problem(kind="op-build", message=f"DeepSpeed's {op} does not build here: {tail}", hint=hint, where=op)
+def end_session(session: int) -> None:
+    """Kill every process of a session: ninja puts each compiler into a process group of its own."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.pid != os.getpid():
+                process.kill()
+        except (OSError, psutil.Error):
+            continue
+
+
+def build(parent: int, op: str) -> None:
+    """Compile an op, or find it compiled; ends with its parent: `python -m zerofit.launch.ops PARENT OP`.
+
+    An AssertionError where this machine lacks what it needs.
+    """
+
+    def end(*_: object) -> None:
+        end_session(os.getpid())
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    end_with_parent(parent, signal.SIGTERM)
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()  # DeepSpeed annotates nothing of it
+    builder = accelerator.get_op_builder(op)()
+    assert builder.is_compatible(verbose=True), f"{op} is not compatible with this machine"
+    builder.load()
+
+
+def locks_by_existence() -> bool:
+    """Return whether the installed torch takes a lock file that exists for a lock that is held."""
+    spec = importlib.util.find_spec("torch")
+    assert spec and spec.origin
+    return "FileBaton" in (Path(spec.origin).parent / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
+
+
+def clear_stale_locks(folder: Path, show: Callable[[str], None]) -> None:
+    """Remove each lock file of op builds whose owner was killed, and wait for those whose owner lives.
+
+    torch 2.14 locks `FOLDER/OP/lock` in the kernel, which forgets the lock with its holder: there is nothing to clear.
+    Older ones create the file for a build, keep it open, and remove it at the end (torch.utils.file_baton); who finds
+    one waits for it without a word, for ever if its owner was killed. It does not name its owner, but the kernel knows
+    who has it open.
+    """
+    if not locks_by_existence():
+        return
+    for lock in sorted(folder.glob("*/lock")):
+        while lock.exists():
+            user = lock_owner(lock)
+            if user is None:
+                lock.unlink(missing_ok=True)
+                break
+            show(f"waiting for {user}, which compiles DeepSpeed's {lock.parent.name} op")
+            time.sleep(POLL_S)
+
+
+def lock_owner(lock: Path) -> str | None:
+    """Say who builds in the lock's folder, in words; None where nobody does any more."""
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _at_work(process.pid, lock.parent):
+            return f"process {process.pid}"
+    if _file_system(lock.parent) in REMOTE:
+        changed = max(_changed(path) for path in (lock.parent, *lock.parent.iterdir()))
+        if time.time() - changed < QUIET_S:
+            return "another host that shares this folder"
+    return None
+
+
+def _at_work(pid: int, folder: Path) -> bool:
+    """Return whether a process has the folder as its own or something in it open: its lock, a compiler's output."""
+    place = Path(f"/proc/{pid}")
+    try:
+        links = [place / "cwd", *(place / "fd").iterdir()]
+    except OSError:  # ended, or another user's, who cannot write there
+        return False
+    real = os.path.realpath(folder)
+    for link in links:
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target == real or target.startswith(real + os.sep):
+            return True
+    return False
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _file_system(path: Path) -> str:
+    """Return the kind of the file system that a path lies on."""
+    real = os.path.realpath(path)
+    mounts = [p for p in psutil.disk_partitions(all=True) if os.path.commonpath([real, p.mountpoint]) == p.mountpoint]
+    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
+
+
+if __name__ == "__main__":
+    build(int(sys.argv[1]), sys.argv[2])

@@ -1,4 +1,4 @@
-"""How a run ended: its result, or the first error of the first rank that failed."""
+"""The outcome of a run: its result, or the first error of the first rank that failed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def outcome(
     if failures:
         raise RunFailed(_reported(folder, failures[0]))
     if folder.stopped.exists():
-        raise Stopped(_stopped(folder, again, json.loads(folder.stopped.read_text())))
+        done = json.loads(folder.stopped.read_text())
+        message = f"stopped on request after step {done['step']} of {done['steps']}; a checkpoint of it is saved"
+        hint = f"`{again} {shlex.quote(str(folder.path))}` goes on from there"
+        raise Stopped(Problem(kind="stopped", message=message, hint=hint, where=str(folder.path)))
     if folder.result.exists():
         return json.loads(folder.result.read_text())
     raise RunFailed(_silent_end(folder, code))
@@ -52,30 +55,13 @@ def _reported(folder: RunFolder, failure: dict[str, Any]) -> Problem:
     return replace(problem, message=message, hint=problem.hint or f"its log: {folder.rank_log(failure['rank'])}")
 
 
-def _stopped(folder: RunFolder, again: str, stopped: dict[str, int]) -> Problem:
-    return Problem(
-        kind="stopped",
-        message=f"stopped on request after step {stopped['step']} of {stopped['steps']}; a checkpoint of it is saved",
-        hint=f"`{again} {shlex.quote(str(folder.path))}` goes on from there",
-        where=str(folder.path),
-    )
-
-
 def _silent_end(folder: RunFolder, code: int) -> Problem:
-    """Ranks that were killed report nothing; the launcher's log names their exit code."""
+    """Explain the end of ranks that were killed and report nothing; the launcher's log names their exit code."""
     log = folder.logs / "launcher.log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    killed = -code == signal.SIGKILL or "return code = -9" in text or "exits with return code = -9" in text
-    if killed:
-        return Problem(
-            kind="killed",
-            message="a rank was killed from outside (SIGKILL), most often by the kernel for want of host memory",
-            hint="lower --micro-batch, take fewer ranks on this host, or look into the kernel's log (dmesg)",
-            where=str(log),
-        )
-    return Problem(
-        kind="launcher",
-        message=f"the ranks ended without a result (exit code {code})",
-        hint=f"see {log}",
-        where=str(log),
-    )
+    if -code == signal.SIGKILL or "return code = -9" in text:
+        message = "a rank was killed from outside (SIGKILL), most often by the kernel for want of host memory"
+        hint = "lower --micro-batch, take fewer ranks on this host, or look into the kernel's log (dmesg)"
+        return Problem(kind="killed", message=message, hint=hint, where=str(log))
+    message = f"the ranks ended without a result (exit code {code})"
+    return Problem(kind="launcher", message=message, hint=f"see {log}", where=str(log))

@@ -10,42 +10,37 @@ import sys
 import time
 from functools import partial
 
-from zerofit.spec.quick_exit import run_and_exit
+from zerofit.spec.process import run_and_exit
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER, LOOK_S = "deepspeed.launcher.launch", 0.1
 
 
-def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, and end now if the parent (a process id) is gone already.
+def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this signal when the parent ends, and end now if the parent (a process id) is gone already.
 
     Linux only; elsewhere nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sent)
     if os.getppid() != parent if parent else os.getppid() == 1:
         os._exit(1)
 
 
 def main() -> None:
-    """`python -m zerofit.launch.parent_death PID MODULE ARGS...`: run a module that ends with the process PID.
+    """Run a module that ends with process PID: `python -m zerofit.launch.parent_death PID MODULE ARGS...`.
 
     A stop request that a scheduler sends to all processes (SIGUSR1) is left to the ranks, which save.
     """
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     module = sys.argv[2]
-    if module == LAUNCHER:
-        _look_often()
+    if module == LAUNCHER:  # it looks at its ranks once a second, and sleeps once more after the last one's end
+        sleep = time.sleep
+        time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
     sys.argv = sys.argv[2:]
     run_and_exit(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
-
-
-def _look_often() -> None:
-    """DeepSpeed's launcher looks at its ranks once a second, and sleeps once more after the last one's end."""
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def refuse_if_held(folder: RunFolder) -> None:
 
 
 def is_held(folder: RunFolder) -> bool:
-    """Whether a command is at work in this run folder."""
+    """Return whether a command is at work in this run folder."""
     try:
         refuse_if_held(folder)
     except UserError:
@@ -41,14 +41,14 @@ def held(folder: RunFolder, progress: Callable[[str], None]) -> Iterator[None]:
 
 
 def wait_for_ranks(folder: RunFolder, progress: Callable[[str], None]) -> None:
-    """Until no rank of an earlier start is left. Raises UserError where one stays."""
+    """Wait until no rank of an earlier start is left. Raises UserError where one stays."""
     with _locked(folder.ranks_lock, fcntl.LOCK_EX, PATIENCE_S, folder, progress):
         pass
 
 
 @contextmanager
 def alive(folder: RunFolder) -> Iterator[None]:
-    """Within the block this rank counts as alive."""
+    """Count this rank as alive within the block."""
     with _locked(folder.ranks_lock, fcntl.LOCK_SH, PATIENCE_S, folder, lambda _: None):
         yield
 
@@ -65,7 +65,9 @@ def _locked(
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(_busy(folder)) from None
+                    message = f"another zerofit is at work in {folder.path}"
+                    hint = "wait for it or stop it (SIGTERM lets it save), or name another --output"
+                    raise UserError(Problem(kind="run-busy", message=message, hint=hint, where="--output")) from None
                 if path == folder.ranks_lock:
                     progress("waiting for the ranks of the start before to end")
                 time.sleep(POLL_S)
@@ -74,12 +76,3 @@ def _locked(
                 hint = "mount it with locks (Lustre: -o flock), or name a folder on another one with --output"
                 raise UserError(Problem(kind="no-locks", message=message, hint=hint, where="--output")) from None
         yield
-
-
-def _busy(folder: RunFolder) -> Problem:
-    return Problem(
-        kind="run-busy",
-        message=f"another zerofit is at work in {folder.path}",
-        hint="wait for it or stop it (SIGTERM lets it save), or name another --output",
-        where="--output",
-    )

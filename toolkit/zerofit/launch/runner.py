@@ -44,7 +44,7 @@ def runner(
     ssh_port: int | None = None,
     node_rank: int | None = None,
 ) -> list[str]:
-    """The command that starts a guard for each rank on all hosts, or on host `node_rank` alone (without ssh).
+    """Return the command that starts a guard for each rank on all hosts, or on host `node_rank` alone (without ssh).
 
     `logs`: where the hostfile for it is written. `spec`: as `watch.launch_spec.as_argument` gives it.
     """
@@ -84,8 +84,10 @@ def check(kind: str, hosts: Sequence[Host], runner_args: str, problems: Problems
 
 
 def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
-    """The runner's own environment: this one without what it would export in more than plain words, and a file of
-    further exports."""
+    """Return the runner's own environment, without what it would export in more than plain words.
+
+    `plain`: further exports, which go into a file.
+    """
     file = logs / "launch.env"
     file.write_text("".join(f"{name}={value}\n" for name, value in plain.items()), encoding="utf-8")
     env = {k: v for k, v in os.environ.items() if PLAIN.fullmatch(v) or not k.startswith(EXPORTED)}
@@ -97,7 +99,7 @@ def runner_environment(logs: Path, plain: Mapping[str, str]) -> dict[str, str]:
 
 
 def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
-    """Environment for the ranks: what training reads, what .deepspeed_env files say, what `asked` names.
+    """Return the ranks' environment: what training reads, what .deepspeed_env files say, what `asked` names.
 
     `asked`: NAME, or NAME=VALUE. Raises UserError for a name that is not set.
     """
@@ -115,7 +117,7 @@ def forwarded(asked: Sequence[str], only_asked: bool = False) -> dict[str, str]:
 
 
 def _usual() -> dict[str, str]:
-    """What is forwarded without being asked for."""
+    """Return what is forwarded without being asked for."""
     env = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) and k not in NOT_FORWARDED}
     for file in ENV_FILES:
         path = file.expanduser()
@@ -127,7 +129,7 @@ def _usual() -> dict[str, str]:
 
 
 def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
-    """The hosts of a Slurm allocation, `hosts` as `scontrol show hostnames` gives them; one rank a task or a GPU.
+    """Return the hosts of a Slurm allocation, as `scontrol show hostnames` gives them; one rank a task or a GPU.
 
     Raises UserError where it cannot be told how many ranks a host takes.
     """
@@ -137,7 +139,6 @@ def allocated(env: Mapping[str, str], hosts: Sequence[str]) -> tuple[Host, ...]:
     tasks = env.get("SLURM_NTASKS", "")
     if tasks.isdigit() and hosts and int(tasks) % len(hosts) == 0:
         return tuple(Host(host, int(tasks) // len(hosts)) for host in hosts)
+    message = "the allocation does not say how many ranks a node takes"
     hint = "give sbatch --ntasks-per-node (zerofit launch --slurm writes such a file)"
-    raise UserError(
-        Problem(kind="launcher", message="the allocation does not say how many ranks a node takes", hint=hint)
-    )
+    raise UserError(Problem(kind="launcher", message=message, hint=hint))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from zerofit.launch.quoting import check_environment, check_line, check_texts
+from zerofit.launch.job_file import SchedulerJob, check_counts, check_environment, check_line, check_texts
 from zerofit.spec.errors import Problems
 
 # sbatch(1), --time: minutes, m:s, h:m:s, days-h, days-h:m, days-h:m:s
@@ -60,30 +59,22 @@ fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmJob:
-    """What an sbatch file says. Everything is data: no value of it is read by a shell, except `setup`."""
+class SlurmJob(SchedulerJob):
+    """The content of an sbatch file; `setup` alone is read by a shell."""
 
-    name: str
-    run: str  # run file, run folder or model: what `zerofit launch` takes
-    output: str  # run folder, on a file system that all nodes share
-    nodes: int
-    slots: int  # ranks on a node
-    device: Literal["gpu", "cpu"]  # of a rank
     time: str  # limit, in Slurm's words: "90" (minutes), "12:00:00", "2-12"
     save_s: int = 300  # seconds before the limit at which the run is asked to save and end
     partition: str | None = None
     account: str | None = None
     requeue: bool = True  # go on by itself after pre-emption, a lost node, or the time limit
     log: str = "slurm-%j.log"  # where the job's output goes: a pattern of Slurm's, %j is the job's number
-    flags: tuple[str, ...] = ()  # further arguments of `zerofit launch`
-    env: Mapping[str, str] = field(default_factory=dict)  # for all ranks, written into the file
     env_file: str | None = None  # absolute path of a file of `export` lines (`env_file_text`), which the job reads
     env_file_names: tuple[str, ...] = ()  # variables that it sets, for all ranks
     setup: str = ""  # a shell command that makes `zerofit` available, such as "source /opt/venv/bin/activate"
 
 
 def sbatch_text(job: SlurmJob) -> str:
-    """The sbatch file, clean under shellcheck. Raises UserError with everything in the job that cannot be written."""
+    """Return the sbatch file, clean under shellcheck. Raises UserError with everything that cannot be written."""
     _check(job)
     options = {
         "job-name": job.name,
@@ -122,7 +113,7 @@ def env_file_text(env: Mapping[str, str]) -> str:
 
 
 def _sbatch_quote(value: str) -> str:
-    """A value as sbatch reads it from a `#SBATCH` line: in double quotes, a backslash before `"` and `\\`."""
+    """Quote a value as sbatch reads a `#SBATCH` line: in double quotes, a backslash before `"` and `\\`."""
     if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -130,9 +121,7 @@ def _sbatch_quote(value: str) -> str:
 
 def _check(job: SlurmJob) -> None:
     problems = Problems()
-    for knob, value in (("--nodes", job.nodes), ("--slots", job.slots)):
-        if value < 1:
-            problems.add("bad-value", f"got {value}; at least 1 is needed", "", knob)
+    check_counts({"--nodes": job.nodes, "--slots": job.slots}, problems)
     named = {"--job-name": job.name, "--partition": job.partition, "--account": job.account, "--log": job.log}
     for knob, text in named.items():
         if text == "":
@@ -141,8 +130,7 @@ def _check(job: SlurmJob) -> None:
     if "\\" in job.log:
         problems.add("bad-value", f"{job.log!r}: Slurm reads a backslash as its own sign", "rename the file", "--log")
     check_line("--setup", job.setup, problems)
-    words = [("--output", job.output), ("RUN", job.run), *(("RUN", flag) for flag in job.flags)]
-    check_texts([*words, *(("--env", value) for value in job.env.values())], problems)
+    check_texts(job.texts(), problems)
     check_environment([*job.env, *job.env_file_names], problems)
     _check_time(job, problems)
     problems.raise_if_any()
@@ -162,13 +150,14 @@ def _check_time(job: SlurmJob, problems: Problems) -> None:
 
 
 def seconds(time: str) -> int | None:
-    """A time limit of Slurm's in seconds; None if it is none, or 0."""
+    """Return a time limit of Slurm's in seconds; None if it is none, or 0."""
     found = TIME.fullmatch(time) if time.isascii() else None
     if not found:
         return None
     parts = [int(part) for part in found["rest"].split(":")]
     if found["days"]:
-        hours, minutes, secs = [*parts, 0, 0][:3]
-        return int(found["days"]) * 86400 + hours * 3600 + minutes * 60 + secs or None
-    hours, minutes, secs = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-    return hours * 3600 + minutes * 60 + secs or None
+        parts = [*parts, 0, 0][:3]  # hours come first
+    elif len(parts) < 3:
+        parts = [0, *parts, 0][:3]  # minutes do
+    hours, minutes, secs = parts
+    return int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + secs or None

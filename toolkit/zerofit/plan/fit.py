@@ -1,12 +1,13 @@
-"""Whether a forecast fits: device, host and disks, with what is kept free for that which cannot be known."""
+"""The verdict whether a forecast fits device, host and disks, why it does not, and what would make it fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.device import Device
+from zerofit.spec.model_facts import BUCKET_LIMIT
 from zerofit.spec.overhead import (
     CPU_PROCESS_BYTES,
     FRAGMENTATION,
@@ -22,84 +23,124 @@ from zerofit.spec.overhead import (
     blas_workspace_bytes,
     context_figure,
 )
+from zerofit.spec.units import shown_bytes
+
+Forecast = Callable[[PlannedLayout], LayoutMemory]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Bytes wanted against bytes there are. Device figures are of one rank, host and NVMe figures of one node."""
+    """Bytes needed against bytes available. Device figures are of one rank, host and NVMe figures of one node."""
 
     device_bytes: float  # the allocated peak and the margin
     margin_bytes: float  # of it: fragmentation, context, communicators
-    device_there_bytes: int
+    device_available_bytes: int
     host_bytes: float
-    host_there_bytes: float
+    host_available_bytes: float
     nvme_bytes: int
-    nvme_there_bytes: int
+    nvme_available_bytes: int
 
     @property
-    def short(self) -> str | None:
-        """The place that is too small: "device", "host" or "nvme"; None where everything fits."""
-        if self.device_bytes > self.device_there_bytes:
+    def exceeded(self) -> str | None:
+        """The memory that is too small: "device", "host" or "nvme"; None where everything fits."""
+        if self.device_bytes > self.device_available_bytes:
             return "device"
-        if self.host_bytes > self.host_there_bytes:
+        if self.host_bytes > self.host_available_bytes:
             return "host"
-        return "nvme" if self.nvme_bytes > self.nvme_there_bytes else None
+        return "nvme" if self.nvme_bytes > self.nvme_available_bytes else None
 
     @property
-    def over(self) -> float:
-        """How many times what there is the scarcest place would have to be."""
-        pairs = [(self.device_bytes, self.device_there_bytes), (self.host_bytes, self.host_there_bytes)]
+    def utilization(self) -> float:
+        """Bytes needed of the scarcest memory, as a share of what is available."""
+        pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]
         if self.nvme_bytes:
-            pairs.append((self.nvme_bytes, self.nvme_there_bytes))
-        return max(wanted / max(1, there) for wanted, there in pairs)
+            pairs.append((self.nvme_bytes, self.nvme_available_bytes))
+        return max(needed / max(1, available) for needed, available in pairs)
 
 
-def fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
-    """The forecast against the cluster."""
+def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
+    """Compare a forecast with what the cluster has."""
     margin = margin_bytes(memory.peak_bytes, layout, cluster)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
         margin_bytes=margin,
-        device_there_bytes=cluster.device.memory_bytes,
+        device_available_bytes=cluster.device.memory_bytes,
         host_bytes=0 if cluster.on_cpu else (memory.host_bytes + process) * cluster.gpus,
-        host_there_bytes=cluster.host_bytes * (1 - HOST_RESERVE),
+        host_available_bytes=cluster.host_bytes * (1 - HOST_RESERVE),
         nvme_bytes=memory.nvme_bytes * cluster.gpus,
-        nvme_there_bytes=cluster.nvme_bytes,
+        nvme_available_bytes=cluster.nvme_bytes,
     )
 
 
 def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> float:
-    """What is kept free beside the allocated peak."""
+    """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates."""
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
-    return share * peak_bytes + fixed_bytes(layout, cluster)
+    return share * peak_bytes + _process_bytes(layout, cluster)
 
 
-def fixed_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
-    """Context, matrix products' workspaces and communicators of a rank, each at the upper end of what sources give."""
+def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
+    """Sum context, matrix products' workspaces and communicators, each at the upper end of what sources give."""
     if cluster.on_cpu:
         return CPU_PROCESS_BYTES
-    kind = cluster.device.kind
-    degrees = [d for d in (layout.dp * layout.sp, layout.tp, layout.pp) if d > 1]
+    device = cluster.device
+    degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
     groups = len(degrees) + (layout.sp > 1) + (len(degrees) > 1)  # the last: all ranks
+    # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
+    peers = min(max(layout.sp - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
+    if "PCIe" in device.link_name:
+        nccl = groups * NCCL_PCIE_BYTES + peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
+    else:
+        nccl = groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * peers // 7  # measured on 8 GPUs
     # forward's and backward's thread have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp)
-    return (
-        context_figure(kind).high_bytes
-        + 2 * blas_workspace_bytes(kind)
-        + groups * (NCCL_PCIE_BYTES if _over_pcie(cluster.device) else NCCL_NVLINK_BYTES)
-        + _direct_bytes(cluster.device, max(layout.sp - 1, 2 if layout.pp > 1 else 0))
-    )
+    return context_figure(device.kind).high_bytes + 2 * blas_workspace_bytes(device.kind) + nccl
 
 
-def _direct_bytes(device: Device, peers: int) -> int:
-    """Connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)."""
-    peers = min(peers, device.node.gpus - 1)
-    if _over_pcie(device):
-        return peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
-    return NCCL_ALL_TO_ALL_BYTES * peers // 7  # measured on 8 GPUs
+def explain(memory: LayoutMemory, fit: Fit) -> str:
+    """Say what is too large, by how much."""
+    if fit.exceeded == "device":
+        kind, size = max(memory.breakdown.items(), key=lambda item: item[1], default=("allocations", 0))
+        needed, available = shown_bytes(fit.device_bytes), shown_bytes(fit.device_available_bytes)
+        return (
+            f"the peak in {memory.peak_phase} is {shown_bytes(memory.peak_bytes)}, of it {shown_bytes(size)} {kind}; "
+            f"with a margin of {shown_bytes(fit.margin_bytes)} that is {needed}, and the device has {available}"
+        )
+    if fit.exceeded == "host":
+        return (
+            f"the ranks of a node want {shown_bytes(fit.host_bytes)} of host memory, and there are "
+            f"{shown_bytes(fit.host_available_bytes)}"
+        )
+    return f"a node's disks take {shown_bytes(fit.nvme_bytes)}, and there are {shown_bytes(fit.nvme_available_bytes)}"
 
 
-def _over_pcie(device: Device) -> bool:
-    return "PCIe" in device.link_name
+def remedy(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> str:
+    """Return the first change of one knob with which the layout would fit; "" without one."""
+    for words, changed in _changes(layout, cluster):
+        try:
+            if check_fit(forecast(changed), changed, cluster).exceeded is None:
+                return f"{words} would fit"
+        except KeyError:  # a setting that was not traced
+            continue
+    return ""
+
+
+def _changes(layout: PlannedLayout, cluster: Cluster) -> list[tuple[str, PlannedLayout]]:
+    changes = []
+    if layout.bucket > BUCKET_LIMIT:
+        changes.append((f"a bucket of {BUCKET_LIMIT:,} elements", replace(layout, bucket=BUCKET_LIMIT)))
+    if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
+        halved = replace(layout, micro_batch=layout.micro_batch // 2, accumulation=layout.accumulation * 2)
+        changes.append((f"micro batch {layout.micro_batch // 2}", halved))
+    if not layout.checkpointing:
+        changes.append(("activation checkpointing", replace(layout, checkpointing=True)))
+    if layout.pp == 1:
+        changes += [(f"ZeRO stage {s}", replace(layout, zero_stage=s)) for s in range(layout.zero_stage + 1, 4)]
+    if layout.offload_optimizer == "none" and layout.zero_stage >= 2 and not cluster.on_cpu:
+        changes.append(("offloading the optimizer", replace(layout, offload_optimizer="cpu")))
+    if layout.micro_batch > 1:
+        single = replace(layout, micro_batch=1, accumulation=layout.accumulation * layout.micro_batch)
+        changes.append(("micro batch 1", single))
+        changes.append(("micro batch 1 with activation checkpointing", replace(single, checkpointing=True)))
+    return changes

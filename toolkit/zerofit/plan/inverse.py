@@ -1,4 +1,4 @@
-"""The questions the other way round: the largest that fits, and how few devices it takes."""
+"""The plan's inverse: the largest value that fits, and the fewest devices that it takes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ MOST_GPUS = 65536
 def largest(
     pressure: Callable[[int], float], smallest: int, step: int, most: int, end_first: bool = False
 ) -> tuple[int | None, int]:
-    """The largest of smallest, smallest + step, ... at which the growing `pressure` is at most 1; and the looks taken.
+    """Return the largest of smallest, smallest + step, ... with a growing `pressure` of at most 1; and the evaluations.
 
-    None where not even the smallest is. The one after the answer has been looked at too and is above 1, unless the
-    answer is the last up to `most`. Pressures are nearly lines, so the next guess is where the line through the
-    bracket's ends reaches 1; where that does not halve the bracket, the middle is next. With `end_first` the last one
-    is looked at early: it may well be the answer.
+    None where not even the smallest fits. The value after the answer has been tried, unless it is the last. Pressures
+    are nearly linear, so the next guess is where the line through the bracket's ends reaches 1; where that does not
+    halve the bracket, the middle is next. With `end_first` the last value, up to `most`, is tried early.
     """
     seen: dict[int, float] = {}
 
@@ -46,7 +45,7 @@ def largest(
 
 
 def _crossing(seen: dict[int, float], low: int, high: int) -> int:
-    """Where the line through two pressures reaches 1; at most 64 times as far as was looked."""
+    """Return where the line through two pressures reaches 1; at most 64 times as far as was tried."""
     slope = (seen[high] - seen[low]) / (high - low)
     if not 0 < slope < math.inf:
         return (low + high) // 2 if slope > 0 else 2 * high
@@ -54,7 +53,7 @@ def _crossing(seen: dict[int, float], low: int, high: int) -> int:
 
 
 def with_layers(profile: Profile, count: int) -> Profile:
-    """The profile with another number of its repeated layer."""
+    """Return the profile with another number of its repeated layer."""
     index = repeated_layer(profile)
     layers = list(profile.layers)
     layers[index] = replace(layers[index], count=count)
@@ -62,29 +61,29 @@ def with_layers(profile: Profile, count: int) -> Profile:
 
 
 def repeated_layer(profile: Profile) -> int:
-    """Place of the layer of which there are most."""
+    """Return the place of the layer of which there are most."""
     return max(range(len(profile.layers)), key=lambda index: profile.layers[index].count)
 
 
 def fewest(pressure: Callable[[int, int], float], full: int) -> tuple[int, int] | None:
-    """The smallest (devices of a node, nodes) with a `pressure` of at most 1: any up to `full`, then nodes of `full`.
+    """Return the fewest (devices of a node, nodes) with a `pressure` of at most 1: any up to `full`, then full nodes.
 
-    Numbers of nodes are doubled, then halved in between, as if more never fitted less. None where four times as many
-    have not helped, or beyond MOST_GPUS.
+    Bisects the number of nodes, as if more never fitted less. None where four times as many have not helped, or
+    beyond MOST_GPUS.
     """
     for gpus in range(1, full + 1):
         if pressure(gpus, 1) <= 1:
             return gpus, 1
-    wants, nodes = [math.inf], 2
+    pressures, nodes = [math.inf], 2
     while nodes * full <= MOST_GPUS:
-        wants.append(pressure(full, nodes))
-        if wants[-1] <= 1:
+        pressures.append(pressure(full, nodes))
+        if pressures[-1] <= 1:
             low, high = nodes // 2, nodes
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if pressure(full, middle) <= 1 else (middle, high)
             return full, high
-        if len(wants) > 4 and wants[-1] > 0.99 * wants[-3]:
+        if len(pressures) > 4 and pressures[-1] > 0.99 * pressures[-3]:
             return None
         nodes *= 2
     return None

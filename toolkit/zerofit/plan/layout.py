@@ -1,16 +1,18 @@
-"""One layout that a plan considers, and what it costs."""
+"""A layout that a plan considers, and its memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zerofit.spec.model_facts import ELEMENT_BYTES
+
 Offload = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """Everything that decides memory and time of a run, besides model and machine."""
+    """The knobs that decide memory and time of a run, besides model and machine."""
 
     zero_stage: int
     micro_batch: int  # samples
@@ -26,7 +28,6 @@ class PlannedLayout:
     bucket: int = 50_000_000  # elements of reduce_bucket_size and allgather_bucket_size
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
-    max_live: int = 1_000_000_000  # elements of stage3_max_live_parameters
     overlap: bool = False  # overlap_comm: a second bucket
 
     def __str__(self) -> str:
@@ -39,6 +40,16 @@ class PlannedLayout:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.dp * self.tp * self.pp * self.sp
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
+        return self.dp * self.sp
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element in the layout's precision."""
+        return ELEMENT_BYTES[self.precision]
 
     @property
     def global_batch(self) -> int:

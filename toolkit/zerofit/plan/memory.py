@@ -1,4 +1,4 @@
-"""How much memory a layout needs: the peak of a training step and of the start, from a stored profile.
+"""The memory that a layout needs: the peak of a training step and of the start, from a stored profile.
 
 What is alive when is taken from DeepSpeed 0.19.8's source and torch's optimizers, term by term; nothing is fitted.
 Left out: kernels' scratch, what the collectives' library and the device's context hold, and the allocator's rounding.
@@ -6,21 +6,19 @@ Left out: kernels' scratch, what the collectives' library and the device's conte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.plan.backward import LiveMemory, backward_moments, upper
-from zerofit.plan.initialization import start_moments
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.plan.optimizer_step import step_moments
-from zerofit.plan.persistent import PersistentMemory, overlap_in_partition, shards, standing
+from zerofit.plan.persistent import PersistentMemory, add_kinds, overlap_in_partition, persistent_memory
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
-from zerofit.plan.timeline import Point, StageTimeline, timeline
+from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
+from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
-from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import Profile, setting
 
 # all of a layout that the moments of a step depend on
@@ -28,21 +26,22 @@ _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__
 _key_of = attrgetter(*_WITHOUT_MICRO_BATCH)
 
 
-_NOTHING: Point = (0.0, 0.0)
-
-
 class _Moment(NamedTuple):
-    """What is alive on the device at one moment (on "cpu": in all)."""
+    """The bytes on the device (on "cpu": on the host, too) at one moment."""
 
     phase: str
-    fixed: float  # bytes in all at micro batch 0
-    slope: float  # bytes a sample
+    fixed: float  # in all at micro batch 0
+    slope: float  # per sample
     activations: Point
     kinds: dict[str, int]  # the rest
 
+    def line(self) -> tuple[float, float]:
+        """Return the bytes per sample, and those that do not grow with the micro batch."""
+        return self.slope, self.fixed
 
-class _Tables(NamedTuple):
-    """All that a layout's forecast needs besides its micro batch."""
+
+class _StageMoments(NamedTuple):
+    """The forecast of a pipeline stage, for any micro batch."""
 
     moments: tuple[_Moment, ...]
     static_bytes: int
@@ -51,7 +50,7 @@ class _Tables(NamedTuple):
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
-    """The memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
+    """Return the memory of the rank that needs most. Raises KeyError for a setting that the profile does not have."""
     return Forecaster(profile, device).memory(layout)
 
 
@@ -64,129 +63,105 @@ class Forecaster:
 
     def __init__(self, profile: Profile, device: str = "cuda"):
         self.profile, self.device = profile, device
-        self._tables: dict[tuple, tuple[_Tables, ...]] = {}
+        self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
-        """Memory of the pipeline stage that needs most."""
+        """Return the memory of the pipeline stage that needs most."""
         key = _key_of(layout)
-        tables = self._tables.get(key)
-        if tables is None:
-            tables = self._tables[key] = tuple(self._made(layout))
+        stages = self._stages.get(key)
+        if stages is None:
+            stages = self._stages[key] = tuple(self._all_stages(layout))
         samples = layout.micro_batch
-        found = [max((m.fixed + m.slope * samples, n) for n, m in enumerate(table.moments)) for table in tables]
-        stage = max(range(len(found)), key=lambda n: found[n][0])
-        table = tables[stage]
-        return _memory(table, table.moments[found[stage][1]], samples)
+        peaks = [max((m.fixed + m.slope * samples, n) for n, m in enumerate(stage.moments)) for stage in stages]
+        largest = max(range(len(peaks)), key=lambda n: peaks[n][0])
+        stage = stages[largest]
+        moment = stage.moments[peaks[largest][1]]
+        activations = round(moment.activations[0] + moment.activations[1] * samples)
+        breakdown = {kind: size for kind, size in moment.kinds.items() if size}
+        if activations:
+            breakdown["activations"] = activations
+        return LayoutMemory(
+            peak_bytes=sum(breakdown.values()),
+            peak_phase=moment.phase,
+            static_bytes=stage.static_bytes,
+            host_bytes=stage.host_bytes,
+            nvme_bytes=stage.nvme_bytes,
+            breakdown=breakdown,
+        )
 
-    def _made(self, layout: PlannedLayout) -> Iterator[_Tables]:
+    def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
         key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
         if layout.pp == 1:
-            yield self._table(self._timeline(key, None), layout, [(layout, _NOTHING)], self._waiting())
+            # a micro batch's samples outlast its backward, on the host
+            between = (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
+            yield self._stage(self._timeline(key, None), layout, [(layout, NOTHING)], between)
             return
         bounds = stage_bounds(self.profile, layout.pp)
-        for stage in _telling(bounds):
+        for stage in _distinct_stages(bounds):
             line = self._timeline(key, bounds[stage])
-            yield self._table(line, layout, list(in_flight(line, layout, stage)), idle(line))
+            yield self._stage(line, layout, list(in_flight(line, layout, stage)), idle(line))
 
-    def _waiting(self) -> Point:
-        """A micro batch's samples outlast its backward, on the host."""
-        return (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
-
-    def _table(
+    def _stage(
         self, line: StageTimeline, layout: PlannedLayout, passes: list[tuple[PlannedLayout, Point]], between: Point
-    ) -> _Tables:
-        """`passes`: kinds of forward and backward, each with what the pipeline holds besides its micro batch's own."""
-        stands = standing(line, layout, self.device, self._tied)
+    ) -> _StageMoments:
+        """Forecast a stage; `passes`: kinds of forward and backward, each with what the pipeline has in flight."""
+        persistent = persistent_memory(line, layout, self.device, self._tied)
         moments = []
         for one, more in passes:
-            for held in upper(_forward_moments(line, one, self.device)):
-                moments.append(_moment("forward", held, stands, more, self.device))
-            for held in backward_moments(line, one, self.device):
-                moments.append(_moment("backward", held, stands, between if held.after else more, self.device))
-        host = stands.momentary
+            forward = reversed(list(_forward_moments(line, one, self.device)))
+            for live in upper(forward, LiveMemory.line):
+                moments.append(self._moment("forward", live, persistent, more))
+            for live in backward_moments(line, one, self.device):
+                moments.append(self._moment("backward", live, persistent, between if live.after else more))
+        host = persistent.momentary
         for step in step_moments(line, layout, self.device):
-            held = LiveMemory(_NOTHING, gradients=step.gradients, temporaries=step.temporaries)
-            moments.append(_moment("step", held, stands, between, self.device, step.host))
+            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
+            live = LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
+            moments.append(self._moment("step", live, persistent, between))
             host = max(host, step.host)
-        for kinds in start_moments(line, layout, self.device, self.profile.model_type is not None):
+        for kinds in init_moments(line, layout, self.device, self.profile.model_type is not None):
             kinds = {"buffers of the model": line.buffers_bytes, **kinds}
-            moments.append(_Moment("init", sum(kinds.values()), 0.0, _NOTHING, kinds))
-        static = sum(stands.device.values()) + (sum(stands.host.values()) if self.device == "cpu" else 0)
-        return _Tables(_upper(moments), static, sum(stands.host.values()) + host, stands.nvme)
+            moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
+        on_host = sum(persistent.host.values())
+        static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
+        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme)
+
+    def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
+        kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device
+        parts = {
+            "gradients": live.gradients,
+            "communication buckets": live.buckets,
+            "gathered parameters": live.gathered,
+            "temporaries": live.temporaries,
+        }
+        kinds, activations = add_kinds(kinds, parts), add(live.activations, more)
+        return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
 
 
 def _forward_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Forward of the micro batch that finds most: a later one, where gradients accumulate."""
-    element = ELEMENT_BYTES[layout.precision]
+    """Yield the moments of the forward that finds most: a later micro batch's, where gradients accumulate."""
     gradients = buckets = 0
     if layout.accumulation > 1 and layout.zero_stage < 2:
-        gradients = element * line.parameters
-        buckets = element * layout.bucket * (1 + layout.overlap) if layout.zero_stage == 1 else 0
+        gradients = layout.element_bytes * line.parameters
+        buckets = layout.element_bytes * layout.bucket * (1 + layout.overlap) if layout.zero_stage == 1 else 0
     if layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
-        gradients = element * overlap_in_partition(line, shards(layout))
-    partitioned = layout.zero_stage == 3
-    here = replace(layout, offload_param="none") if device == "cpu" else layout  # the host's memory is the device's
-    gathered = gathered_in_forward(line, here) if partitioned else [0] * len(line.forward)
-    copied = gathered_at_once(line, here, device) if partitioned else [0] * len(line.forward)
+        gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)
+    gathered = copied = [0] * len(line.forward)
+    if layout.zero_stage == 3:
+        here = replace(layout, offload_param="none") if device == "cpu" else layout  # the host's memory is the device's
+        gathered, copied = gathered_in_forward(line, here), gathered_at_once(line, here, device)
     for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
             yield LiveMemory(point, gradients, buckets, whole)
         yield LiveMemory(before, gradients, buckets, whole, copy)
 
 
-def _telling(bounds: tuple[tuple[int, int], ...]) -> list[int]:
-    """Stages to look at: the first, the last, and of the others the first with each number of layers."""
-    seen, stages = set(), []
+def _distinct_stages(bounds: tuple[tuple[int, int], ...]) -> list[int]:
+    """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers."""
+    kinds: dict[tuple, int] = {}
     for stage, (first, last) in enumerate(bounds):
-        kind = (last - first, stage == 0, stage == len(bounds) - 1)
-        if kind not in seen:
-            seen.add(kind)
-            stages.append(stage)
-    return stages
-
-
-def _moment(phase: str, held: LiveMemory, stands: PersistentMemory, more: Point, device: str, host: int = 0) -> _Moment:
-    kinds = dict(stands.device)
-    parts = {
-        "gradients": held.gradients,
-        "communication buckets": held.buckets,
-        "gathered parameters": held.gathered,
-        "temporaries": held.temporaries,
-    }
-    if device == "cpu":
-        parts["temporaries"] += host
-        kinds = _added(kinds, stands.host)
-    kinds = _added(kinds, parts)
-    activations = (held.activations[0] + more[0], held.activations[1] + more[1])
-    return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
-
-
-def _added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
-
-
-def _upper(moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
-    """Without those that another one exceeds at every micro batch."""
-    best: list[_Moment] = []
-    for one in sorted(moments, key=lambda m: (m.slope, m.fixed), reverse=True):
-        if not best or one.fixed + one.slope > best[-1].fixed + best[-1].slope:
-            best.append(one)
-    return tuple(best)
-
-
-def _memory(table: _Tables, moment: _Moment, samples: int) -> LayoutMemory:
-    activations = round(moment.activations[0] + moment.activations[1] * samples)
-    breakdown = {kind: size for kind, size in moment.kinds.items() if size}
-    if activations:
-        breakdown["activations"] = activations
-    return LayoutMemory(
-        peak_bytes=sum(breakdown.values()),
-        peak_phase=moment.phase,
-        static_bytes=table.static_bytes,
-        host_bytes=table.host_bytes,
-        nvme_bytes=table.nvme_bytes,
-        breakdown=breakdown,
-    )
+        kinds.setdefault((last - first, stage == 0, stage == len(bounds) - 1), stage)
+    return list(kinds.values())

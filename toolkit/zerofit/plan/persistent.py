@@ -1,21 +1,30 @@
-"""What lies on device and host between two steps: parameters, master weights, optimizer states, standing buffers.
+"""Persistent memory: what stays on device, host and NVMe between two steps, by ZeRO stage and offloading.
 
-Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Bytes of Adam: two float32 states an element.
+Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Sizes of offloading are those of zerofit's bundled JSONs, else
+DeepSpeed's defaults. Swap buffers are rounded as torch rounds, as `zerofit simulate` counts them: an upper bound, since
+DeepSpeed's own allocator (ops/csrc/pin_memory) takes them page by page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
-from zerofit.plan.host import OffloadedMemory, optimizer_offloaded, parameters_offloaded, pinned
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.timeline import Parameter, StageTimeline
-from zerofit.spec.precision import ELEMENT_BYTES
+from zerofit.spec.overhead import pinned_bytes
 
-STATES_BYTES, MASTER_BYTES = 8, 4  # an element, whatever the precision
+STATES_BYTES, MASTER_BYTES = 8, 4  # per element, whatever the precision: Adam's two states, and the master weights
+SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
+SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, its default (zero/offload_config.py)
+PARAMETER_BUFFERS = 5  # offload_param.buffer_count, its default
+PARAMETERS_IN_CPU = 1_000_000_000  # offload_param.max_in_cpu, its default: elements
+LEAST_SWAPPED_BYTES = 2**20  # swap_tensor/utils.py, MIN_AIO_BYTES
+ALIGNED_BYTES = 1024  # swap_tensor/utils.py, AIO_ALIGNED_BYTES
+
+Shard = Callable[[Parameter], int]  # elements of a parameter that a rank has
 
 
 class PersistentMemory(NamedTuple):
@@ -24,16 +33,22 @@ class PersistentMemory(NamedTuple):
     device: dict[str, int]
     host: dict[str, int]
     nvme: int = 0
-    momentary: int = 0  # bytes that the host holds beside them at one moment
+    momentary: int = 0  # bytes beside them at the moment when host memory is highest
 
 
-def shards(layout: PlannedLayout) -> int:
-    """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
-    return layout.dp * layout.sp
+def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
+    """Return what stays of a rank's layers, by the ZeRO stage; `tied`: elements of a matrix that is another one's."""
+    if layout.zero_stage == 3:
+        found = _partitioned(line, layout, device, tied)
+    elif layout.zero_stage:
+        found = _partitioned_states(line, layout, device)
+    else:
+        found = _unpartitioned(line, layout)
+    return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
-    """Elements of one rank's flat partition of each group; padded to 2 x ranks (zero/stage_1_and_2.py:390, :525)."""
+    """Return the elements of a rank's flat partition per group, padded to 2 x ranks (stage_1_and_2.py:390, :525)."""
     return tuple(-(-sum(group) // (2 * ranks)) * 2 for group in line.groups if group)
 
 
@@ -47,41 +62,25 @@ class ParameterSharers(NamedTuple):
     whole: int  # of parameters that every tensor parallel rank has whole
     split: int  # of those that they have parts of
 
-    def of(self, parameter: Parameter) -> int:
-        """Of this parameter."""
-        return self.split if parameter.split else self.whole
+    def shard(self, parameter: Parameter) -> int:
+        """Return the elements of a parameter that one rank has."""
+        return -(-parameter.numel // (self.split if parameter.split else self.whole))
 
 
 def sharers(layout: PlannedLayout) -> ParameterSharers:
-    """At stage 3."""
-    return ParameterSharers(shards(layout) * layout.tp, shards(layout))
-
-
-def shards_of_parameters(line: StageTimeline, layout: PlannedLayout) -> tuple[int, ...]:
-    """Elements of one rank's parts of each group at stage 3: each parameter is spread by itself, rounded up."""
-    return _shards_of_parameters(line, sharers(layout))
+    """Return the ranks that share parameters at stage 3."""
+    return ParameterSharers(layout.zero_ranks * layout.tp, layout.zero_ranks)
 
 
 @lru_cache(maxsize=1024)
-def _shards_of_parameters(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
-    return tuple(sum(-(-p.numel // spread.of(p)) for p in group) for group in line.members if group)
-
-
-def kept_whole(line: StageTimeline, layout: PlannedLayout) -> int:
-    """Elements that stage 3 never gives back once gathered: persistent ones (partitioned_param_coordinator.py:644)."""
-    # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    return _persistent(line, layout.persistence, *(ranks > 1 for ranks in sharers(layout)))
-
-
-@lru_cache(maxsize=1024)
-def _persistent(line: StageTimeline, threshold: int, whole: bool, split: bool) -> int:
-    spread = (p.numel for layer in line.layers for p in layer if (split if p.split else whole))
-    return sum(numel for numel in spread if numel <= threshold)
+def parameter_shards(line: StageTimeline, spread: ParameterSharers) -> tuple[int, ...]:
+    """Return the elements of a rank's shards per group at stage 3: each parameter is spread by itself, rounded up."""
+    return tuple(sum(map(spread.shard, group)) for group in line.members if group)
 
 
 @lru_cache(maxsize=1024)
 def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
-    """Elements of all parameters that reach into a rank's partitions, on the rank where they are most.
+    """Count the elements of all parameters that reach into a rank's partitions, on the rank where they are most.
 
     Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
     """
@@ -90,74 +89,59 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
-    """Bytes of page-locked copies of their gradients, each by itself."""
-    locked = pinned(device)
+    """Count the bytes of page-locked copies of their gradients, each by itself."""
+    locked = _locking(device)
     return _overlap(line, ranks, lambda numel: locked(element * numel))
 
 
 def _overlap(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> int:
     totals = [0] * ranks
-    sizes = partitions(line, ranks)
-    for group, size in zip((g for g in line.groups if g), sizes, strict=True):
-        for rank, weight in _reaching_in(group, size, weigh):
-            totals[rank] += weight
+    for group, size in zip(filter(None, line.groups), partitions(line, ranks), strict=True):
+        start = 0
+        for numel in group:
+            for rank in range(start // size, (start + numel - 1) // size + 1):
+                totals[rank] += weigh(numel)
+            start += numel
     return max(totals)
 
 
-def _reaching_in(numels: Sequence[int], size: int, weigh: Callable[[int], int]) -> list[tuple[int, int]]:
-    found: dict[int, int] = {}
-    start = 0
-    for numel in numels:
-        for rank in range(start // size, (start + numel - 1) // size + 1):
-            found[rank] = found.get(rank, 0) + weigh(numel)
-        start += numel
-    return list(found.items())
-
-
-def standing(line: StageTimeline, layout: PlannedLayout, device: str, tied: int = 0) -> PersistentMemory:
-    """What stays of a rank's layers, by the ZeRO stage; `tied`: elements of a matrix that is another one's."""
-    element = ELEMENT_BYTES[layout.precision]
-    if layout.zero_stage == 3:
-        found = _partitioned(line, layout, element, device, tied)
-    elif layout.zero_stage:
-        found = _partitioned_states(line, layout, element, device)
-    else:
-        found = _unpartitioned(line, layout, element)
-    return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
-
-
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer: without ZeRO under a pipeline (engine.py:2316)."""
+    """Return whether DeepSpeed takes its BF16_Optimizer: without ZeRO under a pipeline (engine.py:2316)."""
     return layout.zero_stage == 0 and layout.pp > 1 and layout.precision == "bf16"
 
 
 def reduction_bytes(layout: PlannedLayout) -> int:
-    """An element in which gradients cross the ranks: float32 under sequence parallelism (engine.py:2182)."""
-    return 4 if layout.sp > 1 else ELEMENT_BYTES[layout.precision]
+    """Return the bytes of an element of gradients on the wire: float32 in sequence parallelism (engine.py:2182)."""
+    return 4 if layout.sp > 1 else layout.element_bytes
 
 
-def _unpartitioned(line: StageTimeline, layout: PlannedLayout, element: int) -> PersistentMemory:
-    """Stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
+def _locking(device: str) -> Callable[[int], int]:
+    """Return what rounds a page-locked buffer to its host memory; where the device is the CPU nothing is locked."""
+    return int if device == "cpu" else pinned_bytes
+
+
+def _unpartitioned(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
+    """Return stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
+    element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
-        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), element, "cuda")
-        gradients = element * sum(partitions(line, shards(layout))) * shards(layout)
+        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), "cuda")
+        gradients = element * sum(partitions(line, layout.zero_ranks)) * layout.zero_ranks
         return found._replace(device=found.device | {"gradients": gradients})
-    whole = line.parameters
     master = MASTER_BYTES * whole if element == 2 else 0
     states = STATES_BYTES * whole
     return PersistentMemory({"parameters": element * whole, "master weights": master, "optimizer state": states}, {})
 
 
-def _partitioned_states(line: StageTimeline, layout: PlannedLayout, element: int, device: str) -> PersistentMemory:
-    """Stages 1 and 2: a flat buffer a group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
-    ranks = shards(layout)
+def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
+    """Return stages 1 and 2: a flat buffer per group (stage_1_and_2.py:520), this rank's part in float32 (:560)."""
+    element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
     parameters = {"parameters": element * part * ranks}
     if layout.offload_optimizer == "none":
         states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return PersistentMemory(parameters | states, {})
-    locked = pinned(device)
+    locked = _locking(device)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
     host = {  # "nvme" is the CPU here (:220)
         "master weights": masters,
@@ -171,25 +155,117 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, element: int
     return PersistentMemory(parameters | {"communication buckets": element * line.largest}, host)  # :658
 
 
-def _partitioned(line: StageTimeline, layout: PlannedLayout, element: int, device: str, tied: int) -> PersistentMemory:
-    """Stage 3: parts of parameters (zero/stage3.py:972), masters (:1172), gradients in the model's dtype (:791)."""
-    part, of_one = sum(shards_of_parameters(line, layout)), partial(_part_of, sharers(layout))
+def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: int) -> PersistentMemory:
+    """Return stage 3: shards of parameters (zero/stage3.py:972), masters (:1172), gradients in their dtype (:791)."""
+    element, spread = layout.element_bytes, sharers(layout)
+    part = sum(parameter_shards(line, spread))
+    # never given back once gathered (partitioned_param_coordinator.py:644);
+    # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
+    gathered = _small_elements(line, layout.persistence, *(ranks > 1 for ranks in spread))
     here = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
-        "gathered parameters": element * kept_whole(line, layout),
+        "gathered parameters": element * gathered,
     }
-    away = OffloadedMemory({})
+    offloaded = PersistentMemory({}, {})
     if layout.offload_param == "none":
         here["parameters"] = element * part
     else:
-        away = parameters_offloaded(line, layout, of_one, element, device, tied)
+        offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
-        states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
-        return PersistentMemory(here | states | {"gradients": element * part}, away.host, away.nvme)
-    steps = optimizer_offloaded(line, layout, of_one, element, device)
-    host = {kind: away.host.get(kind, 0) + steps.host.get(kind, 0) for kind in {**away.host, **steps.host}}
-    return PersistentMemory(here, host, away.nvme + steps.nvme, steps.momentary)
+        here |= {
+            "master weights": MASTER_BYTES * part,
+            "optimizer state": STATES_BYTES * part,
+            "gradients": element * part,
+        }
+        return offloaded._replace(device=here)
+    states = optimizer_offloaded(line, layout, spread.shard, element, device)
+    host = add_kinds(offloaded.host, states.host)
+    return PersistentMemory(here, host, offloaded.nvme + states.nvme, states.momentary)
 
 
-def _part_of(spread: ParameterSharers, parameter: Parameter) -> int:
-    return -(-parameter.numel // spread.of(parameter))
+@lru_cache(maxsize=1024)
+def _small_elements(line: StageTimeline, threshold: int, whole: bool, split: bool) -> int:
+    spread = (p.numel for layer in line.layers for p in layer if (split if p.split else whole))
+    return sum(numel for numel in spread if numel <= threshold)
+
+
+def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Add bytes kind by kind."""
+    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
+
+
+class SubGroup(NamedTuple):
+    """Parameters that stage 3 steps at once."""
+
+    part: int  # elements of this rank
+    numels: tuple[int, ...]  # of the whole parameters
+
+
+def sub_groups(line: StageTimeline, shard: Shard) -> list[SubGroup]:
+    """Divide parameters as zero/stage3.py, _create_fp16_sub_groups."""
+    found = []
+    for group in filter(None, line.members):
+        waiting: list[Parameter] = []
+        whole = sum(map(shard, group)) <= SUB_GROUP_ELEMENTS
+        size = 0
+        for parameter in group:
+            waiting.append(parameter)
+            size += shard(parameter)
+            if parameter is group[-1] or (size >= SUB_GROUP_ELEMENTS and not whole):
+                found.append(SubGroup(size, tuple(p.numel for p in waiting)))
+                waiting, size = [], 0
+    return found
+
+
+def optimizer_offloaded(
+    line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str
+) -> PersistentMemory:
+    """Return states, masters and gradients; sub-groups below a MiB stay on the host (optimizer_utils.py)."""
+    locked, sizes = _locking(device), [group.part for group in sub_groups(line, shard)]
+    disk = layout.offload_optimizer == "nvme"
+    swapped = [size for size in sizes if disk and 4 * size >= LEAST_SWAPPED_BYTES]
+    kept = [size for size in sizes if not disk or 4 * size < LEAST_SWAPPED_BYTES]
+    host = {
+        "master weights": 4 * sum(kept),
+        "optimizer state": 8 * sum(kept),
+        # of the micro batch (zero/stage3.py:791), and the optimizer's own (:1338)
+        "gradients": locked(element * sum(sizes)) + sum(locked(4 * size) for size in kept),
+    }
+    if not swapped:
+        return PersistentMemory({}, host)
+    host["swap buffers"] = SWAP_BUFFERS * locked(4 * _aligned(max(swapped), 4))  # swap_tensor/utils.py:180
+    # moments are made in ordinary memory at the first step; gradients before they are locked (:791)
+    momentary = max(8 * max(swapped), element * sum(sizes) if device != "cpu" else 0)
+    return PersistentMemory({}, host, 16 * sum(swapped), momentary)
+
+
+def parameters_offloaded(
+    line: StageTimeline, layout: PlannedLayout, shard: Shard, element: int, device: str, tied: int = 0
+) -> PersistentMemory:
+    """Return a flat buffer per group (zero/stage3.py:884); beyond PARAMETERS_IN_CPU on disk, with buffers to read into.
+
+    `tied`: elements of a matrix that another one replaces once it has been written.
+    """
+    locked = _locking(device)
+    totals = [sum(map(shard, group)) for group in filter(None, line.members)]
+    if layout.offload_param == "cpu":
+        return PersistentMemory({}, {"parameters": sum(locked(element * size) for size in totals)})
+    flat, room = [], PARAMETERS_IN_CPU
+    for size in totals:
+        flat.append(min(size, max(0, room)))
+        room -= size
+    largest = max((p.numel * (layout.tp if p.split else 1) for layer in line.layers for p in layer), default=0)
+    buffers = locked(element * PARAMETER_BUFFERS * _aligned(largest, element))
+    if sum(flat) < sum(totals):  # for the largest sub-group's parameters, and in full (:1015)
+        most = max(sub_groups(line, shard), key=lambda g: g.part)
+        buffers += locked(element * sum(_aligned(numel, element) for numel in most.numels))
+    written = [shard(p) for group in line.members for p in group] + [shard(Parameter(tied, 0, 0))]
+    files = sum(element * _aligned(n, element) for n in written if element * n >= LEAST_SWAPPED_BYTES)
+    kept = sum(locked(element * size) for size in flat if size)
+    return PersistentMemory({}, {"parameters": kept, "swap buffers": buffers}, files)
+
+
+def _aligned(numel: int, element: int) -> int:
+    """Round elements up to a whole block of a file."""
+    block = ALIGNED_BYTES // element
+    return -(-numel // block) * block

@@ -1,4 +1,4 @@
-"""How a pipeline cuts the layers into stages, and what its engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
+"""Pipeline stages: how layers are cut, and what the engine holds (DeepSpeed 0.19.8, runtime/pipe/engine.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerofit.spec.profile import Profile
 
 
 def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
-    """First and last layer (exclusive, each of a run counted) of each stage, balanced by parameters.
+    """Return first and last layer (exclusive, each of a run counted) of each stage, balanced by parameters.
 
     As train/pipeline.py has it cut by deepspeed.runtime.utils.partition_balanced. Raises ValueError for more stages
     than layers.
@@ -30,22 +30,22 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def in_flight(line: StageTimeline, layout: PlannedLayout, stage: int) -> Iterator[tuple[PlannedLayout, Point]]:
-    """Kinds of passes of a stage, and the bytes held besides those of the micro batch at hand.
+    """Yield kinds of passes of a stage, and the bytes held besides those of the current micro batch.
 
     One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
     there are no gradients yet; one fewer is in flight when there are.
     """
     most = min(layout.pp - stage, layout.accumulation)
     if layout.accumulation > most:
-        yield layout, _held(line, most)
+        yield layout, _in_flight_bytes(line, most)
         return
-    yield replace(layout, accumulation=1), _held(line, most)
+    yield replace(layout, accumulation=1), _in_flight_bytes(line, most)
     if most > 1:
-        yield layout, _held(line, most - 1)
+        yield layout, _in_flight_bytes(line, most - 1)
 
 
 def idle(line: StageTimeline) -> Point:
-    """What stays between steps: a buffer to receive activations (:1123), one for their gradients (:1180).
+    """Return what stays between steps: a buffer to receive activations (:1123), one for their gradients (:1180).
 
     The last stage keeps the logits, inputs and inputs' gradients of its two buffers until they are used again (:751).
     """
@@ -57,20 +57,20 @@ def idle(line: StageTimeline) -> Point:
     return kept(0), kept(1)
 
 
-def _held(line: StageTimeline, micro_batches: int) -> Point:
-    """Each micro batch has its input twice: as received (:1128), and as the forward took it (:705)."""
+def _in_flight_bytes(line: StageTimeline, micro_batches: int) -> Point:
+    """Add up micro batches; each has its input twice: as received (:1128), and as the forward took it (:705)."""
     own = 0 if line.logits[1] else 2 * micro_batches  # the last stage's are in its two buffers
     between = idle(line)
 
-    def held(n: int) -> float:
+    def total(n: int) -> float:
         return between[n] + (micro_batches - 1) * line.saved[n] + own * line.received[n]
 
-    return held(0), held(1)
+    return total(0), total(1)
 
 
 @lru_cache(maxsize=256)
 def _balanced(weights: tuple[int, ...], stages: int) -> tuple[tuple[int, int], ...]:
-    """The cuts with the least difference between the heaviest and the lightest stage, ties cut as late as possible.
+    """Cut with the least difference between the heaviest and the lightest stage, ties cut as late as possible.
 
     The same dynamic programme as DeepSpeed's, over (heaviest, lightest) of the best cut of the first layers.
     """
@@ -89,7 +89,7 @@ def _balanced(weights: tuple[int, ...], stages: int) -> tuple[tuple[int, int], .
 
 
 def _best_cut(best: Sequence[tuple[float, float]], sums: Sequence[int], end: int) -> tuple[int, tuple[float, float]]:
-    """Where the last of the stages over the first `end` layers begins, and the heaviest and lightest stage then."""
+    """Return where the last of the stages over the first `end` layers begins, and the heaviest and lightest stage."""
     cost, found = math.inf, (0, (math.inf, math.inf))
     for cut in range(end):
         heaviest, lightest = best[cut]

@@ -1,16 +1,16 @@
-"""How fast a cluster really is: peaks of the catalogue times efficiencies, or what `zerofit calibrate` measured."""
+"""Rates that a cluster reaches: peaks of the catalogue times efficiencies, or what `zerofit calibrate` measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.local_machine import Calibration
 
 
 class SourcedRate(NamedTuple):
-    """A number and how it was come by."""
+    """A number and where it comes from."""
 
     value: float
     how: str
@@ -77,7 +77,7 @@ class Rates:
 
 
 def rates_of(cluster: Cluster, precision: str, calibration: Calibration | None = None) -> Rates:
-    """The rates of a cluster at a precision; `calibration` replaces what it has measured."""
+    """Return the rates of a cluster at a precision; `calibration` replaces what it has measured."""
     device, node = cluster.device, cluster.device.node
     measured = calibration or Calibration(kind=device.kind, device_name="", devices=0, date="")
     peak, share = device.peak(precision) or device.peak("fp32") or 0.0, _matmul(cluster, precision)
@@ -123,7 +123,7 @@ def _share_of(peak: float, efficiency: str) -> SourcedRate:
 
 
 def _matmul(cluster: Cluster, precision: str) -> SourcedRate:
-    """The share of the peak that the matrix products of a model reach."""
+    """Return the share of the peak that the matrix products of a model reach."""
     if cluster.on_cpu:
         return EFFICIENCIES["cpu bf16" if precision == "bf16" else "cpu"]
     best, shapes = BEST_MATMUL.get(cluster.device.name, OTHER_MATMUL), EFFICIENCIES["shapes"]

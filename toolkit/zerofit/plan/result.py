@@ -1,8 +1,7 @@
-"""The result of a plan: the best layouts with everything that is known of them, and why others do not fit."""
+"""The result of a plan: the best layouts with their memory and speed, and why others do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from zerofit.plan.rates import Rates
 from zerofit.plan.time import StepTime
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.plain_data import field_data
+from zerofit.spec.files import field_data
 from zerofit.spec.units import shown_bytes
 
 SAME_SPEED = 0.03  # a forecast of time is less exact than this share
@@ -20,7 +19,7 @@ SAME_SPEED = 0.03  # a forecast of time is less exact than this share
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedLayout:
-    """One of the best layouts, with everything that is known of it."""
+    """One of the best layouts, with its memory and speed."""
 
     layout: PlannedLayout
     memory: LayoutMemory
@@ -43,7 +42,7 @@ class RankedLayout:
             "peak_phase": self.memory.peak_phase,
             "breakdown": self.memory.breakdown,
             "margin_bytes": round(self.fit.margin_bytes),
-            "device_total_bytes": self.fit.device_there_bytes,
+            "device_total_bytes": self.fit.device_available_bytes,
             "host_bytes": self.memory.host_bytes,
             "nvme_bytes": self.memory.nvme_bytes,
             "step_s": self.step_s,
@@ -51,13 +50,13 @@ class RankedLayout:
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "fits": self.fit.short is None,
+            "fits": self.fit.exceeded is None,
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """Layouts that do not fit for one reason, by the one that came nearest (None where none was forecast)."""
+    """Layouts that do not fit for one reason, with the one that needs least (None where none was forecast)."""
 
     reason: str  # stable slug
     count: int
@@ -69,12 +68,9 @@ class Rejected:
     def to_dict(self) -> dict[str, Any]:
         """Return a row of `rejections` in `zerofit plan --json`."""
         return {
-            "reason": self.reason,
-            "count": self.count,
-            "message": self.message,
-            "hint": self.hint,
+            **field_data(self, "layout", "fit"),
             "layout": self.layout.to_dict() if self.layout else None,
-            "lacks_share": round(self.fit.over - 1, 4) if self.fit else None,
+            "lacks_share": round(self.fit.utilization - 1, 4) if self.fit else None,
         }
 
 
@@ -97,12 +93,16 @@ class PlanResult:
     @property
     def nearest(self) -> Rejected | None:
         """The rejected layout that lacks least."""
-        return min((r for r in self.rejections if r.fit), key=lambda r: r.fit.over if r.fit else 0.0, default=None)
+        return min(
+            (r for r in self.rejections if r.fit), key=lambda r: r.fit.utilization if r.fit else 0.0, default=None
+        )
 
     @property
     def plainest(self) -> int | None:
-        """The place of the plainest among the layouts that are nearly as fast as the first."""
-        return plainest(self.layouts)
+        """The place of the plainest among the layouts that are nearly as fast as the first; None without layouts."""
+        speeds = [one.samples_per_s for one in self.layouts]
+        near = [n for n, speed in enumerate(speeds) if speed >= (1 - SAME_SPEED) * speeds[0]]
+        return min(near, key=lambda n: plain(self.layouts[n].layout), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan's part of what `zerofit plan --json` prints."""
@@ -158,9 +158,3 @@ def plain(layout: PlannedLayout) -> tuple[int, ...]:
     degrees = layout.tp * layout.pp * layout.sp
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)
     return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)
-
-
-def plainest(layouts: Sequence[RankedLayout]) -> int | None:
-    """Return the place of the plainest among those that are nearly as fast as the first; None without layouts."""
-    near = [n for n, one in enumerate(layouts) if one.samples_per_s >= (1 - SAME_SPEED) * layouts[0].samples_per_s]
-    return min(near, key=lambda n: plain(layouts[n].layout), default=None)

@@ -1,4 +1,4 @@
-"""The search: every layout forecast, those that do not fit counted with their reasons, the rest by their speed."""
+"""The search: forecasts every layout, counts those that do not fit by reason, and ranks the rest by speed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from zerofit.plan.degrees import Degrees, degree_problem
-from zerofit.plan.fit import Fit, fit
+from zerofit.plan.fit import Fit, Forecast, check_fit, explain, remedy
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
-from zerofit.plan.reasons import Forecast, remedy, why
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
-from zerofit.plan.space import PlanRequest, SearchSpace, space_of
+from zerofit.plan.space import Degrees, PlanRequest, SearchSpace, degree_problem, space_of
 from zerofit.plan.time import StepTime, Timer, model_flops
-from zerofit.spec.calibration import Calibration
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
+from zerofit.spec.local_machine import Calibration
 from zerofit.spec.overhead import HOST_RESERVE
-from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import Profile, setting
 
 Correct = Callable[[PlannedLayout, float], float]
@@ -34,6 +31,15 @@ class TimedLayout(NamedTuple):
     samples_per_s: float
 
 
+class Misfits(NamedTuple):
+    """Layouts that do not fit for one reason, and the one of them that needs least."""
+
+    count: int
+    layout: PlannedLayout
+    memory: LayoutMemory
+    fit: Fit
+
+
 def search(
     profile: Profile,
     cluster: Cluster,
@@ -43,7 +49,7 @@ def search(
     top: int = 10,
     correct: Correct | None = None,
 ) -> PlanResult:
-    """Rank all layouts. Raises UserError where degrees or batches that were asked for cannot be.
+    """Rank all layouts. Raises UserError where the degrees or batches of the request are impossible.
 
     `correct`: the step time of a layout whose forecast is given, both in seconds.
     """
@@ -53,13 +59,14 @@ def search(
     if not space.families:
         raise UserError(*(problem for problem, _ in space.left_out.values()))
     rates = rates_of(cluster, request.precision, calibration)
-    fitting, misses = _judged(space.families, cluster, forecast)
+    fitting, misfits = _divide(space.families, cluster, forecast)
     timer = Timer(profile, cluster, rates)
-    rated = sorted((_rated(layout, timer, correct) for layout in fitting), key=_rank)
-    flops = (
-        model_flops(profile, request.precision) if setting(request.precision, False, 1, 1) in profile.costs else None
-    )
-    ranked = (_ranked(one, profile, cluster, forecast, rates, flops) for one in _shown(rated, top, request.every))
+    timed = [_timed(layout, timer, correct) for layout in fitting]
+    # fastest first; of those that are alike the plainest
+    timed.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout)))
+    plain_setting = setting(request.precision, False, 1, 1)
+    flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
+    ranked = (_ranked(one, profile, cluster, forecast, rates, flops) for one in _best(timed, top, request.every))
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,
@@ -68,7 +75,7 @@ def search(
         cluster=cluster,
         rates=rates,
         layouts=tuple(ranked),
-        rejections=tuple(_rejected(misses, space, cluster, forecast)),
+        rejections=tuple(_rejections(misfits, space, cluster, forecast)),
         considered=sum(map(len, space.families)),
         fitting=len(fitting),
         seconds=time.perf_counter() - start,
@@ -76,39 +83,37 @@ def search(
 
 
 def pressure(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float:
-    """What the layout that fits best wants of the scarcest memory, as a share of what there is; above 1 none fits."""
+    """Return the utilization of the layout that needs least of the scarcest memory; above 1 none fits."""
     families = space_of(profile, cluster, request).families
-    return min((_over(family[0], profile, cluster, forecast) for family in families), default=math.inf)
+    return min((_utilization(family[0], profile, cluster, forecast) for family in families), default=math.inf)
 
 
-def _over(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
-    """What a layout wants as a share of what there is; at least that, where a pipeline is far too large.
+def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, forecast: Forecast) -> float:
+    """Return a layout's utilization of the scarcest memory; a lower bound, where a pipeline is far too large.
 
     Cutting hundreds of layers into stages takes seconds: it is left out where a stage's average share of parameters
-    and moments, which stand on the device at stages 0 and 1, is too large already.
+    and moments, which stay on the device at stages 0 and 1, is too large already.
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp
-        least = ELEMENT_BYTES[layout.precision] * share + 8 * share / (layout.dp if layout.zero_stage else 1)
+        least = layout.element_bytes * share + 8 * share / (layout.dp if layout.zero_stage else 1)
         if least > cluster.device.memory_bytes:
             return least / cluster.device.memory_bytes
-    return _fit_of(layout, cluster, forecast)[1].over
+    return _forecast_fit(layout, cluster, forecast)[1].utilization
 
 
 def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, forecast: Forecast) -> float | None:
-    """Bytes of a node's memory with which a layout would fit; None where that alone does not help."""
+    """Return the bytes of a node's memory with which a layout would fit; None where that alone does not help."""
     ample = replace(cluster, host_memory=10**18)
-    fits = [_fit_of(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
-    return min((one.host_bytes / (1 - HOST_RESERVE) for one in fits if one.short is None), default=None)
+    fits = [_forecast_fit(family[0], ample, forecast)[1] for family in space_of(profile, cluster, request).families]
+    return min((fit.host_bytes / (1 - HOST_RESERVE) for fit in fits if fit.exceeded is None), default=None)
 
 
 def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
-    """Raise a UserError with everything that makes the asked degrees and batch impossible."""
+    """Raise a UserError with everything that makes the request's degrees and batch impossible."""
     problems = Problems()
-    if request.tp or request.pp or request.sp:
-        problem = degree_problem(Degrees(request.tp or 1, request.pp or 1, request.sp or 1), profile, cluster)
-        if problem:
-            problems.extend([problem])
+    problem = degree_problem(Degrees(request.tp or 1, request.pp or 1, request.sp or 1), profile, cluster)
+    problems.extend([problem] if problem else [])
     if request.global_batch and request.micro_batch and request.global_batch % request.micro_batch:
         problems.add(
             "batch-size",
@@ -119,71 +124,67 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     problems.raise_if_any()
 
 
-def _fit_of(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """The forecast counts one micro batch before the last, and those in flight; more of them change nothing."""
+def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
+    """Forecast a layout with as few micro batches as count: one before the last, and those in flight."""
     most = max(2, layout.pp)
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
-    return memory, fit(memory, layout, cluster)
+    return memory, check_fit(memory, layout, cluster)
 
 
-def _judged(
+def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
-) -> tuple[list[PlannedLayout], dict[str, tuple[int, PlannedLayout, LayoutMemory, Fit]]]:
-    """Those that fit, and for each reason how many do not and the one that came nearest.
+) -> tuple[list[PlannedLayout], dict[str, Misfits]]:
+    """Return the layouts that fit, and for each reason those that do not.
 
     Where the first of a family does not fit, the others, which need more, do not either. Where it fits with all that
     larger buckets can add to spare, the others fit too.
     """
-    fitting, misses = [], {}
+    fitting: list[PlannedLayout] = []
+    misfits: dict[str, Misfits] = {}
     for family in families:
-        memory, judged = _fit_of(family[0], cluster, forecast)
-        short = judged.short
-        if short:
-            _note(misses, short, len(family), family[0], memory, judged)
+        memory, fit = _forecast_fit(family[0], cluster, forecast)
+        if fit.exceeded:
+            _count(misfits, Misfits(len(family), family[0], memory, fit))
             continue
         fitting.append(family[0])
-        spare = judged.device_there_bytes - judged.device_bytes
+        spare = fit.device_available_bytes - fit.device_bytes
         for variant in family[1:]:
-            if variant.persistence != family[0].persistence or _most_added(variant) > spare:
-                memory, judged = _fit_of(variant, cluster, forecast)
-                if judged.short:
-                    _note(misses, judged.short, 1, variant, memory, judged)
+            # what buckets can add at most: in float32, flattened, sent and received, twice with overlap
+            added = 4 * 4 * variant.bucket * (1 + variant.overlap)
+            if variant.persistence != family[0].persistence or added > spare:
+                memory, fit = _forecast_fit(variant, cluster, forecast)
+                if fit.exceeded:
+                    _count(misfits, Misfits(1, variant, memory, fit))
                     continue
             fitting.append(variant)
-    return fitting, misses
+    return fitting, misfits
 
 
-def _most_added(variant: PlannedLayout) -> float:
-    """Bytes that buckets can add at most: in float32, flattened, sent and received, twice with overlap."""
-    return 4 * 4 * variant.bucket * (1 + variant.overlap)
+def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
+    """Add layouts to those of the same reason; of both, the one that needs least is kept."""
+    place = one.fit.exceeded
+    reason = f"device-memory-{one.memory.peak_phase}" if place == "device" else f"{place}-memory"
+    known = misfits.get(reason)
+    if known:
+        nearest = one if one.fit.utilization < known.fit.utilization else known
+        one = nearest._replace(count=known.count + one.count)
+    misfits[reason] = one
 
 
-def _note(misses: dict, short: str, count: int, layout: PlannedLayout, memory: LayoutMemory, judged: Fit) -> None:
-    reason = f"device-memory-{memory.peak_phase}" if short == "device" else f"{short}-memory"
-    known = misses.get(reason)
-    nearest = (layout, memory, judged) if known is None or judged.over < known[3].over else known[1:]
-    misses[reason] = ((known[0] if known else 0) + count, *nearest)
-
-
-def _rated(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
-    """The speed in three digits, so that layouts which differ in the fourth alone are told apart by their plainness."""
+def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> TimedLayout:
+    """Round the speed to three digits, so that of layouts which differ in the fourth alone the plainest is first."""
     step = timer.step(layout)
     if correct:
-        step = step.stretched(correct(layout, step.step_s) / step.step_s)
+        step = step.scaled(correct(layout, step.step_s) / step.step_s)
     return TimedLayout(layout, step, float(f"{layout.global_batch / step.step_s:.3g}"))
 
 
-def _rank(one: TimedLayout) -> tuple:
-    """Fastest first; of those that are alike the plainest."""
-    return (-one.samples_per_s, *plain(one.layout))
-
-
-def _shown(rated: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
-    """The best ones that differ in more than buckets and overlap; or all kinds of them."""
+def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:
+    """Return the best that differ in more than buckets and overlap; with `every`, simply the best."""
     if every:
-        return rated[:most]
+        return timed[:most]
     seen: dict[tuple, TimedLayout] = {}
-    for one in rated:
+    for one in timed:
         c = one.layout
         key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.checkpointing)
         seen.setdefault(key, one)
@@ -195,21 +196,23 @@ def _shown(rated: list[TimedLayout], most: int, every: bool) -> list[TimedLayout
 def _ranked(
     one: TimedLayout, profile: Profile, cluster: Cluster, forecast: Forecast, rates: Rates, flops: float | None
 ) -> RankedLayout:
-    memory, judged = _fit_of(one.layout, cluster, forecast)
+    memory, fit = _forecast_fit(one.layout, cluster, forecast)
     return RankedLayout(
         memory=memory,
-        fit=judged,
+        fit=fit,
         tokens_per_s=None if profile.seq_len is None else one.samples_per_s * profile.seq_len,
         mfu=one.samples_per_s * flops / (rates.peak * cluster.ranks) if rates.peak and flops else None,
         **one._asdict(),
     )
 
 
-def _rejected(misses: dict, space: SearchSpace, cluster: Cluster, forecast: Forecast) -> list[Rejected]:
+def _rejections(
+    misfits: dict[str, Misfits], space: SearchSpace, cluster: Cluster, forecast: Forecast
+) -> list[Rejected]:
     rejected = []
-    for reason, (count, layout, memory, judged) in misses.items():
-        message, hint = why(memory, judged), remedy(layout, cluster, forecast)
-        rejected.append(Rejected(reason=reason, count=count, message=message, hint=hint, layout=layout, fit=judged))
+    for reason, (count, layout, memory, fit) in misfits.items():
+        message, hint = explain(memory, fit), remedy(layout, cluster, forecast)
+        rejected.append(Rejected(reason=reason, count=count, message=message, hint=hint, layout=layout, fit=fit))
     for reason, (problem, count) in space.left_out.items():
         rejected.append(Rejected(reason=reason, count=count, message=problem.message, hint=problem.hint))
     return sorted(rejected, key=lambda r: -r.count)

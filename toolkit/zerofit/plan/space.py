@@ -1,4 +1,4 @@
-"""The layouts that a plan considers: what DeepSpeed and zerofit take of stages, offloading, degrees and batches."""
+"""The layouts that a plan considers: stages, offloading, degrees and batches that DeepSpeed and zerofit take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
+from zerofit.spec.model_facts import (
+    SEQUENCE_PARALLEL_TYPES,
+    TENSOR_PARALLEL_TYPES,
+    bucket_elements,
+    persistence_elements,
+    prefetch_elements,
+    width,
+)
 from zerofit.spec.profile import Profile, setting
-from zerofit.spec.zero_sizes import bucket_elements, persistence_elements, prefetch_elements, width
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
@@ -20,9 +26,22 @@ IMAGES = 8
 MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
 
+class Degrees(NamedTuple):
+    """Parallel degrees beside data parallelism; at most one is above 1."""
+
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+
+    @property
+    def product(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tp * self.pp * self.sp
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked of a plan; None leaves it to the search."""
+    """The user's choices for a plan; None leaves one to the search."""
 
     precision: str
     global_batch: int | None = None
@@ -47,13 +66,13 @@ class SearchSpace:
     left_out: dict[str, tuple[Problem, int]] = field(default_factory=dict)
 
     def leave_out(self, problem: Problem) -> None:
-        """Note one degree or batch that cannot be."""
+        """Note one degree or batch that is impossible."""
         _, count = self.left_out.get(problem.kind, (problem, 0))
         self.left_out[problem.kind] = (problem, count + 1)
 
 
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
-    """Every layout that can be run on this cluster as requested."""
+    """Return every layout that can be run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
     for degrees in _degrees(cluster, profile, request):
         problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
@@ -61,9 +80,9 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             space.leave_out(problem)
             continue
         batches = list(_batches(degrees, profile, cluster, request, space))
-        options = list(
-            product(_sharding(degrees, cluster, request.precision), _checkpointings(degrees, profile, request), batches)
-        )
+        asked = (False, True) if request.checkpointing is None else (request.checkpointing,)
+        traced = [c for c in asked if setting(request.precision, c, degrees.tp, degrees.sp) in profile.costs]
+        options = product(_sharding(degrees, cluster, request.precision), traced, batches)
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
             first = PlannedLayout(
                 zero_stage=stage,
@@ -86,7 +105,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
 
 
 def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterator[Degrees]:
-    """All of them, or those that were asked for."""
+    """Yield all degrees that may be possible, or those that were asked for."""
     if request.tp or request.pp or request.sp:
         yield Degrees(request.tp or 1, request.pp or 1, request.sp or 1)
         return
@@ -114,7 +133,7 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
 
 
 def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tuple[int, Offload, Offload]]:
-    """ZeRO stage, where the optimizer's states lie, where parameters do."""
+    """Yield ZeRO stage, where the optimizer's states are, where parameters are."""
     if degrees.pp == 1 or precision != "fp32":  # clips by the first stage's norm alone (runtime/utils.py:394)
         yield 0, "none", "none"
     yield 1, "none", "none"
@@ -133,15 +152,10 @@ def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tu
         yield 3, "nvme", "nvme"
 
 
-def _checkpointings(degrees: Degrees, profile: Profile, request: PlanRequest) -> list[bool]:
-    wanted = (False, True) if request.checkpointing is None else (request.checkpointing,)
-    return [c for c in wanted if setting(request.precision, c, degrees.tp, degrees.sp) in profile.costs]
-
-
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Micro batch and accumulation steps; a pipeline gets at least one micro batch a stage."""
+    """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per stage."""
     dp = cluster.ranks // degrees.product
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task == "image" else 1)
@@ -162,7 +176,7 @@ def _batches(
 
 
 def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[PlannedLayout]:
-    """The same with larger buckets, with gradients reduced beside backward, and with more of a model kept gathered."""
+    """Return the same with larger buckets, with gradients reduced during backward, and with more kept gathered."""
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
@@ -186,3 +200,105 @@ def stage3_sizes(profile: Profile) -> Stage3Sizes:
     largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
     hidden = width(profile.hidden_size, largest)
     return Stage3Sizes(prefetch=prefetch_elements(hidden), persistence=persistence_elements(hidden))
+
+
+def settings_of(heads: tuple[int | None, int | None], model_type: str | None, most: int) -> list[Degrees]:
+    """Return the degrees up to `most` worth tracing for a model of these attention and key-value heads."""
+    powers = [2**n for n in range(1, most.bit_length()) if 2**n <= most]
+    found = [degrees for n in powers for degrees in (Degrees(tp=n), Degrees(sp=n))]
+    return [Degrees(), *(degrees for degrees in found if heads_take(degrees, heads, model_type))]
+
+
+def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
+    """Return whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
+    degree, whole = degrees.tp * degrees.sp, [count for count in heads if count]
+    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
+    return degree == 1 or (bool(whole) and model_type in types and not any(count % degree for count in whole))
+
+
+def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    """Say why these degrees are impossible for this model and cluster; None where they are not."""
+    if sum(degree > 1 for degree in degrees) > 1:
+        return Problem(
+            kind="combination",
+            message="tensor, pipeline and sequence parallelism cannot be combined: DeepSpeed builds the process "
+            "groups of only one of them",
+            hint="keep one; data parallelism fills the remaining ranks",
+            where="--tensor-parallel, --pipeline, --sequence-parallel",
+        )
+    if cluster.ranks % degrees.product:
+        name, degree = _named(degrees)
+        fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
+        message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
+        return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
+    if degrees.pp > 1:
+        return _pipeline_problem(degrees.pp, profile)
+    if degrees.tp > 1 or degrees.sp > 1:
+        return _heads_problem(degrees, profile, cluster)
+    return None
+
+
+def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
+    layers = sum(layer.count for layer in profile.layers)
+    if ":" in profile.model:
+        message = f"--pipeline {pp} needs a model that is a list of layers, which {profile.model} is not"
+        return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
+    if pp <= layers:
+        return None
+    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}"
+    return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
+
+
+def _heads_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    name, degree = _named(degrees)
+    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
+    kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
+    if profile.attention_heads is None or profile.model_type not in types:
+        what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
+        message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
+        return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
+    for count, what in ((profile.attention_heads, "attention heads"), (profile.kv_heads, "key-value heads")):
+        if count and count % degree:
+            hint = f"degrees that do: {_list(_taken(degrees, profile))}"
+            message = f"{name} {degree} does not divide the {count} {what} of {profile.model}"
+            return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
+    if degrees.tp > 1 and cluster.gpus % degree:
+        fitting = [d for d in _taken(degrees, profile) if cluster.gpus % d == 0]
+        message = f"{name} {degree} does not stay within nodes of {cluster.gpus} ranks"
+        return Problem(kind="tensor-parallel-node", message=message, hint=f"degrees that do: {_list(fitting)}")
+    if degrees.sp > 1 and profile.seq_len and profile.seq_len % degree:
+        message = f"{name} {degree} does not divide {profile.seq_len} tokens"
+        hint = f"take --seq-len {profile.seq_len // degree * degree or degree}"
+        return Problem(kind="sequence-parallel-length", message=message, hint=hint, where=name)
+    return None
+
+
+def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
+    """Return whether the model takes another degree of the same kind."""
+    if degrees.pp > 1:
+        return _pipeline_problem(degree, profile) is None
+    other = Degrees(tp=degree) if degrees.tp > 1 else Degrees(sp=degree)
+    return heads_take(other, (profile.attention_heads, profile.kv_heads), profile.model_type)
+
+
+def _taken(degrees: Degrees, profile: Profile) -> list[int]:
+    """Return degrees of this kind that the model takes: divisors of its heads and, for `sp`, of its tokens."""
+    counts = [count for count in (profile.attention_heads, profile.kv_heads) if count]
+    if degrees.sp > 1 and profile.seq_len:
+        counts.append(profile.seq_len)
+    return [d for d in divisors(min(counts)) if not any(count % d for count in counts)]
+
+
+def _named(degrees: Degrees) -> tuple[str, int]:
+    names = ("--tensor-parallel", "--pipeline", "--sequence-parallel")
+    return next((name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:16]))

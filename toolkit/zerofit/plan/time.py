@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.precision import ELEMENT_BYTES
 from zerofit.spec.profile import LayerCost, Linear, Profile, setting
 
 # fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
@@ -21,10 +19,19 @@ ADAM_BYTES = 44
 HOST_ADAM_BYTES = 42
 STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
 
+# bytes that each rank of n sends for a tensor of one byte, by ring algorithms
+_SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0 if n > 1 else 0.0,
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of one optimizer step that the parts add to it; what hides behind compute is not in them."""
+    """Seconds of one optimizer step, and what the parts add to it; what overlaps with compute is not in them."""
 
     step_s: float
     compute_s: float  # forward and backward of all micro batches
@@ -36,8 +43,8 @@ class StepTime:
     optimizer_s: float  # Adam, with the all-gather of what it stepped
     transfer_s: float  # between device, host and disks, for offloading
 
-    def stretched(self, factor: float) -> StepTime:
-        """All parts times a factor."""
+    def scaled(self, factor: float) -> StepTime:
+        """Return all parts times a factor."""
         return StepTime(**{name: factor * value for name, value in asdict(self).items()})
 
 
@@ -52,41 +59,43 @@ class _Pass:
     layers: float  # how many the stage has
     parameters: float  # elements of the stage with most, on one rank
     matrices: float  # tensors that ZeRO-3 shares out; vectors stay on every rank
-    handed_on_bytes: float
+    stage_output_bytes: float
 
 
 class Timer:
-    """Forecasts of step times for one model on one cluster; parts that layouts share are computed once."""
+    """Forecasts of step times for one model on one cluster; what layouts share is computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes: dict[tuple, _Pass] = {}
 
     def step(self, layout: PlannedLayout) -> StepTime:
-        """The time of one optimizer step. KeyError where the layout's setting is not in the profile."""
-        one, rates, b = self._pass(layout), self.rates, ELEMENT_BYTES[layout.precision]
+        """Return the time of one optimizer step. KeyError where the layout's setting is not in the profile."""
+        one, b, gpus = self._pass(layout), layout.element_bytes, self._cluster.gpus
         micro_batches = layout.accumulation
-        shards = group_of(layout.dp * layout.sp, layout.tp, self._cluster.gpus)
+        shards = group_of(layout.zero_ranks, layout.tp, gpus)
         tensor_s, sequence_s = self._model_parallel_s(layout, one)
         gather_s = self._gather_s(layout, one, shards, b)
         reduce_s = self._reduce_s(layout, one, shards, b)
         forward_s = one.forward_s + (tensor_s + sequence_s) / 2
         backward_s = one.backward_s + (tensor_s + sequence_s) / 2
         gather_wait_s, reduce_wait_s = self._waits(layout, forward_s, backward_s, gather_s, reduce_s)
-        handed_s = 2 * collective_s("send", one.handed_on_bytes, 1, self._neighbours(layout), rates)
-        a_micro_batch_s = forward_s + backward_s + gather_wait_s + handed_s
-        bubble_s = (layout.pp - 1) * a_micro_batch_s
+        # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
+        neighbours = group_of(2 if layout.pp > 1 else 1, layout.dp, gpus)
+        send_s = 2 * collective_s("send", one.stage_output_bytes, 1, neighbours, self.rates)
+        micro_batch_s = forward_s + backward_s + gather_wait_s + send_s
+        bubble_s = (layout.pp - 1) * micro_batch_s
         reductions = micro_batches if layout.zero_stage >= 2 else 1
         optimizer_s = self._optimizer_s(layout, one, shards, b)
         transfer_s = self._transfer_s(layout, one, shards, b)
         return StepTime(
-            step_s=micro_batches * a_micro_batch_s + bubble_s + reductions * reduce_wait_s + optimizer_s + transfer_s,
+            step_s=micro_batches * micro_batch_s + bubble_s + reductions * reduce_wait_s + optimizer_s + transfer_s,
             compute_s=micro_batches * (one.forward_s + one.backward_s),
             gather_s=micro_batches * gather_wait_s,
             reduce_s=reductions * reduce_wait_s,
             tensor_s=micro_batches * tensor_s,
             sequence_s=micro_batches * sequence_s,
-            bubble_s=bubble_s + micro_batches * handed_s,
+            bubble_s=bubble_s + micro_batches * send_s,
             optimizer_s=optimizer_s,
             transfer_s=transfer_s,
         )
@@ -108,10 +117,13 @@ class Timer:
         ]
         hook_s = ZERO3_HOOK_S.value if layout.zero_stage == 3 else 0.0
         passes = [
-            tuple(self._layer_s(cost, m, phase, hook_s * sum(held)) for phase in ("forward", "backward"))
-            for cost, held in zip(costs, tensors, strict=True)
+            tuple(self._layer_s(cost, m, phase, hook_s * sum(counts)) for phase in ("forward", "backward"))
+            for cost, counts in zip(costs, tensors, strict=True)
         ]
-        stages = self._stages(layout.pp)
+        # for each pipeline stage, which layers it has: (place in profile.layers, how many of that run)
+        flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
+        bounds = stage_bounds(self._profile, layout.pp)
+        stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
         slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
         sizes = [
             sum(cost.matrices or layer.matrices) + sum(cost.vectors or layer.vectors)
@@ -130,16 +142,11 @@ class Timer:
             layers=sum(n for _, n in slowest),
             parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
             matrices=sum(n * tensors[i][0] for i, n in slowest),
-            handed_on_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if layout.pp > 1 else 0.0,
+            stage_output_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if layout.pp > 1 else 0.0,
         )
 
-    def _stages(self, pp: int) -> list[list[tuple[int, int]]]:
-        """For each pipeline stage, which layers it has: (place in profile.layers, how many of that run)."""
-        flat = [index for index, layer in enumerate(self._profile.layers) for _ in range(layer.count)]
-        return [sorted(Counter(flat[first:last]).items()) for first, last in stage_bounds(self._profile, pp)]
-
     def _layer_s(self, cost: LayerCost, micro_batch: int, phase: str, hooks_s: float) -> float:
-        """Compute-bound and memory-bound kernels take turns, so their times add; launches run ahead on GPUs."""
+        """Add compute-bound and memory-bound kernels, which take turns; launches run ahead on GPUs."""
         rates = self.rates
         flops: Linear = getattr(cost, f"{phase}_flops")
         moved: Linear = getattr(cost, f"{phase}_bytes")
@@ -147,12 +154,8 @@ class Timer:
         launch_s = getattr(cost, f"{phase}_ops") * rates.launch_s + hooks_s
         return max(busy_s, launch_s) if rates.ahead else busy_s + launch_s
 
-    def _neighbours(self, layout: PlannedLayout) -> RankGroup:
-        """A pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology."""
-        return group_of(2 if layout.pp > 1 else 1, layout.dp, self._cluster.gpus)
-
     def _model_parallel_s(self, layout: PlannedLayout, one: _Pass) -> tuple[float, float]:
-        """All-reduces of tensor and all-to-alls of sequence parallelism in one micro batch; compute waits for them."""
+        """Time all-reduces of tensor and all-to-alls of sequence parallelism per micro batch; nothing overlaps."""
         gpus, again = self._cluster.gpus, 3 if layout.checkpointing else 2
         tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, 1, gpus)
         return (
@@ -161,7 +164,7 @@ class Timer:
         )
 
     def _gather_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
+        """Time ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
         if layout.zero_stage < 3:
             return 0.0
         whole = b * one.parameters
@@ -174,7 +177,7 @@ class Timer:
         return 2 * seconds
 
     def _reduce_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """All gradients once. Stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
+        """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
         calls = max(1.0, one.parameters / max(1, layout.bucket))
         return collective_s(op, b * one.parameters, calls, shards, self.rates)
@@ -182,7 +185,7 @@ class Timer:
     def _waits(
         self, layout: PlannedLayout, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
     ) -> tuple[float, float]:
-        """How long compute waits for gathers in a micro batch, and for one reduction of gradients.
+        """Return how long compute waits for gathers in a micro batch, and for one reduction of gradients.
 
         Gathers are issued ahead of their layers. Reductions run beside backward with overlap_comm alone; without it
         they are on its stream (stage3.py:341, stage_1_and_2.py, average_tensor). Stage 0 reduces after backward.
@@ -195,7 +198,7 @@ class Timer:
         return gather_wait_s, max(_beside(reduce_s, idle_s), last_bucket_s)
 
     def _optimizer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """Adam on a rank's share, then stages 1 and 2 gather what was stepped."""
+        """Time Adam on a rank's share, then the all-gather of stages 1 and 2."""
         share = one.parameters / (shards.size if layout.zero_stage else 1)
         gathered_s = 0.0
         if layout.zero_stage in (1, 2):
@@ -206,11 +209,10 @@ class Timer:
         return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
 
     def _transfer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """What offloading the optimizer moves: gradients, stepped parameters, states from and to the disks.
+        """Time the transfers of an offloaded optimizer: gradients, stepped parameters, states from and to the disks.
 
-        Gradients of earlier micro batches come up, are added to and go down again: at stage 3 a rank's share
-        (stage3.py:2015), at stage 2 those of all parameters on every rank (stage_1_and_2.py:1809). The sum goes down in
-        float32.
+        Gradients are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
+        parameters on every rank (stage_1_and_2.py:1809). Their sum is transferred in float32.
         """
         if layout.offload_optimizer == "none":
             return 0.0
@@ -228,15 +230,64 @@ class Timer:
 
 
 def _beside(collective_s: float, compute_s: float) -> float:
-    """Seconds that a collective adds to compute which it runs beside."""
+    """Return the seconds that a collective adds to the compute it overlaps with."""
     return max(0.0, collective_s - compute_s) + CONTENTION.value * min(collective_s, compute_s)
 
 
 def model_flops(profile: Profile, precision: str) -> float:
-    """FLOPs of one sample's forward and backward, counted as three forwards (train/metrics.py does the same).
+    """Return the FLOPs of one sample's forward and backward, counted as three forwards (as train/metrics.py does).
 
     KeyError where the plain setting was not traced.
     """
     costs = profile.costs[setting(precision, False, 1, 1)]
     pairs = zip(profile.layers, costs, strict=True)
     return 3 * sum(layer.count * cost.forward_flops.per_sample for layer, cost in pairs)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of a collective, and how many of them share a node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.size // self.per_node)
+
+
+def group_of(size: int, stride: int, gpus: int) -> RankGroup:
+    """Make a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
+    return RankGroup(size, max(1, min(size, gpus // stride)))
+
+
+def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
+    """Return the bytes that one rank sends; `size_bytes` is the whole tensor, gathered or before it is scattered."""
+    return size_bytes * _SENT[op](ranks)
+
+
+def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates) -> float:
+    """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
+
+    Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
+    share of the network: a node's ranks send different parts of what leaves the node.
+    """
+    if group.size == 1:
+        return 0.0
+    inside = sent_bytes(op, size_bytes, group.size) / rates.link if group.per_node > 1 else 0.0
+    outside = 0.0
+    if group.nodes > 1:
+        if op == "all_to_all":
+            outside = size_bytes * (group.size - group.per_node) / group.size / rates.network
+        else:
+            outside = sent_bytes(op, size_bytes, group.nodes) / group.per_node / rates.network
+    return max(inside, outside) + calls * call_s(op, group, rates)
+
+
+def call_s(op: str, group: RankGroup, rates: Rates) -> float:
+    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest."""
+    steps, network_steps = group.per_node - 1, group.nodes - 1
+    if op == "all_reduce":
+        steps, network_steps = 2 * (group.per_node - 1).bit_length(), 2 * (group.nodes - 1).bit_length()
+    return rates.call_s + steps * rates.hop_s + network_steps * rates.network_hop_s

@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from zerofit.spec.precision import ELEMENT_BYTES
+from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
 
-# of many equal layers, these of the last and the first; the rest lie between them (see `_told_apart`)
+# of many equal layers, these of the last and the first; the rest lie between them (see `_representatives`)
 _LAST, _FIRST = 3, 1
 
 Point = tuple[float, float]  # bytes: fixed, per sample
+NOTHING: Point = (0.0, 0.0)
+
+
+def add(one: Point, other: Point) -> Point:
+    """Add bytes, fixed and per sample."""
+    return one[0] + other[0], one[1] + other[1]
 
 
 class Parameter(NamedTuple):
@@ -29,7 +36,7 @@ class Parameter(NamedTuple):
 
 
 class TimelineEvent(NamedTuple):
-    """A stretch of the backward, up to a parameter's complete gradient; bytes above parameters and done gradients."""
+    """A part of the backward, up to a parameter's complete gradient; bytes above parameters and done gradients."""
 
     live: tuple[Point, ...]  # the largest holds
     end: Point
@@ -47,9 +54,9 @@ class StageTimeline:
     backward: tuple[TimelineEvent, ...]
     saved: Point  # of one micro batch, once its forward is done
     buffers_bytes: int
-    received: Point = (0.0, 0.0)  # activation that comes from the stage before
-    sent: Point = (0.0, 0.0)  # activation that goes to the next stage
-    logits: Point = (0.0, 0.0)  # what the last stage puts out
+    received: Point = NOTHING  # activation that comes from the stage before
+    sent: Point = NOTHING  # activation that goes to the next stage
+    logits: Point = NOTHING  # output of the last stage
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -74,7 +81,7 @@ class StageTimeline:
 
 
 def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) -> StageTimeline:
-    """The layers from bounds[0] to below bounds[1] (of all, each counted) in the setting `key`; None: the whole model.
+    """Order the layers from bounds[0] to below bounds[1] (of all, each counted) in the setting `key`; None: all.
 
     Raises KeyError where the profile has no such setting.
     """
@@ -84,18 +91,21 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         for _ in range(layer.count)
     ]
     first, last = bounds or (0, len(expanded))
-    mine = _stand_alone(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
-    layers, bases = _in_groups(mine), _bases(mine)
-    told = _told_apart(mine)
+    mine = _untied(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
+    layers, chosen = _in_groups(mine), _representatives(mine)
+    # what earlier layers have saved before each layer's forward, and in all
+    bases = list(accumulate((_point(placed.cost.saved_bytes) for placed in mine), add, initial=NOTHING))
     return StageTimeline(
         layers=layers,
-        forward=tuple((n, bases[n], _raised(_forward(mine[n]), bases[n])) for n in told),
-        backward=tuple(_backward(mine, layers, bases, told)),
+        forward=tuple(
+            (n, bases[n], _raised(mine[n].cost.forward or (mine[n].cost.forward_peak_bytes,), bases[n])) for n in chosen
+        ),
+        backward=tuple(_backward(mine, layers, bases, chosen)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
-        received=_point(expanded[first - 1].cost.output_bytes) if first else (0.0, 0.0),
-        sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else (0.0, 0.0),
-        logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else (0.0, 0.0),
+        received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
+        sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
+        logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
     )
 
 
@@ -112,8 +122,8 @@ class _Placed:
         self.shift = shift  # bytes that its backward holds more than in the trace
 
 
-def _stand_alone(expanded: list[_Placed], first: int, last: int, element_bytes: int) -> list[_Placed]:
-    """A stage's layers; a tied matrix that another stage has is its own here (pipe/module.py, TiedLayerSpec).
+def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) -> list[_Placed]:
+    """Return a stage's layers; a tied matrix that another stage has is its own here (pipe/module.py, TiedLayerSpec).
 
     In the whole model the tied matrix's first gradient waits through the whole backward for the second one.
     """
@@ -128,7 +138,7 @@ def _stand_alone(expanded: list[_Placed], first: int, last: int, element_bytes: 
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
-    """Each layer's parameters with their places in the optimizer's groups."""
+    """Place each layer's parameters in the optimizer's groups."""
     layers, ends = [], [0, 0]
     for placed in mine:
         layers.append([])
@@ -138,45 +148,36 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     return tuple(map(tuple, layers))
 
 
-def _bases(mine: Sequence[_Placed]) -> list[Point]:
-    """What earlier layers have saved before each layer's forward, and in all."""
-    bases = [(0.0, 0.0)]
-    for placed in mine:
-        saved = placed.cost.saved_bytes
-        bases.append((bases[-1][0] + saved.fixed, bases[-1][1] + saved.per_sample))
-    return bases
-
-
-def _told_apart(mine: Sequence[_Placed]) -> list[int]:
-    """Layers to look at: of a run of equal ones, what is alive changes by the same amount from each to the next.
+def _representatives(mine: Sequence[_Placed]) -> list[int]:
+    """Choose layers to look at: in a run of equal ones, what is alive changes by the same amount from each to the next.
 
     So the most is alive in the first or in the last of them; a few of the last show how buckets fill.
     """
-    told = []
+    chosen = []
     for n, placed in enumerate(mine):
         before = next((k for k in range(n, -1, -1) if mine[k].layer is not placed.layer), -1)
         after = next((k for k in range(n, len(mine)) if mine[k].layer is not placed.layer), len(mine))
         if n - before <= _FIRST or after - n <= _LAST:
-            told.append(n)
-    return told
+            chosen.append(n)
+    return chosen
 
 
 def _backward(
-    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], told: Sequence[int]
+    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], chosen: Sequence[int]
 ) -> Iterator[TimelineEvent]:
-    after = [sum(placed.numels) for placed in mine]
-    for n in reversed(told):
-        done = sum(after[n + 1 :])
+    sizes = [sum(placed.numels) for placed in mine]
+    for n in reversed(chosen):
+        done = sum(sizes[n + 1 :])
         for moment in _moments(mine[n]):
             parameter = None if moment.parameter is None else layers[n][moment.parameter]
-            base = (bases[n][0] + mine[n].shift, bases[n][1])
-            end = (base[0] + moment.end.fixed, base[1] + moment.end.per_sample)
+            base = add(bases[n], (mine[n].shift, 0.0))
+            end = add(base, _point(moment.end))
             yield TimelineEvent(_raised(moment.live, base), end, done, parameter, n)
             done += parameter.numel if parameter else 0
 
 
 def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
-    """The traced moments; without a trace the peak comes before all gradients, which are complete one by one."""
+    """Yield the traced moments; without a trace the peak comes first, then gradients are complete one by one."""
     cost = placed.cost
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}
@@ -185,12 +186,8 @@ def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
             yield BackwardMoment(live=(), parameter=place)
 
 
-def _forward(placed: _Placed) -> tuple[Linear, ...]:
-    return placed.cost.forward or (placed.cost.forward_peak_bytes,)
-
-
 def _raised(lines: Sequence[Linear], base: Point) -> tuple[Point, ...]:
-    return tuple((line.fixed + base[0], line.per_sample + base[1]) for line in lines)
+    return tuple(add(_point(line), base) for line in lines)
 
 
 def _point(line: Linear) -> Point:

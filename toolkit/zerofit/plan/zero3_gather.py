@@ -1,4 +1,4 @@
-"""Stage 3's gathered parameters: which of them are whole on a rank at which moment of a step.
+"""Stage 3's gathered parameters: how many of them are whole on a rank at each moment of a step.
 
 Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
@@ -11,29 +11,28 @@ from functools import lru_cache
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import sharers
 from zerofit.plan.timeline import Parameter, StageTimeline
-from zerofit.spec.precision import ELEMENT_BYTES
 
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Bytes that are gathered at most in the forward of each of line.forward's layers."""
+    """Return the bytes that are gathered at most in the forward of each of line.forward's layers."""
     layers = _layers(line, layout)
-    return [layers.element * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
+    return [layout.element_bytes * (layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
-    """Bytes of the largest all-gather's second copy, for each of line.forward's layers.
+    """Return the bytes of the largest all-gather's second copy, for each of line.forward's layers.
 
     Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
     gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     layers = _layers(line, layout)
-    return [layers.element * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
+    return [layout.element_bytes * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
 
 
 def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Bytes that are gathered at most in each of line.backward's stretches."""
+    """Return the bytes that are gathered at most in each of line.backward's events."""
     layers = _layers(line, layout)
     found = []
     layer, released = -1, 0
@@ -41,7 +40,7 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
         if event.layer != layer:
             layer, released = event.layer, 0
         inside, whole = layers.inside(layer, layout.checkpointing), layers.kept[layer] or layout.checkpointing
-        found.append(layers.element * (layers.earlier[layer] + max(inside - released, 0)))
+        found.append(layout.element_bytes * (layers.earlier[layer] + max(inside - released, 0)))
         if event.parameter is not None and whole and layers.gathers(event.parameter):
             released += event.parameter.numel
     return found
@@ -50,23 +49,18 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
     # a parameter on the host comes to the device even where it is whole
     spread = tuple(ranks > 1 or layout.offload_param != "none" for ranks in sharers(layout))
-    return _made(line, ELEMENT_BYTES[layout.precision], (layout.persistence, layout.prefetch), spread)
-
-
-@lru_cache(maxsize=1024)
-def _made(line: StageTimeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]) -> _Layers:
-    return _Layers(line, element, sizes, spread)
+    return _cached_layers(line, layout.persistence, layout.prefetch, spread)
 
 
 class _Layers:
-    """Which layers' parameters stay gathered from forward to backward (`__params_to_release`).
+    """Layers and whether their parameters stay gathered from forward to backward (`__params_to_release`).
 
-    A module's parameters are given back after it, unless the trace uses them again within the reuse distance; between
+    A module's parameters are released after it, unless the trace uses them again within the reuse distance; between
     a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
     """
 
-    def __init__(self, line: StageTimeline, element: int, sizes: tuple[int, int], spread: tuple[bool, bool]):
-        self.element, (self.persistence, self.prefetch), self.spread = element, sizes, spread
+    def __init__(self, line: StageTimeline, persistence: int, prefetch: int, spread: tuple[bool, ...]):
+        self.persistence, self.prefetch, self.spread = persistence, prefetch, spread
         self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
         totals = [sum(p.numel for p in layer) for layer in line.layers]
         following, self.kept = 0, [False] * len(totals)
@@ -78,24 +72,24 @@ class _Layers:
             self.earlier.append(self.earlier[-1] + (sum(numels) if kept else 0))
 
     def inside(self, layer: int, recomputed: bool) -> int:
-        """Elements of a layer's own parameters that are gathered at once."""
+        """Count the elements of a layer's own parameters that are gathered at once: one in use, those fetched ahead."""
         numels = self.numels[layer]
         if self.kept[layer] or recomputed:
             return sum(numels)
-        return max((self._with_prefetch(numels[place:]) for place in range(len(numels))), default=0)
+        return max((numel + sum(self._ahead(numels[place + 1 :])) for place, numel in enumerate(numels)), default=0)
 
     def gathers(self, parameter: Parameter) -> bool:
-        """Whether a parameter comes and goes: it is spread over ranks, and too large to stay."""
+        """Return whether a parameter is gathered and released: it is spread over ranks, and too large to stay."""
         return parameter.numel > self.persistence and self.spread[parameter.split]
 
     def at_once(self, layer: int, fewest: int) -> int:
-        """Elements of the largest all-gather of `fewest` parameters or more: one in use, or those fetched ahead."""
+        """Count the elements of the largest all-gather of `fewest` parameters or more: one in use, or those ahead."""
         numels = self.numels[layer]
         groups = [[numel] for numel in numels] + [self._ahead(numels[place:]) for place in range(len(numels))]
         return max((sum(group) for group in groups if len(group) >= fewest), default=0)
 
     def _ahead(self, numels: Sequence[int]) -> list[int]:
-        """Parameters that are fetched together, until they reach the prefetch size (:447)."""
+        """Return parameters that are fetched together, until they reach the prefetch size (:447)."""
         ahead: list[int] = []
         for numel in numels:
             if sum(ahead) >= self.prefetch:
@@ -103,6 +97,5 @@ class _Layers:
             ahead.append(numel)
         return ahead
 
-    def _with_prefetch(self, numels: Sequence[int]) -> int:
-        """Elements of a parameter in use, and of those fetched ahead."""
-        return numels[0] + sum(self._ahead(numels[1:]))
+
+_cached_layers = lru_cache(maxsize=1024)(_Layers)

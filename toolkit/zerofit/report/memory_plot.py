@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from zerofit.report.plot import PICTURES
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.report.plot import check_picture, save
+from zerofit.spec.errors import Problems
 from zerofit.spec.units import shown_bytes
 
 # From the bottom of the stack up: what stays through the run first. Colours are Paul Tol's "muted" scheme, made to be
@@ -66,16 +66,9 @@ class MemoryTimeline(TypedDict):
 def draw(timeline: MemoryTimeline, path: Path) -> None:
     """Draw a timeline into a file of the format that its name ends with. Raises UserError where that cannot be."""
     problems = Problems()
-    if path.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{path} is not a picture", f"end its name in {', '.join(PICTURES)}", "--plot")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        problems.add("bad-value", f"{path} cannot be written", "name one in an existing folder", "--plot")
+    check_picture(path, "--plot", problems)
     problems.raise_if_any()
-    figure = _figure(timeline)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where="--plot")) from None
+    save(_figure(timeline), path, "--plot", dpi=150)
 
 
 def _figure(timeline: MemoryTimeline) -> Any:
@@ -103,22 +96,10 @@ def _figure(timeline: MemoryTimeline) -> Any:
     handles, labels = areas.get_legend_handles_labels()
     total = timeline.get("device_total_bytes", 0)
     above = f"{_device(timeline)},\nabove this picture\n\n" if total / unit > top else ""
-    entries = {
-        "fontsize": 8,
-        "frameon": False,
-        "title": f"{above}at the peak",
-        "title_fontsize": 8,
-        "alignment": "left",
-    }
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", **entries)
+    style = {"title": f"{above}at the peak", "title_fontsize": 8, "fontsize": 8, "frameon": False, "alignment": "left"}
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", **style)
     _phases(figure, strip, timeline)
     return figure
-
-
-def _kinds(timeline: MemoryTimeline) -> list[str]:
-    """The kinds that occur, in the order of the stack; kinds without a colour count as "other"."""
-    seen = {kind if kind in COLOURS else "other" for point in timeline["points"] for kind in point["bytes"]}
-    return [kind for kind in COLOURS if kind in seen]
 
 
 def _bytes_of(point: Point, kind: str) -> int:
@@ -137,7 +118,8 @@ def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None
     points = sorted(timeline["points"], key=lambda point: point["t"])
     moments = [point["t"] for point in points] + [_span(timeline)[1]]
     points = [*points, points[-1]]  # the last one lasts to the end
-    kinds = _kinds(timeline)
+    seen = {kind if kind in COLOURS else "other" for point in points for kind in point["bytes"]}
+    kinds = [kind for kind in COLOURS if kind in seen]
     heights = [[_bytes_of(point, kind) / unit for point in points] for kind in kinds]
     labels = [f"{kind}  {shown_bytes(_bytes_of(peak, kind))}" for kind in kinds]
     colours = [COLOURS[kind] for kind in kinds]
@@ -146,7 +128,7 @@ def _stack(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None
 
 
 def _capacity(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> float:
-    """The device's capacity as a line, unless it would press the picture flat; the upper end of the axis.
+    """Draw the capacity as a line, unless it would press the picture flat; return the upper end of the axis.
 
     A fifth of the picture stays free at its top, for the peak's words.
     """
@@ -203,7 +185,7 @@ def _peak(areas: Any, timeline: MemoryTimeline, peak: Point, unit: int) -> None:
 
 
 def _phases(figure: Any, strip: Any, timeline: MemoryTimeline) -> None:
-    """Bands with the phases' names; turned where narrow, left out where there is no room at all."""
+    """Draw bands with the phases' names; turned where narrow, left out where there is no room at all."""
     start, end = _span(timeline)
     strip.set_ylim(0, 1)
     strip.set_axis_off()

@@ -1,4 +1,4 @@
-"""Loss, throughput and memory of one or more runs in one picture."""
+"""Pictures of runs (loss, throughput, memory) and of tunings; how a picture is checked and saved."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def draw(runs: list[Path], out: Path) -> dict[str, Any]:
-    """Draw the runs into a PNG. Raises UserError naming every folder that holds no metrics, or an unwritable file."""
+    """Draw the runs into one picture.
+
+    Raises UserError naming every folder that holds no metrics, or an unwritable file.
+    """
     problems = Problems()
     histories = {str(run): _read(run, problems) for run in runs}
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        problems.add("bad-value", f"{out} cannot be written", "name a PNG in an existing folder", "--out")
-    if out.suffix.lower() not in PICTURES:
-        problems.add("bad-value", f"{out} is not a picture", f"end its name in {', '.join(PICTURES)}", "--out")
+    check_picture(out, "--out", problems)
     problems.raise_if_any()
-    figure = _figure(histories, {str(run): _evaluations(run) for run in runs})
-    try:
-        figure.savefig(out, dpi=120)
-    except OSError as error:
-        raise UserError(Problem(kind="unwritable", message=f"cannot write {out}: {error}", where="--out")) from None
+    save(_figure(histories, {str(run): _evaluations(run) for run in runs}), out, "--out", dpi=120)
     return {"picture": str(out), "runs": {name: len(steps) for name, steps in histories.items()}}
+
+
+def check_picture(path: Path, option: str, problems: Problems) -> None:
+    """Note where this cannot be the file of a picture."""
+    if path.suffix.lower() not in PICTURES:
+        problems.add("bad-value", f"{path} is not a picture", f"end its name in {', '.join(PICTURES)}", option)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problems.add("bad-value", f"{path} cannot be written", "name one in an existing folder", option)
+
+
+def save(figure: Any, path: Path, option: str, dpi: int) -> None:
+    """Write a figure in the format that the file's name ends with. Raises UserError where that cannot be."""
+    try:
+        figure.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise UserError(Problem(kind="unwritable", message=f"cannot write {path}: {error}", where=option)) from None
 
 
 def _read(run: Path, problems: Problems) -> list[dict[str, Any]]:
@@ -73,3 +85,31 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
         axes.set_ylim(bottom=0)
     loss.legend(fontsize=8)
     return figure
+
+
+def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:
+    """Draw a tuning: forecast against measured step times, and the best after each trial.
+
+    `trials` are as `zerofit tune --json` gives them; `out` is a PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    times, best = figure.subplots(1, 2)
+    good = [(n, t) for n, t in enumerate(trials, start=1) if t["status"] == "ok"]
+    for number, trial in good:
+        times.plot(trial["forecast_step_s"], trial["measured_step_s"], "o", color=f"C{trial['zero_stage']}")
+        times.annotate(str(number), (trial["forecast_step_s"], trial["measured_step_s"]), fontsize=8)
+    ends = [value for _, t in good for value in (t["forecast_step_s"], t["measured_step_s"])]
+    times.plot([min(ends), max(ends)], [min(ends), max(ends)], ":", color="gray")
+    times.set(xscale="log", yscale="log", xlabel="forecast step time (s)", ylabel="measured step time (s)")
+    rates = {n: t["global_batch"] / t["measured_step_s"] for n, t in good}
+    most = [max(rate for m, rate in rates.items() if m <= n) for n in rates]
+    best.step(list(rates), most, where="post")
+    best.plot(list(rates), list(rates.values()), "o")
+    for number, trial in enumerate(trials, start=1):
+        if trial["status"] != "ok":
+            best.axvline(number, color="gray", linestyle=":")
+            best.annotate(trial["status"], (number, min(rates.values())), fontsize=8, rotation=90)
+    best.set(xlabel="trial", ylabel="samples a second; line: the best so far")
+    figure.savefig(out, dpi=120)

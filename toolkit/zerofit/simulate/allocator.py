@@ -1,12 +1,11 @@
-"""What torch reserves on the device for a sequence of allocations and releases."""
+"""The memory that torch reserves on the device for a sequence of allocations and releases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from zerofit.simulate.caching import CachingAllocator, rounded_bytes, segment_bytes
-from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.simulate.caching import CachingAllocator, ExpandableAllocator, rounded_bytes, segment_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class OutOfMemory:
 
 @dataclass(kw_only=True)
 class AtPhaseEnd:
-    """What a PhaseEnd event found."""
+    """Memory as a PhaseEnd event found it."""
 
     name: str
     allocated_bytes: int
@@ -47,7 +46,7 @@ class AtPhaseEnd:
 
 @dataclass(kw_only=True)
 class Reserved:
-    """What a replay found. With an out of memory, everything up to there: a run ends with it."""
+    """The result of a replay. With an out of memory, everything up to there: a run ends with it."""
 
     peak_allocated_bytes: int = 0  # as torch.cuda.max_memory_allocated: blocks, which are rounded
     peak_reserved_bytes: int = 0  # as torch.cuda.max_memory_reserved
@@ -94,7 +93,7 @@ def replay(events: Iterable[Event], *, device_bytes: int | None = None, expandab
 
 
 def _change(allocator: CachingAllocator, sizes: dict[int, int], storage: int, change: int, stream: int = 0) -> bool:
-    """Apply one event; False where it does not fit."""
+    """Apply one event; return False where it does not fit."""
     old = sizes.get(storage, 0)
     new = sizes[storage] = old + change
     if not new:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from zerofit.simulate.context import Communicator, Overhead, overheads
-from zerofit.simulate.record import GroupUse, RankPhase
-from zerofit.simulate.result import CollectiveTotal, PeakLocation, SimulatedRun, Simulation
+from zerofit.simulate.record import GroupUse, RankPhase, SimulationTarget
+from zerofit.simulate.result import PeakLocation, SimulatedRun, Simulation
 from zerofit.simulate.run import SimulatedRank
-from zerofit.simulate.target import SimulationTarget
-from zerofit.simulate.verdict import NOT, FitVerdict, judge, judge_events
+from zerofit.simulate.verdict import NOT, Communicator, FitVerdict, Overhead, judge, judge_events, overheads
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
@@ -23,7 +21,7 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
     peak = record.peaks[0]
     beside = overheads(cluster.device, _communicators(record.groups))
     verdict, reserved = _verdict(simulated, beside, cluster)
-    host = _host(record.host, cluster)
+    host_node_bytes, host_fits, host_sentence = _host(record.host, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
         world_size=target.job.layout.world_size,
@@ -42,19 +40,15 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
         host_bytes=record.host,
-        host_node_bytes=host.bytes,
+        host_node_bytes=host_node_bytes,
         host_total_bytes=cluster.host_bytes,
         nvme_bytes=record.nvme_bytes,
-        comm=tuple(
-            CollectiveTotal(op=row.op, bytes=row.bytes, group_size=row.group_size, phase=row.phase, count=row.count)
-            for row in record.sent
-            if row.step == last
-        ),
+        comm=tuple(row for row in record.sent if row.step == last),
         flops=sum(row.flops for row in record.flops if row.step == last),
-        fits=verdict.fits and host.fits,
-        verdict=verdict.word if host.fits else NOT,
+        fits=verdict.fits and host_fits,
+        verdict=verdict.word if host_fits else NOT,
         margin_bytes=verdict.margin_bytes,
-        because=" ".join([verdict.sentence, host.sentence]).strip(),
+        because=" ".join([verdict.sentence, host_sentence]).strip(),
         layers_simulated=simulated.layers,
         extension_error=simulated.check_error,
         timeline=record.timeline,
@@ -87,7 +81,7 @@ def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
 
 
 def _verdict(simulated: SimulatedRank, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
-    """The verdict on the device, and the reserved peak that it rests on."""
+    """Return the verdict on the device, and the reserved peak that it rests on."""
     record, there = simulated.record, cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator: what is released is gone
         taken = record.peaks[0].bytes
@@ -107,18 +101,10 @@ def _communicators(groups: list[GroupUse]) -> list[Communicator]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostFit:
-    """Host memory that a node's ranks take besides the device's, and whether it is there."""
-
-    bytes: int = 0
-    fits: bool = True
-    sentence: str = ""
-
-
-def _host(host: dict[str, int], cluster: Cluster) -> HostFit:
+def _host(host: dict[str, int], cluster: Cluster) -> tuple[int, bool, str]:
+    """Return the bytes of host memory that a node's ranks take, whether they are there, and a sentence on it."""
     if cluster.on_cpu:
-        return HostFit()
+        return 0, True, ""
     needed = (sum(host.values()) + HOST_PROCESS_BYTES) * cluster.gpus
     available = round(cluster.host_bytes * (1 - HOST_RESERVE))
     ranks = "1 rank takes" if cluster.gpus == 1 else f"the {cluster.gpus} ranks of a node take"
@@ -126,7 +112,7 @@ def _host(host: dict[str, int], cluster: Cluster) -> HostFit:
         f"Host memory: {ranks} {shown_bytes(needed)} with their processes ({shown_bytes(HOST_PROCESS_BYTES)} each), "
         f"of {shown_bytes(cluster.host_bytes)} less {HOST_RESERVE:.0%}."
     )
-    return HostFit(bytes=needed, fits=needed <= available, sentence=sentence)
+    return needed, needed <= available, sentence
 
 
 def _merged(phases: list[RankPhase]) -> tuple[RankPhase, ...]:

@@ -1,16 +1,18 @@
 """torch's caching allocator for CUDA devices, without a device: which segments it takes and how it cuts them.
 
 A model of c10/cuda/CUDACachingAllocator.cpp (native backend, default settings; constants and rules by their names
-there, read in sources from torch 2.2 on, the constants in 2.14.1). Of two free blocks of one size the allocator takes
-the one at the lower address; which one that is, the driver decides: here later segments lie higher. Not modelled:
-memory that waits for an event because another stream used it (`record_stream`), CUDA graphs' pools.
+there, read in sources from torch 2.2 on, the constants in 2.14.1). A segment is what one cudaMalloc gives. It is cut
+into blocks that know their neighbours; free ones lie in the pool of their stream and size class. Of two free blocks of
+one size the allocator takes the one at the lower address; which one that is, the driver decides: here later segments
+lie higher. Not modelled: memory that waits for an event because another stream used it (`record_stream`), CUDA graphs'
+pools.
 """
 
 from __future__ import annotations
 
-from math import inf
-
-from zerofit.simulate.blocks import Block, Pool
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from math import inf, isinf
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
@@ -19,20 +21,103 @@ SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer, large_segment_size
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on, a request has a segment of its own size
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without a limit
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """What a request takes of its pool (round_size)."""
+    """Return what a request takes of its pool (round_size)."""
     return max(MIN_BLOCK_BYTES, -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """What is asked of the driver for a rounded request that no cached block can hold (get_allocation_size)."""
+    """Return what the driver is asked for where no cached block holds a rounded request (get_allocation_size)."""
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_LARGE_BYTES:
         return LARGE_SEGMENT_BYTES
     return -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+
+class Block:
+    """A stretch of one segment."""
+
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.address, self.size = pool, address, size  # both in bytes
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.free = True
+        self.mapped = mapped  # False: address space without memory, in expandable segments only
+
+    @property
+    def key(self) -> int:
+        """Order by size, then by address (BlockComparatorSize)."""
+        return self.size << 64 | self.address
+
+    def cut(self, size: int) -> Block:
+        """Keep the first `size` bytes; return the block of the rest."""
+        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+    def absorb_neighbours(self) -> None:
+        """Take in free neighbours of the same segment, out of their pool (try_merge_blocks)."""
+        before, after = self.prev, self.next
+        if before is not None and before.free and before.mapped == self.mapped:
+            self.pool.remove(before)
+            self.address = before.address
+            self.size += before.size
+            self.prev = before.prev
+            if self.prev is not None:
+                self.prev.next = self
+        if after is not None and after.free and after.mapped == self.mapped:
+            self.pool.remove(after)
+            self.size += after.size
+            self.next = after.next
+            if self.next is not None:
+                self.next.prev = self
+
+
+class Pool:
+    """The free blocks of one stream and one size class."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES  # of expandable segments
+        self._keys: list[int] = []
+        self._blocks: dict[int, Block] = {}
+        self.unmapped: list[Block] = []  # by address
+
+    def add(self, block: Block) -> None:
+        """Put a free block in."""
+        if block.mapped:
+            insort(self._keys, block.key)
+            self._blocks[block.key] = block
+        else:
+            insort(self.unmapped, block, key=lambda b: b.address)
+
+    def remove(self, block: Block) -> None:
+        """Take this block out."""
+        if block.mapped:
+            del self._keys[bisect_left(self._keys, block.key)]
+            del self._blocks[block.key]
+        else:
+            self.unmapped.remove(block)
+
+    def take_best_fit(self, size: int) -> Block | None:
+        """Take out the smallest block of at least `size` bytes, at the lowest address; None where there is none."""
+        at = bisect_left(self._keys, size << 64)
+        return self._blocks.pop(self._keys.pop(at)) if at < len(self._keys) else None
+
+    def at_least(self, size: int) -> Iterator[Block]:
+        """Yield free blocks of at least `size` bytes, smallest first."""
+        for at in range(bisect_left(self._keys, size << 64), len(self._keys)):
+            yield self._blocks[self._keys[at]]
 
 
 class CachingAllocator:
@@ -48,16 +133,19 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, storage: int, size_bytes: int, stream: int = 0) -> bool:
-        """Allocate for a storage; False where the device has no room. As in torch, no bytes take no block."""
+        """Allocate for a storage; return False where the device has no room. As in torch, no bytes take no block."""
         if not size_bytes:
             return True
         size = rounded_bytes(size_bytes)
-        pool = self._pool(size, stream)
-        block = self._take_cached(pool, size)
+        small = size <= SMALL_BYTES  # get_pool
+        pool = self._pools.get((stream, small)) or self._pools.setdefault((stream, small), Pool(small=small))
+        block = self._take_cached(pool, size) or self._grow(pool, size)
         if block is None:
-            block = self._grow(pool, size) or self._flush_and_grow(pool, size)
-            if block is None:
-                return False
+            self.flushes += 1
+            self.empty_cache()
+            block = self._grow(pool, size)
+        if block is None:
+            return False
         if self._splits(pool, block.size - size):
             pool.add(block.cut(size))
         block.free = False
@@ -84,22 +172,15 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def _pool(self, size: int, stream: int) -> Pool:
-        small = size <= SMALL_BYTES  # get_pool
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = self._pools[stream, small] = Pool(stream=stream, small=small)
-        return pool
-
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
         return pool.take_best_fit(size)
 
     def _splits(self, pool: Pool, rest: int) -> bool:
-        """Whether what a block has too much becomes a block of its own (should_split)."""
+        """Return whether what a block has too much becomes a block of its own (should_split)."""
         return rest >= MIN_BLOCK_BYTES if pool.small else rest > SMALL_BYTES
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """A new segment (alloc_block); None where the device has no room for it."""
+        """Take a new segment (alloc_block); return None where the device has no room for it."""
         new_bytes = segment_bytes(size)
         if self.reserved_bytes + new_bytes > self.device_bytes:
             return None
@@ -108,11 +189,103 @@ class CachingAllocator:
         self._next_address += new_bytes
         return block
 
-    def _flush_and_grow(self, pool: Pool, size: int) -> Block | None:
-        self.flushes += 1
-        self.empty_cache()
-        return self._grow(pool, size)
-
     def _reserve(self, new_bytes: int) -> None:
         self.reserved_bytes += new_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+
+class ExpandableAllocator(CachingAllocator):
+    """The allocator under `expandable_segments:True`: one segment per pool that grows page by page.
+
+    "Note [Expandable Segments]" of the source. A segment is address space for 1 1/8 of the device; memory is mapped
+    into it in pages of 2 MiB (small pool) or 20 MiB (large pool).
+    """
+
+    def empty_cache(self) -> None:
+        """Unmap every page that lies wholly in a free block (unmap_block)."""
+        for pool in self._pools.values():
+            for block in list(pool.at_least(pool.page_bytes)):
+                self._unmap(block)
+
+    def _take_cached(self, pool: Pool, size: int) -> Block | None:
+        """Take the best fit; a block before unmapped space counts as large as it can become (get_free_block)."""
+        best = None
+        for block in pool.at_least(size):
+            if best is not None and _room(block) >= _room(best):
+                break
+            best = block
+        if best is not None:
+            pool.remove(best)
+        return best
+
+    def _splits(self, pool: Pool, rest: int) -> bool:
+        return rest >= MIN_BLOCK_BYTES
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Map memory at the lowest address where `size` bytes fit (try_allocate_expandable_block)."""
+        block = self._find_space(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next  # unmapped, and takes the block before it in once it is mapped
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.remove(block)
+        return block
+
+    def _find_space(self, pool: Pool, size: int) -> Block:
+        """Return the first free or unmapped neighbours with room (find_expandable_block), else a new segment."""
+        for block in pool.unmapped:
+            first = block.prev if block.prev is not None and block.prev.free else block
+            room, at = 0, first
+            while at is not None and at.free and room < size:
+                room, at = room + at.size, at.next
+            if room >= size:
+                return first
+        device = UNLIMITED_SPACE_BYTES if isinf(self.device_bytes) else int(self.device_bytes)
+        pages = -(-(device + device // 8) // LARGE_SEGMENT_BYTES)  # both page sizes divide it: addresses stay aligned
+        block = Block(pool, self._next_address, pages * LARGE_SEGMENT_BYTES, mapped=False)
+        self._next_address += block.size
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Back the beginning of an unmapped block with memory (map_block); False where the device has none."""
+        page = block.pool.page_bytes
+        mapped = -(-size // page) * page
+        if self.reserved_bytes + mapped > self.device_bytes:
+            return False
+        self._reserve(mapped)
+        block.pool.remove(block)
+        if mapped < block.size:
+            block.pool.add(block.cut(mapped))
+        block.mapped = True
+        block.absorb_neighbours()
+        block.pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        pool, page = block.pool, block.pool.page_bytes
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            middle = block.cut(begin - block.address)
+            pool.add(block)
+            block = middle
+        if end < block.address + block.size:
+            pool.add(block.cut(end - block.address))
+        block.mapped = False
+        block.absorb_neighbours()
+        self.reserved_bytes -= end - begin
+        if block.prev is not None or block.next is not None:  # else the whole segment is gone
+            pool.add(block)
+
+
+def _room(block: Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)

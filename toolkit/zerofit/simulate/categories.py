@@ -1,6 +1,13 @@
-"""What each storage is for: by who was seen to hold it, by who allocated it, else by the phase of its allocation."""
+"""The purpose of each storage: by who was seen to own it, who allocated it, else the phase of its allocation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.ledger import Storage
 
@@ -9,25 +16,19 @@ ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication 
 GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
 KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES)
 
+Tag = Callable[[Any, str], None]  # AllocationTracker.tag
 
-def classify(storage: Storage) -> str:
-    """Return the kind of a storage that nothing was seen to own."""
-    code = storage.code
-    if code is not None:
-        for ending, functions in ALLOCATED_BY.items():
-            if code.co_filename.endswith(ending) and code.co_name in functions:
-                return functions[code.co_name]
-        if is_loss(code.co_filename):
-            return LOGITS
-    if storage.phase == "build":
-        return PARAMETERS
-    return ACTIVATIONS if storage.phase == "forward" or storage.recomputed else TEMPORARIES
-
-
-def is_loss(file: str) -> bool:
-    """Whether this source file computes a loss."""
-    return file.endswith(("zerofit/train/loss.py", "transformers/loss/loss_utils.py"))
-
+# attributes of DeepSpeed's ZeRO optimizers
+OWNED_AS = {
+    "ipg_buckets": BUCKETS,
+    "grad_partitions_flat_buffer": GRADIENTS,
+    "averaged_gradients": GRADIENTS,
+    "single_partition_of_fp32_groups": MASTER,
+    "fp32_partitioned_groups_flat": MASTER,
+    "fp32_groups_flat": MASTER,
+    "temp_grad_buffer_for_gpu_offload": GRADIENTS,
+    "temp_grad_buffer_for_cpu_offload": GRADIENTS,
+}
 
 _ZERO_1_2 = {
     "setup_buckets": BUCKETS,
@@ -60,3 +61,63 @@ ALLOCATED_BY: dict[str, dict[str, str]] = {
     "deepspeed/runtime/engine.py": {"allreduce_bucket": BUCKETS},
     "deepspeed/runtime/pipe/engine.py": {"_allocate_zeros": ACTIVATIONS},
 }
+
+
+def watch_gradients(tag: Tag, model: nn.Module) -> None:
+    """Tag each parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
+
+
+def tag_owned_storages(tag: Tag, engine: Any) -> None:
+    """Tag the storages that model and optimizer own at this moment with what they are for."""
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            tag(parameter.ds_tensor, PARAMETERS)
+            tag(parameter, PARAMETERS if parameter.ds_persist else GATHERED)
+        else:
+            tag(parameter, PARAMETERS)
+        tag(parameter.grad, GRADIENTS)
+    for buffer in engine.module.buffers():
+        tag(buffer, PARAMETERS)
+    for optimizer in _chain(engine.optimizer):
+        for name, kind in OWNED_AS.items():
+            for leaf in tree_leaves(getattr(optimizer, name, None)):
+                for tensor in tree_leaves(getattr(leaf, "buffer", leaf)):  # DeepSpeed's buckets have one
+                    tag(tensor, kind)
+        for group in getattr(optimizer, "param_groups", []):
+            for parameter in group["params"]:
+                tag(parameter, MASTER)
+                tag(parameter.grad, GRADIENTS)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for leaf in tree_leaves(list(optimizer.state.values())):
+                tag(leaf, STATE)
+
+
+def _chain(optimizer: Any) -> Iterator[Any]:
+    """Yield DeepSpeed's optimizer and those that it wraps, the innermost first."""
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is not None and inner is not optimizer:
+        yield from _chain(inner)
+    if optimizer is not None:
+        yield optimizer
+
+
+def classify(storage: Storage) -> str:
+    """Return the kind of a storage that nothing was seen to own."""
+    code = storage.code
+    if code is not None:
+        for ending, functions in ALLOCATED_BY.items():
+            if code.co_filename.endswith(ending) and code.co_name in functions:
+                return functions[code.co_name]
+        if is_loss(code.co_filename):
+            return LOGITS
+    if storage.phase == "build":
+        return PARAMETERS
+    return ACTIVATIONS if storage.phase == "forward" or storage.recomputed else TEMPORARIES
+
+
+def is_loss(file: str) -> bool:
+    """Return whether this source file computes a loss."""
+    return file.endswith(("zerofit/train/loss.py", "transformers/loss/loss_utils.py"))

@@ -1,66 +1,44 @@
-"""A GPU that is not there: a device type of its own for torch, and the accelerator that DeepSpeed sees in its place.
+"""A GPU that is not there: a device type of its own for torch, and what DeepSpeed sees in its place.
 
 Tensors on it exist as fakes only. What DeepSpeed asks of a GPU is answered as its CUDA accelerator would answer
-(accelerator/cuda_accelerator.py); streams and events do nothing.
+(accelerator/cuda_accelerator.py); streams and events do nothing. Its C++ ops have nothing behind them: they work in
+place, so that memory is decided in Python.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from zerofit.simulate.ledger import PINNED
 from zerofit.simulate.tracker import AllocationTracker
 
 NAME = "simgpu"
+_BACKEND = SimpleNamespace(  # what torch asks of a device's module
+    is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False,
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: None,
+)
 
 
-def install_gpu(meter: AllocationTracker, device_bytes: int) -> None:
-    """Make the device known to torch and DeepSpeed. To be called before anything asks for the accelerator."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
-    real_accelerator.set_accelerator(SimulatedGpu(meter, device_bytes))
-
-
-def install_host(meter: AllocationTracker, device_bytes: int) -> None:
-    """Let DeepSpeed compute on a CPU of this size."""
-    real_accelerator.set_accelerator(SimulatedHost(meter, device_bytes))
-
-
-class _Backend:
-    """What torch asks of a device's module."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        pass
+def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
+    """Let DeepSpeed compute on a device of this size. To be called before anything asks for the accelerator."""
+    if gpu:
+        _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
+    real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
 
 
 class _FakeStream:
@@ -69,20 +47,10 @@ class _FakeStream:
     def __init__(self, *_: Any, **__: Any):
         pass
 
-    def wait_stream(self, *_: Any) -> None:
-        pass
-
-    def wait_event(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
     def wait(self, *_: Any) -> None:
         pass
+
+    wait_stream = wait_event = synchronize = record = wait
 
     def query(self) -> bool:
         return True
@@ -99,15 +67,15 @@ class SimulatedHost(CPU_Accelerator):
         self._meter, self._device_bytes = meter, device_bytes
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device."""
+        """Return the bytes of the device."""
         return self._device_bytes
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device that no tensor has."""
+        """Return the bytes of the device that no tensor has."""
         return max(0, self._device_bytes - self._meter.live())
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of the device that tensors have."""
+        """Return the bytes of the device that tensors have."""
         return self._meter.live()
 
 
@@ -121,35 +89,35 @@ class SimulatedGpu(SimulatedHost):
         self._name, self._communication_backend_name = NAME, "fake"
 
     def is_synchronized_device(self) -> bool:
-        """Ops are issued ahead of the device, as on CUDA."""
+        """Say that ops are issued ahead of the device, as on CUDA."""
         return False
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The device's name for torch."""
+        """Return the device's name for torch."""
         return NAME if device_index is None else f"{NAME}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which the device is current."""
+        """Return a context in which the device is current."""
         return nullcontext()
 
     def current_device(self) -> int:
-        """There is one."""
+        """Return 0: there is one device."""
         return 0
 
     def current_device_name(self) -> str:
-        """The one device."""
+        """Return the name of the one device."""
         return f"{NAME}:0"
 
     def device_count(self) -> int:
-        """There is one."""
+        """Return 1."""
         return 1
 
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device."""
         return tensor.device.type == NAME
 
     def is_fp16_supported(self) -> bool:
-        """Every GPU of the catalogue has it."""
+        """Say yes: every GPU of the catalogue has it."""
         return True
 
     def empty_cache(self) -> None:
@@ -158,36 +126,81 @@ class SimulatedGpu(SimulatedHost):
 
     @property
     def Stream(self) -> type[_FakeStream]:
-        """The class of streams."""
+        """The class of streams and of events."""
         return _FakeStream
 
-    @property
-    def Event(self) -> type[_FakeStream]:
-        """The class of events."""
-        return _FakeStream
+    Event = Stream
 
     def stream(self, stream: Any) -> Any:
-        """A context in which a stream is current."""
+        """Return a context in which a stream is current."""
         return nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """The only stream."""
+        """Return the only stream."""
         return _FakeStream()
 
     default_stream = current_stream
 
     pin_memory = DeepSpeedAccelerator.pin_memory  # the CPU's does nothing
 
-    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
         pinned = tensor.clone()
         self._meter.pin(pinned)
         return pinned
 
-    def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Any) -> Tensor:
         pinned = tensor.new_empty(shape)
         self._meter.pin(pinned)
         return pinned
 
-    def _torch_is_pinned(self, tensor: torch.Tensor) -> bool:
-        storage = self._meter.storage_of(tensor)
-        return storage is not None and storage.place == PINNED
+    def _torch_is_pinned(self, tensor: Tensor) -> bool:
+        return self._meter.is_pinned(tensor)
+
+
+def fake_op(name: str, meter: AllocationTracker) -> Any:
+    """Return a stand-in for what the builder of this op (its NAME) would have loaded."""
+    return SimpleNamespace(aio_handle=lambda *_, **__: _AsyncHandle(meter)) if name == "async_io" else _InPlace()
+
+
+class _InPlace:
+    """A module with functions of any name that change their arguments in place and return 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: 0
+
+
+class _AsyncHandle:
+    """DeepSpeed's aio_handle, as far as its swappers ask: what it is told to write is added up, what it reads is there.
+
+    A request is done for every one made.
+    """
+
+    def __init__(self, meter: AllocationTracker):
+        self._meter, self._pending = meter, 0
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int = 0) -> int:
+        size = offset + buffer.numel() * buffer.element_size()
+        self._meter.files[path] = max(self._meter.files[path], size)
+        self._pending += 1
+        return 0
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int = 0) -> int:
+        self._pending += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self._pending = self._pending, 0
+        return done
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self._meter.device == "cpu" or self._meter.is_pinned(tensor)
+
+    def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
+        tensor = like.new_empty(count, device="cpu")
+        self._meter.pin(tensor)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        return True

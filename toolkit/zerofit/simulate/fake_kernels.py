@@ -1,12 +1,14 @@
-"""What a GPU or CPU would do where the meta device does something else: attention, masks, dropout, all-to-all.
+"""Kernels of a GPU or CPU where the meta device does something else: attention, masks, dropout, all-to-all.
 
 `as_on` puts everything in place for the time of a trace only; a simulation takes what it needs for good (`patches`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,41 +16,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zerofit.simulate.scratch import ON_CPU, ON_GPU
-
-KERNEL_SCRATCH = {"cpu": ON_CPU, "cuda": ON_GPU}
+# transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
+# to be traced; without padding it then passes no mask, and attention gets is_causal
+MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
 _math_attention = functional.scaled_dot_product_attention
 
 
 @contextmanager
 def as_on(device: str, sp: int = 1) -> Iterator[None]:
-    """Kernels of this kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all."""
-    attention = cuda_attention if device == "cuda" else _cpu_attention
+    """Take the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all."""
+    attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
         attention = _ulysses(attention, sp)
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
         if device == "cuda":
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
+        masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
         for name, stand_in in MASKING.items():
-            stack.enter_context(_patched_masks(name, stand_in))
+            if hasattr(masking_utils, name):
+                stack.enter_context(patch.object(masking_utils, name, stand_in))
         yield
 
 
-def _patched_masks(name: str, stand_in: Callable) -> Any:
-    import sys
-
-    # a CNN's trace must not import transformers
-    module = sys.modules.get("transformers.masking_utils")
-    return patch.object(module, name, stand_in) if hasattr(module, name) else ExitStack()
-
-
-# transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
-# to be traced; without padding it then passes no mask, and attention gets is_causal
-MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
-
-
-def cuda_attention(
+def _fused_attention(
+    device: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,11 +50,17 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernels that a GPU takes, none of which keeps anything of length squared (ATen's sdp_utils.cpp).
+    """Run the kernel that a device takes; none keeps anything of length squared (ATen's sdp_utils.cpp).
 
-    Flash attention; in float32 or with a mask, which it has not, the memory efficient one, for which keys and values
+    On "cpu" there is one, without dropout: with dropout torch computes the whole matrix of scores. On "cuda" it is
+    flash attention; in float32 or with a mask, which it has not, the memory efficient one, for which keys and values
     are repeated for every query head.
     """
+    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4):
+        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if device == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     if attn_mask is None and query.dtype != torch.float32:
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -73,30 +71,16 @@ def cuda_attention(
     return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
 
 
-def _cpu_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The CPU's fused kernel, which has no dropout; with dropout torch computes the whole matrix of scores."""
-    if dropout_p > 0.0 or query.dim() != 4:
-        return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+cuda_attention = partial(_fused_attention, "cuda")
 
 
 def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """A GPU's fused dropout keeps a mask of one byte an element (torch's native_dropout)."""
+    """Run a GPU's fused dropout, which keeps a mask of one byte an element (torch's native_dropout)."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0.0 else input
 
 
 def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]:
-    """Attention over the whole sequence with 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+    """Let attention see the whole sequence and 1/sp of the heads (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
 
     Inputs are (batch, heads, length / sp, head_dim), so is the output.
     """
@@ -115,7 +99,7 @@ def _ulysses(attention: Callable[..., Tensor], sp: int) -> Callable[..., Tensor]
 
 
 def _gather(x: Tensor, sp: int) -> Tensor:
-    """(batch, heads, length / sp, dim) to (batch, heads / sp, length, dim)."""
+    """Turn (batch, heads, length / sp, dim) to (batch, heads / sp, length, dim)."""
     batch, heads, length, dim = x.shape
     sent = x.permute(2, 0, 1, 3).reshape(length, batch, sp, heads // sp, dim)
     received = _AllToAll.apply(sent.permute(2, 0, 1, 3, 4).contiguous())

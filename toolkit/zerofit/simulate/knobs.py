@@ -1,4 +1,4 @@
-"""What could be changed to need less memory: each a run of its own that is simulated in turn."""
+"""Changes that would need less memory: each a run of its own that is simulated in turn."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.dotted import get, put
+from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
-from zerofit.spec.task import is_text
 
 CHUNK = 1024  # targets of a loss in chunks
+PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ in the stage alone
+OFFLOADED = ("zero2_offload", "zero3_offload")
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
 
 
@@ -20,13 +22,14 @@ class Knob:
 
     change: str  # in the words of the command line or of the JSON
     fields: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, Any] | str  # or the name of a bundled one
 
 
-def knobs(job: Job, written: dict[str, Any]) -> list[Knob]:
-    """Changes worth trying for this job, whose JSON was `written` so; the mathematics of the training stay the same.
+def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[Knob]:
+    """Return changes worth trying for a job whose JSON was `written` so; the training's mathematics stay the same.
 
-    Those that DeepSpeed or zerofit refuse for this model are found out when they are resolved.
+    Those that DeepSpeed or zerofit refuse for this model are found out when they are resolved. `named`: the bundled
+    JSON that the run takes; where another bundled one is the change, that one is tried, so that it is a flag.
     """
     run, layout, zero = job.run, job.layout, job.ds_config.get("zero_optimization", {})
     found = []
@@ -35,19 +38,26 @@ def knobs(job: Job, written: dict[str, Any]) -> list[Knob]:
         more = {"gradient_accumulation_steps": job.batch.total // (half * job.batch.dp), "micro_batch": half}
         if half * more["gradient_accumulation_steps"] * job.batch.dp == job.batch.total:
             text = f"--micro-batch {half} --gradient-accumulation-steps {more['gradient_accumulation_steps']}"
-            found.append(Knob(change=text, fields=more, config=_batch_free(written)))
+            sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            config = {**written, **{key: "auto" for key in sizes if key in written}}
+            found.append(Knob(change=text, fields=more, config=config))
     if not run.activation_checkpointing:
         fields = {"activation_checkpointing": True}
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
     if run.loss_chunk is None and is_text(job.facts.task) and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
         found.append(Knob(change=f"--loss-chunk {CHUNK}", fields={"loss_chunk": CHUNK}, config=written))
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
-    found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
+    if named in PLAIN:
+        found += [_bundled(f"zero{s}") for s in stages]
+    else:
+        found += [_edited(written, f"ZeRO stage {s}", **{"zero_optimization.stage": s}) for s in stages]
     on_host = {"device": "cpu", "pin_memory": True}
-    if layout.zero_stage and get(zero, "offload_optimizer.device", "none") == "none":
+    if named in PLAIN and layout.pp == 1:
+        found += [_bundled(name) for name in OFFLOADED if name >= named]
+    elif layout.zero_stage and get(zero, "offload_optimizer.device", "none") == "none":
         change = "optimizer state in host memory (offload_optimizer)"
         found.append(_edited(written, change, **{"zero_optimization.offload_optimizer": on_host}))
-    if layout.zero_stage == 3 and get(zero, "offload_param.device", "none") == "none":
+    if named not in PLAIN and layout.zero_stage == 3 and get(zero, "offload_param.device", "none") == "none":
         both = {"zero_optimization.offload_optimizer": on_host, "zero_optimization.offload_param": on_host}
         found.append(_edited(written, "optimizer state and parameters in host memory", **both))
     if layout.zero_stage and get(zero, "reduce_bucket_size", 500_000_000) > SMALL_BUCKET:
@@ -59,14 +69,12 @@ def knobs(job: Job, written: dict[str, Any]) -> list[Knob]:
     return found
 
 
+def _bundled(name: str) -> Knob:
+    return Knob(change=f"--ds-config {name}", fields={}, config=name)
+
+
 def _edited(written: dict[str, Any], change: str, **values: Any) -> Knob:
     config = copy.deepcopy(written)
     for path, value in values.items():
         put(config, path, value)
     return Knob(change=change, fields={}, config=config)
-
-
-def _batch_free(written: dict[str, Any]) -> dict[str, Any]:
-    """The JSON with its batch sizes left to the run."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return {**written, **{key: "auto" for key in keys if key in written}}

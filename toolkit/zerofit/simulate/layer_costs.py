@@ -1,24 +1,136 @@
-"""From two recorded steps, of different micro batches, to layers and their costs as lines in the micro batch."""
+"""From two recorded steps, of different micro batches, to layers and their costs as lines in the micro batch.
+
+A step is recorded on the meta device, section by section: what a unit's forward or backward allocates, computes, moves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.profile_recorder import GradientSegment, ProfileRecorder
+from zerofit.simulate.op_costs import bytes_of, flops_of
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear
 
 # with one sample some ops copy less: a transposed batch of one is contiguous, a gradient is not summed over samples
 MICRO_BATCHES = (2, 3)
+_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh")
+Key = tuple[str, int]  # ("forward" or "backward", unit)
+
+
+@dataclass
+class GradientSegment:
+    """A stretch of ops of one section, up to the next complete gradient of a parameter."""
+
+    key: Key
+    live: list[int] = field(default_factory=list)  # bytes alive after each op that allocates
+    live_at_end: int = 0  # bytes, the complete gradient included
+    parameter: int | None = None  # whose gradient is complete at its end, by its place in model.parameters()
+
+
+@dataclass
+class SectionWork:
+    """The work of one section's ops."""
+
+    flops: int = 0
+    moved_bytes: int = 0
+    kernels: int = 0
+
+
+class ProfileRecorder(TorchDispatchMode):
+    """Follows every storage from the op that makes it to its release.
+
+    `mark` says which section the following ops belong to. Gradients of parameters leave the books once they are
+    complete (`watch`): where they stay is the engine's business.
+    """
+
+    def __init__(self, model: nn.Module, scratch: Mapping[str, Callable[[Any, Any], int]]) -> None:
+        super().__init__()
+        self._model, self._scratch = model, scratch  # of an op's kernel: bytes of (args, out)
+        self.live_bytes = 0
+        self.segments: list[GradientSegment] = []
+        self.work: dict[Key, SectionWork] = {}
+        self.before: dict[Key, int] = {}  # bytes alive when a section began
+        self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
+        self.last_op = ""
+        # the model's own storages are known, and count nothing
+        own = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
+        self._sizes = {storage._cdata: storage.nbytes() for storage in own}
+
+    def mark(self, phase: str, unit: int) -> None:
+        """Note that what follows belongs to this unit's forward or backward."""
+        key = (phase, unit)
+        self.segments.append(GradientSegment(key, [self.live_bytes]))
+        self.before.setdefault(key, self.live_bytes)  # a shared module can begin twice
+        self._work = self.work.setdefault(key, SectionWork())
+
+    def watch(self) -> list[Any]:
+        """Take each parameter's complete gradient away; return the handles of the hooks that do."""
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
+            for index, parameter in enumerate(self._model.parameters())
+            if parameter.requires_grad
+        ]
+
+    def _take_gradient(self, index: int, parameter: Tensor) -> None:
+        last = self.segments[-1]
+        last.parameter, last.live_at_end = index, self.live_bytes
+        parameter.grad = None
+        self.segments.append(GradientSegment(last.key))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.last_op = str(func)
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf)
+        scratch = self._scratch.get(func._overloadpacket._qualified_op_name)
+        if scratch is not None:
+            self.segments[-1].live.append(self.live_bytes + scratch(args, out))
+        if _is_kernel(func):
+            self._work.kernels += 1
+            self._work.moved_bytes += bytes_of((args, kwargs)) + bytes_of(out)
+            self._work.flops += flops_of(func, args, kwargs, out)
+        return out
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known == size:
+            return
+        if known is None:
+            # the storage's Python object lives exactly as long as the storage
+            weakref.finalize(storage, self._release, key)
+        self._sizes[key] = size
+        self.live_bytes += size - (known or 0)
+        self.segments[-1].live.append(self.live_bytes)
+
+    def _release(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+
+@cache
+def _is_kernel(func: Any) -> bool:
+    """Return whether an op launches anything: no views, no bare allocations."""
+    alias = next((r.alias_info for r in func._schema.returns), None)
+    view = alias is not None and not alias.is_write
+    return not view and func._overloadpacket.__name__ not in _FREE
 
 
 def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> LayerRun:
-    """The parameters of a unit: those whose gradients are complete in its backward, in the model's order."""
+    """Return a unit with its parameters."""
     model, here = subject.model, subject.units[unit]
-    mine = [p for p, owner in zip(model.parameters(), owners(model, recorder), strict=True) if owner == unit]
+    every = list(model.parameters())
+    mine = [every[index] for index in _parameters_of(model, recorder, unit)]
     return LayerRun(
         name=here.name,
         count=here.count,
@@ -29,26 +141,37 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     )
 
 
-def owners(model: nn.Module, recorder: ProfileRecorder) -> list[int]:
-    """The unit of each parameter; one that gets no gradient goes to the first."""
-    arrivals = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
-    return [arrivals.get(index, 0) for index, _ in enumerate(model.parameters())]
+def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
+    """Return the places in model.parameters() of those whose gradients are complete in a unit's backward.
+
+    Matrices first, each kind in the model's order. A parameter that gets no gradient goes to the first unit.
+    """
+    units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
+    every = list(model.parameters())
+    mine = [index for index in range(len(every)) if units.get(index, 0) == unit]
+    return sorted(mine, key=lambda index: every[index].dim() <= 1)
 
 
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
-    """Costs of a unit; every quantity is a line through its values at MICRO_BATCHES."""
-    forwards, backwards = ([_segments(r, (phase, unit)) for r in recorders] for phase in ("forward", "backward"))
+    """Return the costs of a unit; every quantity is a line through its values at MICRO_BATCHES."""
+    forwards, backwards = (
+        [[segment for segment in r.segments if segment.key == (phase, unit)] for r in recorders]
+        for phase in ("forward", "backward")
+    )
     bases = recorders[0].before["forward", unit], recorders[1].before["forward", unit]
-    place = _places(subject, recorders[0], unit)
+    # of a parameter in model.parameters() -> in the layer's matrices + vectors
+    places: dict[int | None, int] = {p: n for n, p in enumerate(_parameters_of(subject.model, recorders[0], unit))}
     moments = tuple(
         BackwardMoment(
-            live=envelope(_lines(pair, bases)), end=_end(pair, bases), parameter=place.get(pair[0].parameter)
+            live=envelope(_lines(pair, bases)), end=_end(pair, bases), parameter=places.get(pair[0].parameter)
         )
         for pair in zip(*backwards, strict=True)
     )
     forward = envelope(line for pair in zip(*forwards, strict=True) for line in _lines(pair, bases))
+    is_last = unit == len(subject.units) - 1
+    after = ("backward", unit) if is_last else ("forward", unit + 1)
     return LayerCost(
-        saved_bytes=_line([_after_forward(r, subject, unit) - base for r, base in zip(recorders, bases, strict=True)]),
+        saved_bytes=_line([r.before[after] - base for r, base in zip(recorders, bases, strict=True)]),
         forward_peak_bytes=_line([_peak(s, base) for s, base in zip(forwards, bases, strict=True)]),
         backward_peak_bytes=_line([_peak(s, base) for s, base in zip(backwards, bases, strict=True)]),
         output_bytes=_line([r.handed_on.get(unit, 0) for r in recorders]),
@@ -59,7 +182,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
 
 
 def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
-    """Those lines that are the largest somewhere from a micro batch of 1 on."""
+    """Return the lines that are the largest somewhere from a micro batch of 1 on."""
     best: list[Linear] = []
     for line in sorted(set(lines), key=lambda one: (one.per_sample, one.fixed)):
         while best and (best[-1].at(1) <= line.at(1) or (len(best) > 1 and _hidden(best[-2], best[-1], line))):
@@ -69,7 +192,7 @@ def envelope(lines: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _hidden(left: Linear, middle: Linear, right: Linear) -> bool:
-    """Whether `middle` is below one of the others everywhere; slopes ascend."""
+    """Return whether `middle` is below one of the others everywhere; slopes ascend."""
     crossing = (left.fixed - right.fixed) * (middle.per_sample - left.per_sample)
     return crossing <= (left.fixed - middle.fixed) * (right.per_sample - left.per_sample)
 
@@ -81,7 +204,7 @@ def _line(values: Sequence[float]) -> Linear:
 
 
 def _lines(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) -> list[Linear]:
-    """One line for each op, where both micro batches ran the same ops; else one for the segment's peak."""
+    """Return one line for each op, where both micro batches ran the same ops; else one for the segment's peak."""
     live = [segment.live for segment in pair]
     if len(live[0]) != len(live[1]):
         live = [[max(one, default=base)] for one, base in zip(live, bases, strict=True)]
@@ -94,25 +217,8 @@ def _end(pair: tuple[GradientSegment, GradientSegment], bases: tuple[int, int]) 
     return _line([segment.live_at_end - base for segment, base in zip(pair, bases, strict=True)])
 
 
-def _segments(recorder: ProfileRecorder, key: tuple[str, int]) -> list[GradientSegment]:
-    return [segment for segment in recorder.segments if segment.key == key]
-
-
 def _peak(segments: list[GradientSegment], base: int) -> int:
     return max((max(s.live, default=base) for s in segments), default=base) - base
-
-
-def _after_forward(recorder: ProfileRecorder, subject: TracedModel, unit: int) -> int:
-    last = len(subject.units) - 1
-    return recorder.before["backward", last] if unit == last else recorder.before["forward", unit + 1]
-
-
-def _places(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> dict[int | None, int]:
-    """Place in model.parameters() -> place in the layer's matrices + vectors."""
-    every = list(subject.model.parameters())
-    mine = [index for index, owner in enumerate(owners(subject.model, recorder)) if owner == unit]
-    ordered = [i for i in mine if every[i].dim() > 1] + [i for i in mine if every[i].dim() <= 1]
-    return {index: place for place, index in enumerate(ordered)}
 
 
 def _work(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> dict[str, Any]:
@@ -126,7 +232,7 @@ def _work(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> dict
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
-    """Buffers beside a unit's parameters; those of modules without parameters count with the first unit."""
+    """Return the bytes of buffers beside these parameters; with `rest` also those of modules without parameters."""
     total = 0
     for module in model.modules():
         parameters = [id(p) for p in module.parameters(recurse=False)]

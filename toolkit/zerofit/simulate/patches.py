@@ -1,4 +1,4 @@
-"""Everything that is changed in torch, transformers and DeepSpeed so that an unmodified engine runs on fake tensors.
+"""Changes to torch, transformers and DeepSpeed with which an unmodified engine runs on fake tensors.
 
 Applied once, in the process of a simulation and nowhere else. Each patch is a function that says why it is needed;
 `tests/simulate/test_patches.py` has a test for each that fails when a new version no longer has what it replaces.
@@ -16,8 +16,8 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerofit.simulate.device import fake_op
 from zerofit.simulate.fake_kernels import MASKING, cuda_attention
-from zerofit.simulate.ops import fake_op
 from zerofit.simulate.tracker import AllocationTracker
 
 
@@ -27,7 +27,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def module_apply() -> None:
-    """Module.to() swaps fake parameters' insides, which torch refuses for any that has a weak reference or a node.
+    """Keep Module.to() from swapping fakes' insides: torch refuses that for any with a weak reference or a node.
 
     With plain `.data =`, as real parameters get it. (torch.nn.Module._apply)
     """
@@ -58,7 +58,7 @@ def module_apply() -> None:
 
 
 def item(meter: AllocationTracker) -> None:
-    """`item()` of a fake tensor has no answer: a benign one instead (no overflow, a norm of 1, zeros, equality).
+    """Give `item()` of a fake tensor, which has no value, a benign one: no overflow, a norm of 1, zeros, equality.
 
     Libraries ask for norms, overflows and counters so. A model of the user's own that asks is refused: what it does
     with the answer is not known.
@@ -80,7 +80,7 @@ def item(meter: AllocationTracker) -> None:
 
 
 def masks() -> None:
-    """transformers takes a fake tensor for a sign of tracing, and then makes the causal mask that it would leave out.
+    """Keep transformers from making causal masks that it would leave out: it takes fake tensors for tracing.
 
     (transformers.masking_utils)
     """
@@ -91,7 +91,7 @@ def masks() -> None:
 
 
 def order_checks() -> None:
-    """ZeRO-3 compares the order of parameters with rank 0's by value. (deepspeed.runtime.zero.utils)"""
+    """Skip ZeRO-3's comparison of the parameters' order with rank 0's, by value. (deepspeed.runtime.zero.utils)"""
     from deepspeed.runtime.zero import utils
 
     utils.get_lst_from_rank0 = lambda values: values
@@ -99,7 +99,7 @@ def order_checks() -> None:
 
 
 def device_mesh() -> None:
-    """A device mesh looks at the numbers of its ranks, which must be real ones. (deepspeed.comm, AutoTP)"""
+    """Make device meshes of real tensors, as they look at the numbers of ranks. (deepspeed.comm, AutoTP)"""
     from deepspeed.comm import comm
 
     original = comm.initialize_mesh_device
@@ -113,7 +113,7 @@ def device_mesh() -> None:
 
 
 def object_collectives() -> None:
-    """Fake tensors cannot be pickled, and other ranks' objects are this rank's own. (torch.distributed, AutoTP)"""
+    """Take this rank's objects for other ranks': fake tensors cannot be pickled. (torch.distributed, AutoTP)"""
 
     def broadcast_object_list(object_list: list[Any], *_: Any, **__: Any) -> None:
         pass
@@ -126,7 +126,7 @@ def object_collectives() -> None:
 
 
 def compiled_ops(meter: AllocationTracker) -> None:
-    """DeepSpeed's C++ ops read memory that is not there, and need not be compiled. (deepspeed.ops.op_builder)"""
+    """Replace DeepSpeed's C++ ops, which read memory that is not there; compile none. (deepspeed.ops.op_builder)"""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     def load(self: Any, verbose: bool = True) -> Any:
@@ -136,8 +136,21 @@ def compiled_ops(meter: AllocationTracker) -> None:
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
 
 
+def cpu_vendor() -> None:
+    """Spare DeepSpeed's Adam and Lion for offloaded states the 1.5 s of asking py-cpuinfo for the CPU's vendor.
+
+    All that they do with it is to warn of fp16 on AMD's. (deepspeed/ops/adam/cpu_adam.py:75, ops/lion/cpu_lion.py:42)
+    """
+    import cpuinfo
+
+    def get_cpu_info() -> dict[str, Any]:
+        return {}
+
+    cpuinfo.get_cpu_info = get_cpu_info
+
+
 def rng_state(meter: AllocationTracker) -> None:
-    """Activation checkpointing keeps states of the random generator, which are real tensors: they are noted too.
+    """Note activation checkpointing's states of the random generator too, which are real tensors.
 
     (torch.get_rng_state)
     """
@@ -151,11 +164,11 @@ def rng_state(meter: AllocationTracker) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
-EVERYWHERE = (module_apply, masks, order_checks, device_mesh, object_collectives)
+EVERYWHERE = (module_apply, masks, order_checks, device_mesh, object_collectives, cpu_vendor)
 
 
 def tensor_constructor() -> None:
-    """torch.tensor() on a device without kernels: a fake of the same shape and type. (torch.tensor)"""
+    """Let torch.tensor() on a device without kernels return a fake of the same shape and type. (torch.tensor)"""
     from deepspeed.runtime.zero import partition_parameters
 
     original = torch.tensor
@@ -173,7 +186,7 @@ def tensor_constructor() -> None:
 
 
 def constants() -> None:
-    """The value of a small CPU tensor that goes to the device is forgotten: no kernel could take it there.
+    """Forget the value of a small CPU tensor that goes to the device: no kernel could take it there.
 
     (FakeTensorMode._dispatch_impl, which computes with the known values of fake tensors)
     """
@@ -197,7 +210,7 @@ def constants() -> None:
 
 
 def backend_keys() -> None:
-    """A fake's dispatch keys stay the CPU's, so that `.data =` between devices is allowed; its `.device` is its own.
+    """Keep a fake's dispatch keys the CPU's, so that `.data =` works between devices; its `.device` is its own.
 
     (torch.Tensor._make_subclass)
     """
@@ -212,7 +225,7 @@ def backend_keys() -> None:
 
 
 def data_setter() -> None:
-    """`parameter.data = t` takes over t's device, as with real tensors. (torch.Tensor.data)"""
+    """Let `parameter.data = t` take over t's device, as with real tensors. (torch.Tensor.data)"""
     data: Any = torch._C.TensorBase.data  # its descriptor
 
     def set_data(self: FakeTensor, value: Any) -> None:
@@ -224,7 +237,7 @@ def data_setter() -> None:
 
 
 def attention() -> None:
-    """An unknown device gets attention made of plain products; CUDA's flash kernel is what a GPU runs.
+    """Take CUDA's flash kernel, as a GPU does; an unknown device would get attention made of plain products.
 
     With a mask or in fp32, where flash attention cannot, it is the memory efficient kernel.
     (torch.nn.functional.scaled_dot_product_attention; sdp_utils.cpp of ATen for CUDA)
@@ -239,7 +252,7 @@ def attention() -> None:
 
 
 def record_stream() -> None:
-    """There are no streams, and so nothing to note of a tensor that one of them uses. (torch.Tensor.record_stream)"""
+    """Note nothing of a tensor that a stream uses, as there are no streams. (torch.Tensor.record_stream)"""
     _replace(torch.Tensor, "record_stream", lambda self, stream: None)
 
 

@@ -7,15 +7,16 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import deepspeed
+import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.simulate.record import RankPhase
 from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.rank_coords import coords_of
+from zerofit.train.trainer import coords_of
 
 Driver = ZeroTrainer | PipelineTrainer
 
@@ -53,25 +54,27 @@ class PhaseLog:
 
     def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
         self._meter, self._on_begin = meter, on_begin
-        self._name: str | None = None
-        self._step, self._start = -1, 0
+        self._current: tuple[str, int] | None = None  # name, optimizer step
+        self._start = 0
+        self.step = -1  # the optimizer step that phases belong to from now on
         self.done: list[RankPhase] = []
 
-    def begin(self, name: str, step: int) -> None:
+    def begin(self, name: str) -> None:
         """End the current phase and begin another one."""
-        if (name, step) == (self._name, self._step):
+        if (name, self.step) == self._current:
             return
         self.end()
-        self._name, self._step, self._start = name, step, self._meter.live()
+        self._current, self._start = (name, self.step), self._meter.live()
         self._meter.reset_peak()
-        self._on_begin(name, step)
+        self._on_begin(name, self.step)
 
     def end(self) -> None:
         """End the current phase, if there is one."""
-        if self._name is not None:
+        if self._current is not None:
+            name, step = self._current
             figures = {"start_bytes": self._start, "peak_bytes": self._meter.peak(), "end_bytes": self._meter.live()}
-            self.done.append(RankPhase(name=self._name, step=self._step, **figures))
-        self._name = None
+            self.done.append(RankPhase(name=name, step=step, **figures))
+        self._current = None
 
 
 def start(
@@ -82,41 +85,57 @@ def start(
 
     def announced(*args: Any, **kwargs: Any) -> Any:
         on_built(kwargs["model"])
-        log.begin("init", -1)
+        log.begin("init")
         return initialize(*args, **kwargs)
 
-    log.begin("build", -1)
+    log.begin("build")
     kind = PipelineTrainer if job.layout.pp > 1 else ZeroTrainer
     with patch.object(deepspeed, "initialize", announced):
         return kind(job, coords_of(rank, job.layout), inputs)
 
 
-def train_steps(
-    driver: ZeroTrainer | PipelineTrainer, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog
-) -> None:
+def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
     """Train this many steps; their phases are noted in the log, the last one ended."""
-    now = [0]
-    _cut(driver, lambda name: log.begin(name, now[0]))
-    fetched = _begun(batches, lambda: log.begin("forward", now[0]))
+    _announce_phases(driver.engine, log.begin)
+    fetched = _fetched(batches, log.begin)
     for step in range(steps):
-        now[0] = step
+        log.step = step
         driver.train_step(fetched)
     log.end()
 
 
-def _begun(batches: Iterator[dict[str, Any]], begin: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """The batches; fetching one belongs to the forward."""
+def empty_batches(job: Job, inputs: Inputs) -> Iterator[dict[str, Any]]:
+    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`.
+
+    Inputs are float32 (micro, channels, size, size) or int64 (micro, seq_len); labels int64 (micro,) or (micro,
+    seq_len).
+    """
+    micro = job.batch.micro
     while True:
-        begin()
+        if isinstance(inputs, ImageInputs):
+            x = torch.zeros(micro, inputs.channels, inputs.size, inputs.size)
+            labels, targets = torch.zeros(micro, dtype=torch.long), 1
+        else:
+            x = torch.zeros(micro, inputs.seq_len, dtype=torch.long)
+            labels, targets = torch.zeros(micro, inputs.seq_len, dtype=torch.long), inputs.seq_len
+        batch = {"inputs": x, "labels": labels, "weight": job.layout.sp / (micro * targets)}
+        del x, labels
+        yield batch
+        del batch
+
+
+def _fetched(batches: Iterator[dict[str, Any]], begin: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Yield the batches; fetching one belongs to the forward."""
+    while True:
+        begin("forward")
         batch = next(batches, None)
         if batch is None:
             return
         yield batch
 
 
-def _cut(driver: Driver, begin: Callable[[str], None]) -> None:
-    """Let the driver's engine say what it begins."""
-    engine: Any = driver.engine
+def _announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
+    """Let an engine say what it begins."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
             kind: _announced(function, begin, INSTRUCTIONS[kind]) for kind, function in engine._INSTRUCTION_MAP.items()

@@ -1,11 +1,14 @@
 """Simulations side by side, each in a process of its own that is forked from one that has imported everything.
 
-That one is started by its own command line and not by multiprocessing, which would run the user's script once more in
-each process: simulations work from a script without `if __name__ == "__main__"`, from a notebook and from any thread.
+That one, the server, is started by its own command line and not by multiprocessing, which would run the user's script
+once more in each process: simulations work from a script without `if __name__ == "__main__"`, from a notebook and from
+any thread. `python -m zerofit.simulate.processes` reads requests' folders from its standard input, a line each, and
+ends with all that it has started when that is closed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -14,16 +17,26 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NoReturn
 
-from zerofit.simulate.record import RankRecord
-from zerofit.simulate.server import GROUP, REQUEST
-from zerofit.simulate.target import SimulationTarget
-from zerofit.spec.errors import Problem
+from zerofit.models.catalog import ModelError
+from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.spec.errors import Problem, UserError
 
+REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
+IMPORTED = (
+    "cpuinfo",
+    "torchvision",
+    "transformers.integrations.deepspeed",
+    "transformers.models.auto.modeling_auto",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
+    "zerofit.simulate.rank",
+)
 POLL_S = 0.2
 KILLED = Problem(
     kind="killed",
@@ -56,7 +69,7 @@ def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None
 
 
 class _Server:
-    """A running `zerofit.simulate.server`, which ends with this process."""
+    """The running server, which ends with this process."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -64,7 +77,7 @@ class _Server:
         # what the server imports is found as it is here; a session of its own: Ctrl-C is this process's to answer
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zerofit.simulate.server"],
+            [sys.executable, "-P", "-m", "zerofit.simulate.processes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -100,6 +113,17 @@ def _server() -> _Server:
         return _running
 
 
+def end_server() -> None:
+    """End this process's server, which holds torch and DeepSpeed in memory; the next simulation starts another."""
+    global _running
+    with _lock:
+        if _running is not None and _running.owner == os.getpid():
+            assert _running.process.stdin
+            _running.process.stdin.close()
+            _running.process.wait()
+        _running = None
+
+
 def _result(file: Path) -> RankRecord | Problem:
     if not file.exists():
         return KILLED
@@ -116,3 +140,72 @@ def _progress(folder: Path, count: int, seconds: float) -> str:
     what = f": {', '.join(now)}" if now else ": importing torch and DeepSpeed" if not ended else ""
     done = f" {len(ended)} of {count} done" if count > 1 else ""
     return f"simulating{what}{done} ({seconds:.0f} s)"
+
+
+def serve() -> None:
+    """Serve requests until standard input is closed."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one takes its place
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in IMPORTED:
+        importlib.import_module(name)
+    groups: list[int] = []
+    for line in sys.stdin:
+        groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        pid = os.fork()
+        if pid == 0:
+            _answer(Path(line.rstrip("\n")))
+        groups.append(pid)
+    for pid in groups:
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _answer(folder: Path) -> NoReturn:
+    """Simulate all targets of a request, as many at a time as there are cores; `N.ended` says that one has ended."""
+    os.setpgid(0, 0)
+    try:
+        (folder / GROUP).write_text(str(os.getpid()))
+        path, cwd, targets = pickle.loads((folder / REQUEST).read_bytes())
+        sys.path[:] = path
+        os.chdir(cwd)
+        waiting, running = list(enumerate(targets)), dict[int, int]()
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                n, target = waiting.pop(0)
+                pid = os.fork()
+                if pid == 0:
+                    _simulate(target, folder, n)
+                running[pid] = n
+            pid, _ = os.wait()
+            (folder / f"{running.pop(pid)}.ended").touch()
+    except FileNotFoundError:  # nobody waits any more
+        pass
+    os._exit(0)
+
+
+def _simulate(target: SimulationTarget, folder: Path, n: int) -> NoReturn:
+    """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
+    log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from zerofit.simulate.rank import simulate
+
+    def say(text: str) -> None:
+        (folder / f"{n}.status").write_text(text)
+
+    result: Any
+    try:
+        result = simulate(target, say=say)
+    except UserError as error:
+        result = error.problems[0]
+    except ModelError as error:
+        result = Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")
+    except Exception:
+        result = RuntimeError(traceback.format_exc())
+    (folder / f"{n}.result").write_bytes(pickle.dumps(result))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()

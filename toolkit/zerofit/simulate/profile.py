@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zerofit.models.build import forward_logits, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import ImageInputs, Inputs
-from zerofit.simulate.fake_kernels import KERNEL_SCRATCH, as_on
-from zerofit.simulate.layer_costs import MICRO_BATCHES, cost_of, layer_of
-from zerofit.simulate.profile_recorder import ProfileRecorder
-from zerofit.simulate.traced_model import TracedModel, first_tensor, make_subject, takes_labels, watched
+from zerofit.simulate.fake_kernels import as_on
+from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
+from zerofit.simulate.op_costs import KERNEL_SCRATCH
+from zerofit.simulate.traced_model import TracedModel, make_subject, watched
+from zerofit.spec.model_facts import Precision, Task
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
-from zerofit.spec.task import Task
 from zerofit.train.loss import weighted_cross_entropy
 
 
 class TraceSetting(NamedTuple):
-    """What a trace depends on besides the model and its inputs."""
+    """The setting of a trace: all that it depends on besides the model and its inputs."""
 
     precision: str
     checkpointing: bool = False
     tp: int = 1
     sp: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's type of the precision."""
+        return DTYPES[cast("Precision", self.precision)]
 
 
 def profile_model(
@@ -40,7 +47,7 @@ def profile_model(
     settings: Iterable[TraceSetting],
     device: str = "cuda",
 ) -> Profile:
-    """Layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
+    """Return layers and costs of a model on these inputs; `device` is "cpu" or "cuda".
 
     Bytes are those of a rank with the whole model. Raises ModelError where a model has no tensor or sequence parallel
     form, or cannot be run on the meta device (the message names the op).
@@ -55,35 +62,31 @@ def profile_model(
         config, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
         costs[setting(*one)] = costs_here
         layers = layers_here if one.tp == 1 or not layers else layers
-    layers = _with_shares(layers, costs)
     heads = getattr(config, "num_attention_heads", None)
+    if isinstance(inputs, ImageInputs):
+        seq_len, sample_bytes = None, 4 * inputs.channels * inputs.size**2 + 8  # float32 pixels, one int64 label
+    else:
+        seq_len, sample_bytes = inputs.seq_len, 16 * inputs.seq_len  # int64 token ids and labels
     return Profile(
         model=source.name,
         task=task,
-        seq_len=None if isinstance(inputs, ImageInputs) else inputs.seq_len,
-        layers=layers,
+        seq_len=seq_len,
+        layers=_with_shares(layers, costs),
         costs=costs,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
-        sample_bytes=_sample_bytes(inputs),
+        sample_bytes=sample_bytes,
         model_type=getattr(config, "model_type", None),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
-
-
-def _sample_bytes(inputs: Inputs) -> int:
-    """float32 pixels and one int64 label, or int64 token ids and labels."""
-    if isinstance(inputs, ImageInputs):
-        return 4 * inputs.channels * inputs.size**2 + 8
-    return 16 * inputs.seq_len
 
 
 def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[Any, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model's config, its layers and their costs in one setting."""
-    subject = make_subject(source, inputs, args, one.precision, one.checkpointing, one.tp)
+    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp)
     with as_on(device, one.sp):
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
@@ -94,29 +97,26 @@ def _traced(
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
-    """With what tensor and sequence parallelism send, and the numels of a rank's shards."""
-    if one.tp > 1 and layer.name != "block":
-        return replace(cost, matrices=layer.matrices, vectors=layer.vectors)
-    if one.tp == one.sp == 1 or layer.name != "block":
-        return cost
+    """Add what tensor and sequence parallelism send, and the numels of a rank's shards."""
     out = cost.output_bytes
-    if one.tp > 1:  # the outputs of attention and of the MLP are summed over the ranks
-        sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
-        return replace(cost, tp_allreduce_bytes=sent, matrices=layer.matrices, vectors=layer.vectors)
-    # queries and the output have all heads, keys and values theirs
-    heads = config.num_attention_heads
-    share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * _head_width(config)
-    return replace(cost, sp_alltoall_bytes=Linear(fixed=share * out.fixed, per_sample=share * out.per_sample))
-
-
-def _head_width(config: Any) -> float:
-    """Width of all heads together over the hidden size."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
-    return head_dim * config.num_attention_heads / config.hidden_size
+    if one.tp > 1:
+        cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
+        if layer.name == "block":  # the outputs of attention and of the MLP are summed over the ranks
+            sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+            cost = replace(cost, tp_allreduce_bytes=sent)
+    elif one.sp > 1 and layer.name == "block":
+        # queries and the output have all heads, keys and values theirs
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
+        width = head_dim * heads / config.hidden_size  # of all heads together, over the hidden size
+        share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * width
+        sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
+        cost = replace(cost, sp_alltoall_bytes=sent)
+    return cost
 
 
 def _with_shares(layers: tuple[LayerRun, ...], costs: dict[str, tuple[LayerCost, ...]]) -> tuple[LayerRun, ...]:
-    """The share of each layer's parameters that tensor parallelism splits, from any setting that has it split."""
+    """Add the share of each layer's parameters that tensor parallelism splits, from a setting that has them split."""
     for key, entries in costs.items():
         degree = int(key.split("/tp=")[1].split("/")[0])
         if degree > 1:
@@ -132,7 +132,7 @@ def _with_share(layer: LayerRun, cost: LayerCost, degree: int) -> LayerRun:
 def _run(
     subject: TracedModel, task: Task, inputs: Inputs, count: int, one: TraceSetting, device: str
 ) -> ProfileRecorder:
-    """Forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
+    """Record forward, loss and backward of `count` samples as the training step has them (train/engines.py)."""
     model, last = subject.model, len(subject.units) - 1
     recorder = ProfileRecorder(model, KERNEL_SCRATCH[device])
     passing = True
@@ -141,7 +141,7 @@ def _run(
         if not passing:  # checkpointing runs forwards again
             return
         recorder.mark("forward", unit)
-        tensor = first_tensor(tensors)
+        tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
         if tensor is not None:
             recorder.handed_on[unit - 1] = tensor.nbytes
             tensor.register_hook(lambda grad: recorder.mark("backward", unit - 1))
@@ -159,7 +159,8 @@ def _run(
             del kept
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         where = f"in {recorder.last_op} of {subject.units[recorder.segments[-1].key[1]].name}"
-        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {_first_line(error)}") from error
+        what = next(filter(str.strip, str(error).splitlines()), type(error).__name__)
+        raise ModelError("profile-trace", f"cannot be traced without data, {where}: {what}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -167,14 +168,14 @@ def _run(
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
+    """Return inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
 
     Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
     """
     if isinstance(inputs, ImageInputs):
         images = torch.empty(count, inputs.channels, inputs.size, inputs.size)
         labels = torch.empty(count, dtype=torch.long)
-        return images.to(DTYPES[one.precision]), labels, images if device == "cpu" else None
+        return images.to(one.dtype), labels, images if device == "cpu" else None
     tokens = torch.empty(count, inputs.seq_len // one.sp, dtype=torch.long)
     return tokens, torch.empty_like(tokens), None
 
@@ -183,16 +184,11 @@ def _loss(model: Any, x: Tensor, labels: Tensor, task: Task, one: TraceSetting, 
     extra = {}
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
-    if not hasattr(model, "config") and takes_labels(model):
-        return output_part(
-            model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels), "loss"
-        )
+    if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # gives its own loss
+        out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
+        return output_part(out, "loss")
     logits, aux = forward_logits(model, x, **extra)
     logits = output_part(logits, "logits")
     recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
     loss = weighted_cross_entropy(logits, labels, 1.0)
     return loss if aux is None else loss + aux
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import deepspeed
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zerofit.models.build import build
 from zerofit.models.catalog import PRETRAINED, ModelError, find
+from zerofit.models.dtypes import DTYPES
+from zerofit.models.inputs import Inputs
+from zerofit.models.layers import as_layers
 from zerofit.simulate import device
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.analysis import device_events, host_peak, kind_peaks, timeline
-from zerofit.simulate.batches import batches
-from zerofit.simulate.categories import classify
-from zerofit.simulate.fake_process_group import join, set_environment
-from zerofit.simulate.ownership import tag_owned_storages, watch_gradients
+from zerofit.simulate.categories import classify, tag_owned_storages, watch_gradients
+from zerofit.simulate.ledger import device_events, host_peak, kind_peaks, timeline
+from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.patches import apply_all
-from zerofit.simulate.phases import PhaseLog, start, train_steps
-from zerofit.simulate.pipeline_input import set_stage_input_shape
-from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord
-from zerofit.simulate.scratch import scratch_of
-from zerofit.simulate.target import SimulationTarget
-from zerofit.simulate.tracker import AllocationTracker, Scratch, is_own
+from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, SimulationTarget
+from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
+from zerofit.train.build import example
 from zerofit.train.pipeline import PipelineTrainer
 
 LINES = 3  # of an exception's message
@@ -40,14 +44,17 @@ def simulate(
 
     This process's torch and DeepSpeed are changed for good. `scratch` stands in for the device's own table.
     """
-    set_environment(target)
+    _set_environment(target)
     gpu = target.accelerator == "cuda"
-    meter = AllocationTracker(device.NAME if gpu else "cpu", scratch or scratch_of(target))
-    (device.install_gpu if gpu else device.install_host)(meter, target.device_bytes)
+    meter = AllocationTracker(device.NAME if gpu else "cpu", scratch or scratch_on("cuda" if gpu else "cpu"))
+    device.install(gpu, meter, target.device_bytes)
     apply_all(gpu, meter)
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
-            join(target)
+            # a process group that sends nothing
+            world = target.job.layout.world_size
+            dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=world)
+            deepspeed.init_distributed("fake")
             log = _live(_without_files(target, folder), meter, say)
     except (UserError, ModelError):
         raise
@@ -58,11 +65,10 @@ def simulate(
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
-    """Where the simulation has stopped: the op, the module that ran and the line that raised."""
+    """Return where the simulation has stopped: the op, the module that ran and the line that raised."""
     op, module = meter.last
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_own(frame.filename)]
-    frame = (own or frames)[-1]
+    frame = ([f for f in frames if is_own(f.filename)] or frames)[-1]
     first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:LINES])
     return Problem(
         kind="not-simulated",
@@ -75,7 +81,7 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """A pretrained model's weights are not read, and what is swapped goes nowhere: shapes are all that counts."""
+    """Let it read no weights of a pretrained model, and swap to nowhere: shapes are all that counts."""
     job = target.job
     source = find(job.run.model)
     if source.origin == PRETRAINED:
@@ -87,27 +93,69 @@ def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
     return replace(target, job=replace(job, ds_config={**job.ds_config, "zero_optimization": zero}))
 
 
+def _set_environment(target: SimulationTarget) -> None:
+    """Set the launcher's variables, as the rank would find them."""
+    os.environ |= {
+        "RANK": str(target.rank),
+        "WORLD_SIZE": str(target.job.layout.world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> PhaseLog:
     job, engines = target.job, []
 
     def built(model: torch.nn.Module) -> None:
-        meter.names(model)
-        watch_gradients(meter, model)
+        meter.learn_names(model)
+        watch_gradients(meter.tag, model)
 
     def begin(name: str, step: int) -> None:
         for engine in engines:
-            tag_owned_storages(meter, engine)
+            tag_owned_storages(meter.tag, engine)
         meter.begin(name, step)
         say(name if step < 0 else f"step {step + 1}: {name}")
 
     log = PhaseLog(meter, begin)
     driver = start(job, target.rank, target.inputs, log, on_built=built)
     if isinstance(driver, PipelineTrainer):
-        set_stage_input_shape(driver, target.inputs)
+        _set_stage_input_shape(driver, target.inputs)
     engines.append(driver.engine)
-    train_steps(driver, batches(job, target.inputs), target.steps, log)
-    tag_owned_storages(meter, driver.engine)
+    meter.learn_names(driver.engine.module)  # tensor parallelism has replaced its linear layers
+    train_steps(driver, empty_batches(job, target.inputs), target.steps, log)
+    tag_owned_storages(meter.tag, driver.engine)
     return log
+
+
+def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
+    """Give a pipeline stage's engine the shape that the stage before it would send.
+
+    DeepSpeed sends it as numbers ahead of the first activation (runtime/pipe/engine.py, `_recv_tensor_meta`), which are
+    zeros in a process group that sends nothing.
+    """
+    engine: Any = driver.engine
+    shape, dtype = _stage_input(driver, inputs)
+    engine._recv_tensor_meta = lambda send_stage: engine._allocate_or_extend_buffers(0, list(shape), dtype)
+
+
+@torch.no_grad()
+def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and type of the activation that enters the stage, by running the layers before it on meta.
+
+    They are built once more, since the driver's may share weights with layers of this stage.
+    """
+    run, dtype = driver.job.run, DTYPES[driver.job.precision]
+    with torch.device("meta"):
+        model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
+        x = example(inputs, driver.job.batch.micro)
+    x = x.to(dtype) if x.is_floating_point() else x
+    for layer in as_layers(model)[: driver.first_layer]:
+        x = layer.module(x)
+    return x.shape, x.dtype
 
 
 def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -> RankRecord:
@@ -121,22 +169,12 @@ def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -
         host=host_peak(ledger),
         nvme_bytes=sum(meter.files.values()),
         reserved_bytes=replay(events).peak_reserved_bytes,
-        sent=_sent(meter),
+        sent=[
+            CollectiveCalls(op=op, bytes=size, group_size=ranks, phase=phase, count=count, step=step)
+            for (op, ranks, phase, step), (count, size) in meter.sent.items()
+        ],
         groups=[GroupUse(ranks=ranks, ops=tuple(sorted(ops))) for ranks, ops in meter.groups.values()],
         flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
         timeline=timeline(ledger),
         events=events,
     )
-
-
-def _sent(meter: AllocationTracker) -> list[CollectiveCalls]:
-    """Sum up collectives by op, group size, phase and step."""
-    calls: Counter[tuple[str, int, str, int]] = Counter()
-    sizes: Counter[tuple[str, int, str, int]] = Counter()
-    for (op, size, ranks, phase, step), count in meter.sent.items():
-        calls[op, ranks, phase, step] += count
-        sizes[op, ranks, phase, step] += size * count
-    return [
-        CollectiveCalls(op=op, group_size=ranks, phase=phase, step=step, count=n, bytes=sizes[op, ranks, phase, step])
-        for (op, ranks, phase, step), n in calls.items()
-    ]

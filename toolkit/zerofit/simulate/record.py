@@ -1,10 +1,37 @@
-"""The record of one simulated rank, as it crosses from its process: phases, peaks, traffic, allocations."""
+"""Data that crosses the border of a simulation's process: the target goes in, the record of its rank comes out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.simulate.allocator import Event
+from zerofit.spec.files import field_data
+from zerofit.spec.run_folder import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationTarget:
+    """One rank of a job, and the device that it would run on."""
+
+    job: Job
+    inputs: Inputs
+    rank: int = 0
+    accelerator: str = "cpu"  # "cuda": device and host are told apart; "cpu": they are one
+    device_bytes: int = 0  # what the device has; DeepSpeed asks how much of it is free
+    workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
+    steps: int = 2  # ZeRO-3 keeps more alive once it knows the order of the layers: from the second step on
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {**field_data(self), "inputs": inputs_to_dict(self.inputs)}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
+        """Return the target that `as_dict` described."""
+        job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
+        return cls(**{**value, "job": job, "inputs": inputs, "workspaces": tuple(value["workspaces"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +60,18 @@ class KindPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCalls:
-    """All calls of one collective over groups of one size, in one phase of one step."""
+    """The calls of one collective over groups of one size, in one phase of one step."""
 
     op: str
+    bytes: int  # of all calls
     group_size: int
     phase: str
-    step: int
     count: int
-    bytes: int  # of all calls
+    step: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit simulate --json` prints of it."""
+        return field_data(self, "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +103,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one simulated rank allocated, computed and sent."""
+    """A record of all that one simulated rank allocated, computed and sent."""
 
     phases: list[RankPhase]
     peaks: list[KindPeak]  # highest first

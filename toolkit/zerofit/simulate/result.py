@@ -10,12 +10,12 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
-from zerofit.simulate.context import Overhead
-from zerofit.simulate.record import MemoryPoint, RankPhase
+from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase
+from zerofit.simulate.verdict import Overhead
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent
-from zerofit.spec.layout import Layout
-from zerofit.spec.plain_data import field_data, plain_data
+from zerofit.spec.files import field_data, plain_data
+from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 
@@ -41,17 +41,6 @@ class SimulatedRun:
     input: Inputs
     micro_batch: int
     gradient_accumulation_steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveTotal:
-    """All calls of one collective in one phase of the last simulated step."""
-
-    op: str
-    bytes: int  # of all calls
-    group_size: int
-    phase: str
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +70,7 @@ SimulateKnobs = Callable[[OnEvent | None], tuple[KnobResult, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What one rank needs, and whether it fits. Bytes are one rank's, `host_node_bytes` a node's."""
+    """The needs of one rank, and whether they fit. Bytes are one rank's, `host_node_bytes` a node's."""
 
     world_size: int
     rank: int
@@ -102,7 +91,7 @@ class Simulation:
     host_node_bytes: int  # of all ranks of a node, with their processes
     host_total_bytes: int
     nvme_bytes: int
-    comm: tuple[CollectiveTotal, ...]
+    comm: tuple[CollectiveCalls, ...]  # of the last simulated step
     flops: int  # of the last simulated step
     fits: bool
     verdict: str  # "fits", "within the margin" or "does not fit"

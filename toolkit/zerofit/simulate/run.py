@@ -1,15 +1,36 @@
-"""Simulations of whole targets: exact, or extrapolated from few layers and checked."""
+"""Simulations of whole targets: exact, or extrapolated from few layers and checked.
+
+Figures of a model with many equal layers are linear in their number. So is the highest moment of each kind
+(`record.KindPeak`); the highest of all is then taken at the full number of layers, so that another moment may win
+there than does with few layers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from zerofit.simulate.extrapolate import TOLERANCE, extrapolate_layers, layer_counts, layers_of, with_layers
+import torch
+
+from zerofit.check.dotted import get
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import find
+from zerofit.models.hf import make_config
 from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.record import RankRecord
-from zerofit.simulate.target import SimulationTarget
+from zerofit.simulate.record import CollectiveCalls, KindPeak, PhaseFlops, RankPhase, RankRecord, SimulationTarget
 from zerofit.spec.errors import Problem
+
+Line = Callable[[float, float], int]
+Row = TypeVar("Row", CollectiveCalls, PhaseFlops)
+
+FEWEST = 2  # layers, where nothing calls for more
+STEP = 2
+WORTH = 0.5  # of all layers: where more of them would be simulated in all, the whole model is
+TOLERANCE = 0.005  # of the peak
+# DeepSpeed's defaults in elements (runtime/zero/config.py)
+MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +51,8 @@ def simulate(
     A large model is extrapolated from few layers unless `exact`. Where its peak proves not to be linear in the number
     of layers (by more than TOLERANCE), all layers are simulated after all.
     """
-    counts = [None if exact else layer_counts(target) for target in targets]
-    wanted = [[with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
+    counts = [None if exact else _layer_counts(target) for target in targets]
+    wanted = [[_with_layers(t, n) for n in c] if c else [t] for t, c in zip(targets, counts, strict=True)]
     outcomes = iter(simulate_all([one for several in wanted for one in several], show))
     return [
         _simulated(target, count, [next(outcomes) for _ in several], show)
@@ -52,7 +73,121 @@ def _simulated(
         records.append(outcome)
     if counts is None:
         return SimulatedRank(target=target, record=records[0])
-    record, error = extrapolate_layers(records, counts, layers_of(target))
+    record, error = _extrapolated(records, counts, _layers(target) or 0)
     if abs(error) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
     return SimulatedRank(target=target, record=record, layers=counts, check_error=error)
+
+
+def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
+    """Return three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
+
+    They are large enough that whatever DeepSpeed limits (live parameters, buckets, groups of the optimizer) has
+    reached its limit, if it does so in the whole model.
+    """
+    total = _layers(target)
+    if total is None or target.job.layout.pp > 1:
+        return None
+    first = max(FEWEST, *(1 + math.ceil(limit) for limit in _limits(target, total)))
+    counts = (first, first + STEP, first + 2 * STEP)
+    return counts if sum(counts) <= WORTH * total else None
+
+
+def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
+    """Return the target with a model of fewer layers, its DeepSpeed JSON unchanged."""
+    run = target.job.run
+    fewer = run.model_copy(update={"model_args": {**run.model_args, "num_hidden_layers": count}})
+    return replace(target, job=replace(target.job, run=fewer))
+
+
+def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int) -> tuple[RankRecord, float]:
+    """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
+
+    Extrapolated from the last two; the error is by how much the first misses their line, in the peak that wins
+    (relative; infinite where it has no such peak).
+    """
+    _, few, more = records
+
+    def line(a: float, b: float, at: int = total) -> int:
+        return round(a + (b - a) * (at - counts[1]) / (counts[2] - counts[1]))
+
+    peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
+    reserved = line(few.reserved_bytes, more.reserved_bytes)
+    fragmented = more.reserved_bytes / more.peaks[0].bytes
+    record = RankRecord(
+        phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
+        peaks=peaks,
+        host={place: line(few.host[place], more.host[place]) for place in few.host},
+        nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
+        reserved_bytes=max(reserved, round(peaks[0].bytes * fragmented)),
+        groups=more.groups,
+        sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
+        flops=_rows(few.flops, more.flops, ("flops",), line),
+    )
+    at, a, b = ({peak.key: peak.bytes for peak in one.peaks}.get(peaks[0].key) for one in records)
+    return record, line(a, b, counts[0]) / at - 1 if at and a and b else math.inf
+
+
+def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:
+    known = {peak.key: peak for peak in few}
+    found = []
+    for peak in more:
+        if peak.key in known:
+            before = known[peak.key].breakdown
+            kinds = dict.fromkeys([*peak.breakdown, *before])
+            parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
+            found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
+    return found
+
+
+def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -> RankPhase:
+    start, end = line(few.start_bytes, more.start_bytes), line(few.end_bytes, more.end_bytes)
+    highest = (peak.bytes for peak in peaks if (peak.phase, peak.step) == (more.name, more.step))
+    return replace(more, start_bytes=start, end_bytes=end, peak_bytes=max([*highest, start, end]))
+
+
+def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line) -> list[Row]:
+    """Merge rows that agree in everything but their figures; figures of a row that only `more` has stay as they are."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(value for name, value in vars(row).items() if name not in figures)
+
+    before = {key(row): row for row in few}
+    return [
+        replace(row, **{f: line(getattr(before.get(key(row), row), f), getattr(row, f)) for f in figures})
+        for row in more
+    ]
+
+
+def _layers(target: SimulationTarget) -> int | None:
+    source = find(target.job.run.model)
+    if source.family != "transformers":
+        return None
+    config = make_config(source, target.inputs, dict(target.job.run.model_args))
+    return getattr(config, "num_hidden_layers", None)
+
+
+def _limits(target: SimulationTarget, total: int) -> list[float]:
+    """Return how many layers reach each limit of DeepSpeed's that the whole model, of `total` layers, reaches."""
+
+    def parameters(layers: int) -> int:
+        run = _with_layers(target, layers).job.run
+        with torch.device("meta"):
+            return parameter_count(build(find(run.model), target.inputs, dict(run.model_args)))
+
+    a_layer = parameters(2) - parameters(1)
+    all_layers = a_layer * total
+    zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
+    facts, ranks = target.job.facts, layout.dp * layout.sp
+    limits = []
+    if layout.zero_stage in (1, 2):
+        # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
+        whole = facts.largest_parameter + a_layer - (facts.parameters - all_layers) / ranks
+        limits = [(get(zero, "reduce_bucket_size", BUCKET), 1), (max(0, whole), ranks)]
+    if layout.zero_stage == 3:
+        limits = [
+            (get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0), 1),
+            (get(zero, "reduce_bucket_size", BUCKET), 1),
+            (get(zero, "sub_group_size", SUB_GROUP), ranks),
+        ]
+    return [limit * share / a_layer for limit, share in limits if limit * share < all_layers] or [0.0]

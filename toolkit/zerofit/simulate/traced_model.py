@@ -1,26 +1,28 @@
-"""The model that a trace runs: few blocks for many equal ones, one rank's shard of it, cut into units."""
+"""The model that a trace runs: few blocks for many equal ones, one rank's shard of it, cut into units.
+
+A rank's shard of a transformers model is as DeepSpeed's AutoTP makes it (deepspeed/module_inject/auto_tp.py).
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.dtypes import DTYPES
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
-from zerofit.simulate.tensor_parallel import shard
 from zerofit.train.build import batch_norm_in_fp32
 
+# linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
+_ROWS = ("o_proj", "down_proj", "output.dense")
 TRACED_BLOCKS = 2  # the first may make what all share, so the second stands for all
 Mark = Callable[[int, Any], None]  # of a unit that begins, and the tensors it gets
 
@@ -45,9 +47,9 @@ class TracedModel:
 
 
 def make_subject(
-    source: ModelSource, inputs: Inputs | None, args: dict[str, Any], precision: str, checkpointing: bool, tp: int
+    source: ModelSource, inputs: Inputs | None, args: dict[str, Any], dtype: torch.dtype, checkpointing: bool, tp: int
 ) -> TracedModel:
-    """The model as a rank has it, its parameters in the precision's dtype and its buffers as built.
+    """Return the model as a rank has it, its parameters of this dtype and its buffers as built.
 
     Raises ModelError where it has no tensor parallel form.
     """
@@ -60,8 +62,11 @@ def make_subject(
     if tp > 1:
         if found is None:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
-        shard(model, found, tp)
-    _cast(model, precision)
+        _shard(model, found, tp)
+    if dtype != torch.float32:
+        for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
+            parameter.data = parameter.data.to(dtype)
+        batch_norm_in_fp32(model)
     units = _block_units(found, blocks) if found else _stage_units(model)
     return TracedModel(model=model.train(), units=units, config=config)
 
@@ -71,16 +76,16 @@ def watched(units: list[TracedSection], begin: Mark) -> Iterator[None]:
     """Call `begin(unit, its inputs)` as the units of a forward begin."""
     handles = []
 
-    def before(index: int) -> Callable[[nn.Module, Any], None]:
-        return lambda module, inputs: begin(index, inputs)
+    def hook(index: int, module: nn.Module, *tensors: Any) -> None:
+        begin(index, tensors[-1])  # the inputs before a unit, the outputs after one
 
     for index, unit in enumerate(units):
         if unit.start is None:
             continue
         if unit.after:
-            handles.append(unit.start.register_forward_hook(lambda m, i, out, n=index: begin(n, out)))
+            handles.append(unit.start.register_forward_hook(partial(hook, index)))
         else:
-            handles.append(unit.start.register_forward_pre_hook(before(index)))
+            handles.append(unit.start.register_forward_pre_hook(partial(hook, index)))
     try:
         yield
     finally:
@@ -88,21 +93,8 @@ def watched(units: list[TracedSection], begin: Mark) -> Iterator[None]:
             handle.remove()
 
 
-def first_tensor(tensors: Any) -> Tensor | None:
-    """The first tensor that autograd follows."""
-    return next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
-
-
-def _cast(model: nn.Module, precision: str) -> None:
-    if precision == "fp32":
-        return
-    for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
-        parameter.data = parameter.data.to(DTYPES[precision])
-    batch_norm_in_fp32(model)
-
-
 def _equal_blocks(config: Any) -> int | None:
-    """How many equal blocks a config stands for; None where they differ, or are too few to leave any out."""
+    """Return how many equal blocks a config stands for; None where they differ, or are too few to leave any out."""
     count = getattr(config, "num_hidden_layers", None)
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     mixed = any(getattr(config, key, None) for key in ("first_k_dense_replace", "mlp_only_layers"))
@@ -118,7 +110,7 @@ def _block_list(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _block_units(blocks: nn.ModuleList, count: int | None) -> list[TracedSection]:
-    """Embedding, blocks, head; with `count` equal blocks the last one of the traced stands for all of them."""
+    """Return embedding, blocks, head; with `count` equal blocks the last one of the traced stands for all of them."""
     units = [TracedSection(name="embedding", start=None)]
     counts = [0] * (len(blocks) - 1) + [count] if count else [1] * len(blocks)
     units += [TracedSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
@@ -126,15 +118,17 @@ def _block_units(blocks: nn.ModuleList, count: int | None) -> list[TracedSection
 
 
 def _stage_units(model: nn.Module) -> list[TracedSection]:
-    """The layers that a pipeline would cut, else the model's own children; each begins at its first module."""
+    """Return what a pipeline would cut, else the model's own children; each begins at its first module."""
     try:
         layers = [(layer.name, list(layer.names.values())) for layer in as_layers(model)]
     except ModelError:
         layers = [(name, [f"{name}.{p}" for p, _ in child.named_parameters()]) for name, child in _children(model)]
     units = []
+    inside = dict(model.named_modules())
     for name, paths in layers:
         if paths:
-            module = _first_called(model, name, paths)
+            # the layer's own module where the model calls it as such, else the module of its first parameter
+            module = inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
             units.append(TracedSection(name=name, start=module if units else None))
     return units or [TracedSection(name="model", start=None)]
 
@@ -147,12 +141,72 @@ def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _first_called(model: nn.Module, name: str, paths: list[str]) -> nn.Module:
-    """The layer's own module where the model calls it as such, else the module of its first parameter."""
-    inside = dict(model.named_modules())
-    return inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
+def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:
+    """Replace the blocks' linear layers and an untied `lm_head` by one rank's parts; changes the model.
+
+    Raises ModelError where the degree does not divide a layer, or a block's matrices are not those of linear layers.
+    """
+    for block in blocks:
+        linears = [(path, module) for path, module in block.named_modules() if isinstance(module, nn.Linear)]
+        if {id(p) for p in block.parameters() if p.dim() > 1} != {id(linear.weight) for _, linear in linears}:
+            message = f"tensor parallelism splits linear layers, and {type(block).__name__} has other matrices"
+            raise ModelError("profile-tp", message)
+        for path, linear in linears:
+            made = _RowLinear if path.endswith(_ROWS) else _ColumnLinear
+            block.set_submodule(path, made(linear, degree))
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, nn.Linear) and head.weight is not model.get_input_embeddings().weight:
+        model.lm_head = _ColumnLinear(head, degree, gather=True)
 
 
-def takes_labels(model: nn.Module) -> bool:
-    """Whether a model of the user's own computes its loss itself."""
-    return "labels" in inspect.signature(model.forward).parameters
+class _ColumnLinear(nn.Module):
+    """1/degree of the outputs; with `gather` the ranks' outputs are put together (LinearLayer)."""
+
+    def __init__(self, linear: nn.Linear, degree: int, gather: bool = False):
+        super().__init__()
+        self.degree, self.gather = degree, gather
+        self.weight = _part(linear.weight, 0, degree)
+        self.bias = None if linear.bias is None else _part(linear.bias, 0, degree)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out / degree), or to (..., out) where gathered."""
+        out = torch.matmul(x, self.weight.transpose(-1, -2))
+        if self.bias is not None:
+            out = out + self.bias
+        return _Gather.apply(out, self.degree) if self.gather else out
+
+
+class _RowLinear(nn.Module):
+    """1/degree of the inputs; the sum over the ranks happens in place, the bias comes after it (LinearAllreduce)."""
+
+    def __init__(self, linear: nn.Linear, degree: int):
+        super().__init__()
+        self.weight, self.bias = _part(linear.weight, 1, degree), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in / degree) to (..., out)."""
+        out = torch.matmul(x, self.weight.transpose(-1, -2))
+        return out if self.bias is None else out + self.bias
+
+
+class _Gather(torch.autograd.Function):
+    """The shards of all ranks along the last dimension: received as one buffer, then put side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, degree: int) -> Tensor:
+        ctx.width = x.shape[-1]
+        received = torch.empty(degree, *x.shape, dtype=x.dtype)
+        return torch.cat(list(received), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[..., : ctx.width].contiguous(), None
+
+
+def _part(parameter: Tensor, dim: int, degree: int) -> nn.Parameter:
+    size = parameter.shape[dim]
+    if size % degree:
+        raise ModelError("profile-tp", f"tensor parallel degree {degree} does not divide a layer of width {size}")
+    shape = [*parameter.shape]
+    shape[dim] = size // degree
+    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device))

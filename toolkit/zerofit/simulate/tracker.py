@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from types import CodeType
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit import models
 from zerofit.simulate.categories import LOGITS, TEMPORARIES, is_loss
-from zerofit.simulate.flops import flops_of
 from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
+from zerofit.simulate.op_costs import Scratch, bytes_of, flops_of
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
@@ -32,7 +31,7 @@ _PYTHON = os.path.dirname(os.__file__)
 _PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
 _DECORATOR = "deepspeed/utils/nvtx.py"
 
-Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
+CallSite = tuple[str, CodeType | None, int]  # the module that runs, the function that calls an op, its line
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -45,7 +44,8 @@ class AllocationTracker(TorchDispatchMode):
         super().__init__()
         self.ledger = Ledger()
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
-        self.sent: Counter[tuple[str, int, int, str, int]] = Counter()  # (op, bytes, group size, phase, step) -> calls
+        # (collective, group size, phase, step) -> its calls and bytes
+        self.sent: defaultdict[tuple[str, int, str, int], list[int]] = defaultdict(lambda: [0, 0])
         self.groups: dict[str, tuple[int, set[str]]] = {}  # name of a process group -> its ranks, its collectives
         self.files: Counter[str] = Counter()  # path on NVMe -> bytes
         self.last = ("", "")  # the op that was begun last, and the module that ran
@@ -53,16 +53,19 @@ class AllocationTracker(TorchDispatchMode):
         self._scratch = scratch
         self._index: dict[int, int] = {}  # address of a live storage -> its index in the ledger
         self._phase, self._step = "build", -1
-        self._forward_of: dict[int, tuple[str, CodeType | None, int]] = {}  # autograd sequence number -> its birthplace
-        self._modules = _Modules()
-        self._last: tuple[str, CodeType | None, int] = ("", None, 0)  # where backward was last seen
+        self._forward_of: dict[int, CallSite] = {}  # autograd sequence number -> where its op was called
+        self._last: CallSite = ("", None, 0)  # where backward was last seen
+        self._names: dict[int, str] = {}  # id of a module of the model -> its name
+        self._running: list[str] = []  # names of the modules that run, the innermost last
+        nn.modules.module.register_module_forward_pre_hook(self._enter)
+        nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
 
     def live(self) -> int:
-        """Live bytes of the device."""
+        """Return the live bytes of the device."""
         return self.ledger.live[DEVICE]
 
     def peak(self) -> int:
-        """Most live bytes of the device since the last reset."""
+        """Return the most live bytes of the device since the last reset."""
         return self.ledger.peak[DEVICE]
 
     def reset_peak(self) -> None:
@@ -70,35 +73,57 @@ class AllocationTracker(TorchDispatchMode):
         self.ledger.peak = Counter(self.ledger.live)
 
     def begin(self, name: str, step: int) -> None:
-        """What follows belongs to this phase."""
+        """Note that what follows belongs to this phase."""
         self._phase, self._step = name, step
         self.ledger.begin(name, step)
 
-    def names(self, model: nn.Module) -> None:
+    def learn_names(self, model: nn.Module) -> None:
         """Learn the names of a model's modules."""
-        self._modules.learn(model)
+        self._names = {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
-        """What is noted of a tensor's storage; None for one on meta or not seen."""
+        """Return what is noted of a tensor's storage; None for one on meta or not seen."""
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
+    def tag(self, tensor: Any, kind: str) -> None:
+        """Note what a tensor's storage is for, unless that is known; passes over what is not a tensor with memory."""
+        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            storage = self.storage_of(tensor)
+            if storage is not None and storage.kind is None:
+                storage.kind = kind
+
     def in_own_code(self) -> bool:
-        """Whether a line that is neither a library's nor ours is running, in a module's forward."""
+        """Return whether a line that is neither a library's nor ours is running, in a module's forward."""
         code, _ = _caller()
-        return self._modules.running and code is not None and is_own(code.co_filename)
+        return bool(self._running) and code is not None and is_own(code.co_filename)
 
     def pin(self, tensor: Tensor) -> None:
-        """The tensor's memory is page-locked."""
+        """Note that the tensor's memory is page-locked."""
         index = self._index.get(_address(tensor))
         if index is not None and self.ledger.storages[index].place == HOST:
-            self.ledger.moved(index, PINNED)
+            self.ledger.pinned(index)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory is page-locked."""
+        storage = self.storage_of(tensor)
+        return storage is not None and storage.place == PINNED
+
+    @property
+    def _module(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._running.append(self._names.get(id(module), ""))
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and note what it did."""
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
-        self.last = (name, self._modules.current)
+        self.last = (name, self._module)
         out = func(*args, **kwargs)
         if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
@@ -110,24 +135,26 @@ class AllocationTracker(TorchDispatchMode):
         flops = flops_of(func, args, kwargs, out)
         if flops:
             self.flops[self._phase, self._step] += flops
-        place: tuple[str, CodeType | None, int] | None = None
+        place: CallSite | None = None
         touched = tree_leaves(out)
         if name in RESIZING:
             touched = [*touched, *tree_leaves(args)]
         for tensor in touched:
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 if place is None and _address(tensor) not in self._index:
-                    place = self._whereabouts()
+                    place = self._call_site()
                 self.track(tensor, name, place)
         if place and place[1] is not None and is_loss(place[1].co_filename):
-            self._note_logits(args)
+            for leaf in tree_leaves(args):  # what a loss is computed from
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    self.tag(leaf, LOGITS)
         extra = self._scratch(name, args, kwargs, out)
         if extra:
-            module, code, line = place or self._whereabouts()
+            module, code, line = place or self._call_site()
             storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, kind=TEMPORARIES)
-            self.ledger.died(self.ledger.born(storage))
+            self.ledger.freed(self.ledger.allocated(storage))
 
-    def track(self, tensor: Tensor, op: str, place: tuple[str, CodeType | None, int] | None = None) -> None:
+    def track(self, tensor: Tensor, op: str, place: CallSite | None = None) -> None:
         """Note a tensor's storage if it is new, or has another size than when it was noted."""
         try:
             storage = tensor.untyped_storage()
@@ -139,91 +166,54 @@ class AllocationTracker(TorchDispatchMode):
             if self.ledger.storages[index].bytes != size:
                 self.ledger.resized(index, size)
             return
-        module, code, line = place or self._whereabouts()
+        module, code, line = place or self._call_site()
         where = DEVICE if tensor.device.type == self.device else HOST
-        again = self._phase == "backward" and self._modules.running
-        index = self.ledger.born(Storage(size, where, self._phase, self._step, op, module, code, line, again))
+        again = self._phase == "backward" and bool(self._running)
+        index = self.ledger.allocated(Storage(size, where, self._phase, self._step, op, module, code, line, again))
         self._index[address] = index
         weakref.finalize(storage, self._released, address, index).atexit = False
 
-    def _note_logits(self, args: Any) -> None:
-        """What a loss is computed from is its own."""
-        for tensor in tree_leaves(args):
-            storage = self.storage_of(tensor) if isinstance(tensor, Tensor) and tensor.is_floating_point() else None
-            if storage is not None and storage.kind is None:
-                storage.kind = LOGITS
-
     def _released(self, address: int, index: int) -> None:
         del self._index[address]
-        self.ledger.died(index)
+        self.ledger.freed(index)
 
-    def _whereabouts(self) -> tuple[str, CodeType | None, int]:
-        """The module that runs and the innermost line outside of torch; in backward, those of the op's forward."""
+    def _call_site(self) -> CallSite:
+        """Return the running module and the innermost line outside of torch; in backward, those of the op's forward."""
         node = torch._C._current_autograd_node()
         code, line = _caller()
         if node is None:
             if code is None:
                 return self._last  # autograd itself, adding up gradients
-            here = (self._modules.current, code, line)
+            here = (self._module, code, line)
             number = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage] - none is public
             self._forward_of[number] = here
             return here
-        if self._modules.running:  # recomputation of a checkpoint
-            return self._modules.current, code, line
+        if self._running:  # recomputation of a checkpoint
+            return self._module, code, line
         here = self._forward_of.get(node._sequence_nr() + 1, self._last if code is None else ("", code, line))
         self._last = here
         return here
 
     def _note_collective(self, name: str, args: Any) -> None:
         group: Any
-        sizes = [sum(_bytes(t) for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
         if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
             name, group = "alltoall_base", _all_to_all_groups[args[1]]
         else:
             group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch._C.ScriptObject)), None)
         op, ranks = name.removeprefix("c10d::").strip("_"), group.size() if group else 1
-        self.sent[op, max(sizes, default=0), ranks, self._phase, self._step] += 1
+        sent = self.sent[op, ranks, self._phase, self._step]
+        sent[0] += 1
+        sent[1] += max(map(bytes_of, args), default=0)
         self.groups.setdefault(group.group_name if group else "", (ranks, set()))[1].add(op)
 
 
-class _Modules:
-    """Which of a model's modules is running, by hooks on all modules of the process."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._stack: deque[str] = deque()
-        nn.modules.module.register_module_forward_pre_hook(self._enter)
-        nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
-
-    @property
-    def current(self) -> str:
-        return self._stack[-1] if self._stack else ""
-
-    @property
-    def running(self) -> bool:
-        return bool(self._stack)
-
-    def learn(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self._stack.append(self._names.get(id(module), ""))
-
-    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
-        self._stack.pop()
-
-
 def is_own(file: str) -> bool:
-    """Whether a source file is the user's: neither an installed library's, nor Python's, nor ours."""
+    """Return whether a source file is the user's: neither an installed library's, nor Python's, nor ours."""
     return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_HERE), _MODELS))
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _caller() -> tuple[CodeType | None, int]:

@@ -1,4 +1,8 @@
-"""Whether a simulated rank fits its device, and what that takes for granted."""
+"""The fit of a simulated rank, with what nvidia-smi shows beside torch: context, kernels, NCCL's buffers.
+
+Figures and their sources are in `spec.overhead`. cuDNN's convolution workspaces go through torch's allocator
+(aten/src/ATen/native/cudnn/Conv_v8.cpp) and depend on the algorithm it picks: not known beforehand, and not here.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,82 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerofit.simulate.allocator import Event, Reserved, replay
-from zerofit.simulate.context import Overhead
-from zerofit.spec.overhead import REPLAYED
+from zerofit.spec.devices import Device
+from zerofit.spec.overhead import (
+    CPU_PROCESS_BYTES,
+    NCCL_ALL_TO_ALL_BYTES,
+    NCCL_CONNECTION_BYTES,
+    NCCL_NVLINK_BYTES,
+    NCCL_NVLINK_CHANNELS,
+    NCCL_PCIE_BYTES,
+    NCCL_PCIE_CHANNELS,
+    REPLAYED,
+    blas_workspace_bytes,
+    context_figure,
+)
 from zerofit.spec.units import shown_bytes
 
 FITS, WITHIN, NOT = "fits", "within the margin", "does not fit"
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """One thing that takes memory outside of torch's allocator: a figure to show, and the range that sources give."""
+
+    name: str
+    low_bytes: int
+    high_bytes: int  # what a verdict reckons with
+    source: str
+
+    @property
+    def bytes(self) -> int:
+        """The middle of the range."""
+        return (self.low_bytes + self.high_bytes) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicator:
+    """A communicator: its ranks, and to how many of them this rank sends directly (all-to-all: to all the others)."""
+
+    name: str
+    ranks: int
+    direct_peers: int = 0
+
+
+def overheads(device: Device, groups: Sequence[Communicator]) -> list[Overhead]:
+    """Return what a rank of these communicators has on this device besides torch's reserved memory."""
+    if device.kind == "cpu":
+        source = "resident size after importing torch and DeepSpeed and starting gloo (spec/overhead.py)"
+        return [Overhead("process", CPU_PROCESS_BYTES, CPU_PROCESS_BYTES, source)]
+    figure = context_figure(device.kind)
+    context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
+    return [context, *(_buffers(device, group) for group in groups if group.ranks > 1)]
+
+
+def blas_workspaces(device: Device) -> list[int]:
+    """Return the bytes of each workspace that torch allocates and keeps, to be replayed with the tensors' allocations.
+
+    One at the first matrix product of forward and one at the first of backward: handles belong to threads
+    (aten/src/ATen/cuda/CublasHandlePool.cpp, `thread_local` pool window), and autograd runs backward in its own.
+    """
+    return [] if device.kind == "cpu" else [blas_workspace_bytes(device.kind)] * 2
+
+
+def _buffers(device: Device, group: Communicator) -> Overhead:
+    """Return one communicator's buffers: rings and trees to two neighbours, and the direct connections in use."""
+    over_pcie = "PCIe" in device.link_name
+    fewest, most = NCCL_PCIE_CHANNELS if over_pcie else NCCL_NVLINK_CHANNELS
+    low = fewest * NCCL_CONNECTION_BYTES
+    high = NCCL_PCIE_BYTES if over_pcie else NCCL_NVLINK_BYTES
+    peers = min(group.direct_peers, device.node.gpus - 1)  # other nodes share one buffer (nccl#1450)
+    if peers > 0:
+        low += peers * NCCL_PCIE_CHANNELS[0] * NCCL_CONNECTION_BYTES
+        # measured on 8 GPUs, so to 7 peers; nccl#986: linear
+        high += peers * most * NCCL_CONNECTION_BYTES if over_pcie else NCCL_ALL_TO_ALL_BYTES * peers // 7
+    source = "NCCL init.cc and p2p.cc (12 MiB a connection), NVIDIA/nccl#1685, #986"
+    if device.kind.startswith("mi"):
+        source += "; RCCL is taken to be alike"
+    return Overhead(f"NCCL buffers of the {group.name} group ({group.ranks} ranks)", low, high, source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +103,7 @@ class FitVerdict:
 
 
 def judge(
-    peak_reserved_bytes: int, overheads: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
+    peak_reserved_bytes: int, beside: Sequence[Overhead], device_bytes: int, kept_free_bytes: int | None = None
 ) -> FitVerdict:
     """Hold the reserved peak and what is beside it against the device.
 
@@ -36,63 +111,58 @@ def judge(
     its upper end and that kept free. Does not fit: not even with every overhead at its lower end.
     """
     kept = round(REPLAYED * peak_reserved_bytes) if kept_free_bytes is None else kept_free_bytes
-    left = device_bytes - peak_reserved_bytes - sum(o.high_bytes for o in overheads)
-    at_best = device_bytes - peak_reserved_bytes - sum(o.low_bytes for o in overheads)
-    word = FITS if left >= kept else NOT if at_best < 0 else WITHIN
-    return FitVerdict(
-        word=word, margin_bytes=left, sentence=_sentence(word, peak_reserved_bytes, overheads, device_bytes, kept)
-    )
+    left = device_bytes - peak_reserved_bytes
+    if left - sum(o.high_bytes for o in beside) >= kept:
+        word = FITS
+    else:
+        word = NOT if left < sum(o.low_bytes for o in beside) else WITHIN
+    return _verdict(word, peak_reserved_bytes, beside, device_bytes, kept)
 
 
-def judge_events(
-    events: Sequence[Event], overheads: Sequence[Overhead], device_bytes: int, *, expandable: bool = False
-) -> tuple[FitVerdict, Reserved]:
-    """The verdict on a sequence of allocations, and the replay that it rests on.
+def judge_events(events: Sequence[Event], beside: Sequence[Overhead], device_bytes: int) -> tuple[FitVerdict, Reserved]:
+    """Return the verdict on a sequence of allocations, and the replay that it rests on.
 
     Where the reserved peak is too large, the allocator's giving back of cached segments may still save the run: the
     sequence is replayed with what the device leaves to it.
     """
-    found = replay(events, expandable=expandable)
-    verdict = judge(found.peak_reserved_bytes, overheads, device_bytes)
+    found = replay(events)
+    verdict = judge(found.peak_reserved_bytes, beside, device_bytes)
     if verdict.fits or device_bytes <= 0:
         return verdict, found
     kept = round(REPLAYED * found.peak_reserved_bytes)
     for word, taken in (
-        (FITS, kept + sum(o.high_bytes for o in overheads)),
-        (WITHIN, sum(o.low_bytes for o in overheads)),
+        (FITS, kept + sum(o.high_bytes for o in beside)),
+        (WITHIN, sum(o.low_bytes for o in beside)),
     ):
-        tight = replay(events, device_bytes=device_bytes - taken, expandable=expandable)
+        tight = replay(events, device_bytes=device_bytes - taken)
         if tight.out_of_memory is None:
-            return _squeezed(word, tight, overheads, device_bytes, kept), tight
-    sentence = _sentence(NOT, found.peak_reserved_bytes, overheads, device_bytes, kept)
-    sentence += f" The allocation that fails first asks for {shown_bytes(tight.out_of_memory.asked_bytes)}."
-    return FitVerdict(word=NOT, margin_bytes=verdict.margin_bytes, sentence=sentence), found
+            flushes = (
+                f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which"
+                " stops the device; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
+            )
+            more = flushes if tight.flushes else ""
+            return _verdict(word, tight.peak_reserved_bytes, beside, device_bytes, kept, more), tight
+    more = f" The allocation that fails first asks for {shown_bytes(tight.out_of_memory.asked_bytes)}."
+    return _verdict(NOT, found.peak_reserved_bytes, beside, device_bytes, kept, more), found
 
 
-def _squeezed(word: str, tight: Reserved, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> FitVerdict:
-    left = device_bytes - tight.peak_reserved_bytes - sum(o.high_bytes for o in overheads)
-    sentence = _sentence(word, tight.peak_reserved_bytes, overheads, device_bytes, kept)
-    if tight.flushes:
-        sentence += (
-            f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which stops"
-            " the device; PYTORCH_ALLOC_CONF=expandable_segments:True fragments less."
-        )
-    return FitVerdict(word=word, margin_bytes=left, sentence=sentence)
-
-
-def _sentence(word: str, reserved: int, overheads: Sequence[Overhead], device_bytes: int, kept: int) -> str:
-    low, high = sum(o.low_bytes for o in overheads), sum(o.high_bytes for o in overheads)
-    beside = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
-    names = ", ".join(o.name for o in overheads)
-    reckoned = f" ({names}; the verdict reckons with the upper end)" if overheads else ""
+def _verdict(
+    word: str, reserved: int, beside: Sequence[Overhead], device_bytes: int, kept: int, more: str = ""
+) -> FitVerdict:
+    low, high = sum(o.low_bytes for o in beside), sum(o.high_bytes for o in beside)
+    left = device_bytes - reserved - high
+    lies = shown_bytes(high) if low == high else f"{shown_bytes(low)} to {shown_bytes(high)}"
+    names = ", ".join(o.name for o in beside)
+    reckoned = f" ({names}; the verdict reckons with the upper end)" if beside else ""
     end = {
-        FITS: f"{shown_bytes(device_bytes - reserved - high)} are left, of which {shown_bytes(kept)} are kept free "
+        FITS: f"{shown_bytes(left)} are left, of which {shown_bytes(kept)} are kept free "
         "for kernels' scratch and fragmentation.",
         WITHIN: f"Less than {shown_bytes(kept)}, kept for kernels' scratch and fragmentation, may be left: "
         "it may run out of memory.",
         NOT: f"At least {shown_bytes(reserved + low - device_bytes)} are missing.",
     }[word]
-    return (
+    sentence = (
         f"Of the device's {shown_bytes(device_bytes)} torch reserves {shown_bytes(reserved)} "
-        f"and {beside} lie beside it{reckoned}. {end}"
+        f"and {lies} lie beside it{reckoned}. {end}{more}"
     )
+    return FitVerdict(word=word, margin_bytes=left, sentence=sentence)

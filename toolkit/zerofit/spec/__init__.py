@@ -1,1 +1,1 @@
-"""What the user asks for: the run, its strict loading, and errors that name the knob to turn."""
+"""The user's request: the run, its strict loading, and errors that name the knob to turn."""

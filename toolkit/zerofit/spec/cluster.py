@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zerofit.spec.device import Device
+from zerofit.spec.devices import Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.hardware import by_name, cpu_device, find_device
 from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
 from zerofit.spec.units import parse_bytes, shown_bytes
 
@@ -55,11 +54,16 @@ class Cluster:
             if count is not None and count < 1:
                 problems.add("bad-value", f"{name}: got {count}, and 1 is the least", "take 1 or more", f"--{name}")
         sizes = {"host_memory": host_memory, "device_memory": device_memory, "nvme": nvme, "network": network}
-        parsed = {name: problems.attempt(lambda n=name, s=size: _size(n, s)) for name, size in sizes.items()}
+        parsed = dict.fromkeys(sizes)
+        for name, size in sizes.items():
+            if size is not None:
+                where = f"--{name.replace('_', '-')}"
+                parsed[name] = problems.attempt(lambda size=size, where=where: parse_bytes(str(size), where))
         if isinstance(kind, str) and kind != "cpu":
             problems.attempt(lambda: find_device(kind))
         problems.raise_if_any()
-        values = {"kind": kind, "gpus": gpus or _usual_gpus(kind), "nodes": nodes or 1, **parsed, "origin": origin}
+        usual = cpu_ranks(usable_cores()) if kind == "cpu" else _device_of(kind).node.gpus
+        values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}
         for name, value in values.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "notes", self._notes(gpus_given=gpus is not None))
@@ -97,12 +101,8 @@ class Cluster:
     @cached_property
     def device(self) -> Device:
         """One device, with this cluster's own memory and network where those are given."""
-        if isinstance(self.kind, Device):
-            device = self.kind
-        elif self.kind == "cpu":
-            device = cpu_device(usable_cores(), self.host_bytes, self.gpus)
-        else:
-            device = find_device(self.kind)
+        on_cpu = self.kind == "cpu"
+        device = cpu_device(usable_cores(), self.host_bytes, self.gpus) if on_cpu else _device_of(self.kind)
         if self.network:
             device = replace(device, node=replace(device.node, network=float(self.network)))
         return replace(device, memory_bytes=self.device_memory) if self.device_memory else device
@@ -114,7 +114,7 @@ class Cluster:
             return self.host_memory
         if self.kind == "cpu":
             return memory_bytes()
-        node = find_device(self.kind).node if isinstance(self.kind, str) else self.kind.node
+        node = _device_of(self.kind).node
         return node.host_bytes * self.gpus // node.gpus
 
     @property
@@ -137,11 +137,5 @@ class Cluster:
         return tuple(notes)
 
 
-def _size(name: str, size: str | int | None) -> int | None:
-    return None if size is None else parse_bytes(str(size), f"--{name.replace('_', '-')}")
-
-
-def _usual_gpus(kind: str | Device) -> int:
-    if kind == "cpu":
-        return cpu_ranks(usable_cores())
-    return (find_device(kind) if isinstance(kind, str) else kind).node.gpus
+def _device_of(kind: str | Device) -> Device:
+    return find_device(kind) if isinstance(kind, str) else kind

@@ -1,10 +1,36 @@
-"""The catalogue of devices: memory, peak FLOP/s, bandwidths, each row with its public sources."""
+"""Devices: what one can do at most, the catalogue of GPUs with public sources, and this machine's CPU as one."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, replace
+
 from zerofit.spec import nodes
-from zerofit.spec.device import Device
-from zerofit.spec.nodes import GB, GIB
+from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.nodes import GB, GIB, Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device as one rank sees it. Bandwidths are bytes a second, those of links in one direction."""
+
+    kind: str  # what `--gpu` takes
+    name: str  # words of the name that torch reports
+    memory_bytes: int  # what the driver hands out in all ("total capacity" in torch's messages), not the maker's figure
+    tflops: dict[str, float]  # peak by precision, dense, without TF32 (off by default)
+    bandwidth: float  # of its own memory
+    link: float  # to the other devices of its node
+    link_name: str
+    pcie: float  # to host memory
+    node: Node  # what it usually stands in
+    source: str  # of FLOP/s, bandwidth and link; data sheets are the makers'
+    memory_source: str
+
+    def peak(self, precision: str) -> float | None:
+        """Return peak FLOP/s at "bf16", "fp16" or "fp32"; None where it has no such arithmetic."""
+        tflops = self.tflops.get(precision)
+        return None if tflops is None else tflops * 1e12
+
 
 PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after encoding (PCI-SIG)
 
@@ -255,3 +281,65 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
+
+
+KINDS = (*DEVICES, "cpu")
+
+# A CPU core, until `zerofit calibrate` has measured this machine: 8 lanes x 2 FMA x 2 FLOP x 2.5 GHz (AVX2)
+CORE_TFLOPS = 0.08
+CORE_BANDWIDTH = 8 * GB  # assumed: a core's share of a server's memory channels
+LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
+
+
+def find_device(kind: str, where: str = "--gpu") -> Device:
+    """Return the device of a kind. Raises UserError with the nearest kinds; `cpu` is made by `cpu_device` instead."""
+    if kind in DEVICES:
+        return DEVICES[kind]
+    word = kind.lower().replace("-", "").replace("_", "")
+    begins = [known for known in KINDS if known.replace("-", "").startswith(word)]
+    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), KINDS)
+    hint = hint or "known: " + ", ".join(KINDS)
+    raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where=where))
+
+
+def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
+    """Return one of `ranks` processes that share a host's cores and memory, as a device."""
+    share = max(1, cores // ranks)
+    return Device(
+        kind="cpu",
+        name="CPU",
+        memory_bytes=memory_bytes // ranks,
+        tflops={"fp32": CORE_TFLOPS * share, "bf16": CORE_TFLOPS * share},
+        bandwidth=CORE_BANDWIDTH * share,
+        link=LOOPBACK,
+        link_name="loopback",
+        pcie=CORE_BANDWIDTH * share,
+        node=replace(nodes.THIS, gpus=ranks, host_bytes=memory_bytes),
+        source="assumed for an AVX2 core of 2.5 GHz; `zerofit calibrate` measures",
+        memory_source="the host's memory, in equal shares",
+    )
+
+
+def by_name(device_name: str, total_bytes: int | None = None) -> Device | None:
+    """Return the device that torch reports under this name; of a family with several sizes the first.
+
+    `total_bytes`: what its driver says it has; then the largest size that is no more than that.
+    """
+    # "A10" would be found in no "A10G", but "H100" is in "H100 PCIe": longer names are tried first
+    for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
+        if re.search(rf"\b{re.escape(device.name)}\b", device_name):
+            # the driver keeps a part of what it shows; more than the catalogue's figure is never promised
+            sizes = [d for d in DEVICES.values() if d.name == device.name and d.memory_bytes <= (total_bytes or 0)]
+            return max(sizes, key=lambda d: d.memory_bytes, default=device)
+    return None
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return peak FLOP/s of a device at a precision, None where not known (a CPU, a device not in the table)."""
+    device = by_name(device_name)
+    return device.peak(precision) if device else None
+
+
+def supports(kind: str, precision: str) -> bool:
+    """Return whether a kind of GPU has arithmetic of a precision ("bf16", "fp16", "fp32")."""
+    return precision in DEVICES[kind].tflops

@@ -24,7 +24,7 @@ class Problem:
     where: str = ""  # "run.yaml:3:1", "--micro-batch", "ds.json: zero_optimization.stage"
 
     def as_dict(self) -> dict[str, str]:
-        """The four keys of the command line's error object."""
+        """Return the four keys of the command line's error object."""
         return asdict(self)
 
 
@@ -69,6 +69,18 @@ class Stopped(Exception):
         super().__init__(problem.message)
 
 
+class DoesNotFit(Exception):
+    """Raised when a run or a model does not fit the memory that it may take (exit code 1).
+
+    >>> str(DoesNotFit(Problem(kind="does-not-fit", message="cpu needs 2 GiB, and may take 1 GiB")))
+    'cpu needs 2 GiB, and may take 1 GiB'
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        super().__init__(problem.message)
+
+
 class Problems:
     """Collects what is wrong and raises once."""
 
@@ -84,7 +96,7 @@ class Problems:
         self._found.extend(problems)
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """What the work gives; None where it raised a UserError, whose problems are noted."""
+        """Return what the work gives; None where it raised a UserError, whose problems are noted."""
         try:
             return work()
         except UserError as error:
@@ -101,7 +113,7 @@ class Problems:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint that offers up to three close names, or lists all when there are few of them."""
+    """Return a hint that offers up to three close names, or lists all when there are few of them."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.55)
     if close:

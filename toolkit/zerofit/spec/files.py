@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader sees the old file or the whole new one, and a failed write leaves the old one."""
+"""Files and plain data: atomic writes, JSON lines, the cache folder, results as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,3 +68,65 @@ def sync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+
+
+def cache_root() -> Path:
+    """Return the folder of what can be computed again: $ZEROFIT_CACHE, else ~/.cache/zerofit."""
+    chosen = os.environ.get("ZEROFIT_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zerofit"
+
+
+class JsonlTail:
+    """Reader of a growing JSON lines file that yields each object once.
+
+    A line that does not parse (a network file system can show NULs where another host writes, a disk can fill up
+    within a character) is skipped; `on_bad_line` hears of the first one. A line without an end is read later.
+    """
+
+    def __init__(
+        self, path: Path, *, from_start: bool = False, on_bad_line: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._path, self._on_bad_line, self._told = path, on_bad_line, False
+        self._offset = 0 if from_start or not path.exists() else path.stat().st_size
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects that were added since the last call, or since this tail was made."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                lines = file.read().splitlines(keepends=True)
+        except OSError:
+            return  # not there yet, or its file system is away for a moment
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            self._offset += len(line)
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif not self._told:
+                self._told, start = True, self._offset - len(line)
+                self._on_bad_line(
+                    f"{self._path} holds a line that is not a JSON object (at byte {start}); it is skipped"
+                )
+
+
+def plain_data(value: Any) -> Any:
+    """Convert dataclasses (by their `to_dict` if they have one), tuples and paths in `value` to what JSON knows."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return field_data(value)
+    if isinstance(value, dict):
+        return {key: plain_data(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def field_data(value: Any, *left_out: str) -> dict[str, Any]:
+    """Convert a dataclass to plain data field by field, without the fields `left_out`."""
+    return {f.name: plain_data(getattr(value, f.name)) for f in fields(value) if f.name not in left_out}

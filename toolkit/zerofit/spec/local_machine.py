@@ -1,15 +1,21 @@
-"""What this machine has, without importing torch."""
+"""This machine, as found without importing torch, and what `zerofit calibrate` has measured on it."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+
+from zerofit.spec.files import cache_root, write_json
 
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
 
@@ -34,15 +40,43 @@ def memory_bytes() -> int:
         return total
 
 
+def free_host_bytes() -> int:
+    """Return the bytes that new processes can take: of the host, or of the control group that this process is in."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        used, most = int((group / "memory.current").read_text()), int((group / "memory.max").read_text())
+        unused = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no group, or one without a limit
+        return free
+    return min(free, most - used + (int(unused[1]) if unused else 0))  # cached files give way
+
+
 def nvidia_gpus() -> list[tuple[str, int]]:
     """Return name and bytes of each GPU, as nvidia-smi lists them."""
+    return [(name, int(mib) * 2**20) for name, mib in _ask_nvidia("name", "memory.total") if mib.isdigit()]
+
+
+def free_gpu_bytes(count: int) -> int | None:
+    """Return the least that is free on one of the first `count` visible GPUs; None where there is no nvidia-smi."""
+    answer = _ask_nvidia("index", "uuid", "memory.free")
+    rows = [(index, uuid, int(mib)) for index, uuid, mib in answer if mib.isdigit()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        wanted = [word.strip() for word in visible.split(",")]
+        rows = [row for word in wanted for row in rows if word and (word == row[0] or row[1].startswith(word))]
+    return min((mib * 2**20 for _, _, mib in rows[:count]), default=None)
+
+
+def _ask_nvidia(*fields: str) -> list[list[str]]:
+    """Return nvidia-smi's answer: a list of these fields for each GPU; none where there is no such program."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
-    return [(name.strip(), int(mib) * 2**20) for name, mib in rows if mib.strip().isdigit()]
+    rows = [[value.strip() for value in line.rsplit(",", len(fields) - 1)] for line in done.stdout.splitlines()]
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def amd_gpus() -> list[tuple[str, int]]:
@@ -70,3 +104,53 @@ def libaio() -> dict[str, bool]:
         main = 'extern "C" int io_submit(); int main() { return io_submit(); }'
         library = accepts(main, "-o", f"{folder}/program", *libraries, "-laio")
     return {"header": accepts("#include <libaio.h>", "-fsyntax-only"), "library": library}
+
+
+NAMES = ("zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate")
+
+
+def versions() -> dict[str, str]:
+    """Return installed versions by distribution."""
+    return {name: importlib.metadata.version(name) for name in NAMES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Rates that one rank reached, in bytes or FLOP a second; None where there was nothing to measure with."""
+
+    kind: str  # of `--gpu`
+    device_name: str  # as torch reports it
+    devices: int
+    date: str  # ISO 8601
+    versions: dict[str, str] = field(default_factory=dict)
+    matmul_flops: dict[str, float] = field(default_factory=dict)  # by precision
+    memory_bandwidth: float | None = None  # of the device
+    launch_s: float | None = None  # from one small op to the next
+    link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
+    link_latency_s: float | None = None  # of a small all-reduce
+    host_copy: float | None = None  # from pinned host memory to the device; on a CPU from memory to memory
+    host_bandwidth: float | None = None  # of host memory under an Adam step, all cores together
+    disk_read: float | None = None
+    disk_write: float | None = None
+
+
+def calibration_file() -> Path:
+    """Return the file that the calibration is kept in."""
+    return cache_root() / "calibration.json"
+
+
+def write_calibration(calibration: Calibration) -> Path:
+    """Keep it, in place of an older one."""
+    path = calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(calibration))
+    return path
+
+
+def read_calibration(kind: str) -> Calibration | None:
+    """Return what was measured for this kind of device here; None if nothing, or in a file of another version."""
+    try:
+        found = Calibration(**json.loads(calibration_file().read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.kind == kind else None

@@ -1,11 +1,31 @@
-"""What deciding a configuration needs to know of a model and of the machine, as plain figures."""
+"""Facts of a model and of the machine that deciding a configuration needs, as plain figures."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from zerofit.spec.precision import ELEMENT_BYTES
-from zerofit.spec.task import Task
+Task = Literal["image", "causal-lm", "masked-lm", "gan"]
+
+IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
+DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what the model takes where that is less
+
+
+def is_text(task: str) -> bool:
+    """Return whether a task reads tokens; the others read images."""
+    return task in ("causal-lm", "masked-lm")
+
+
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+# model types whose attention takes position ids down to the kernel and names its kv heads, as Ulysses needs
+SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+# model types that AutoTP has been seen to train like one device does; GPT-2 it refuses, ViT fails in forward
+TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +44,7 @@ class ModelFacts:
     own: bool = False  # the user's own model
 
     def checkpoint_bytes(self, precision: str) -> int:
-        """About what one checkpoint takes on the disk: fp32 master weights, Adam's two moments, and the weights."""
+        """Estimate a checkpoint on the disk: fp32 master weights, Adam's two moments, and the weights."""
         return self.parameters * (12 + ELEMENT_BYTES[precision])
 
 
@@ -39,3 +59,31 @@ class Machine:
     fp16: bool
     bf16: bool
     here: bool = True  # this very machine, whose folders can be looked at
+
+
+BUCKET_LIMIT = 50_000_000  # elements: enough for a link's full bandwidth, 100 MB in bf16
+
+
+def bucket_elements(parameters: int) -> int:
+    """Return the bucket's elements: the model's, at most BUCKET_LIMIT; even.
+
+    DeepSpeed allocates the bucket whole, reduces larger parameters by themselves, and asserts an even size
+    (runtime/zero/stage_1_and_2.py:3266, :1409, :390).
+    """
+    size = min(parameters, BUCKET_LIMIT)
+    return size + size % 2
+
+
+def prefetch_elements(hidden_size: int) -> int:
+    """Return elements gathered ahead: about one weight matrix (as transformers chooses it)."""
+    return int(0.9 * hidden_size**2)
+
+
+def persistence_elements(hidden_size: int) -> int:
+    """Return the threshold that keeps norms and biases on every rank, and matrices not (as in transformers)."""
+    return 10 * hidden_size
+
+
+def width(hidden_size: int | None, largest_parameter: int) -> int:
+    """Return the residual stream's width; for models without one the square root of the largest parameter."""
+    return hidden_size or math.isqrt(largest_parameter)

@@ -1,4 +1,4 @@
-"""What a process needs besides torch's allocations, and how much of a forecast is kept free for what is not known."""
+"""Memory of a process besides torch's allocations, and the share of a forecast kept free for what is unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLAYED = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """What public sources say of one thing: from `low_bytes` to `high_bytes`."""
+    """The range that public sources give for one thing, from `low_bytes` to `high_bytes`."""
 
     low_bytes: int
     high_bytes: int
@@ -89,7 +89,7 @@ HIPBLAS_MI300_BYTES, HIPBLAS_BYTES, HIPBLASLT_BYTES = 128 * MIB, 32 * MIB, 76 * 
 
 
 def context_figure(kind: str) -> ByteRange:
-    """The driver's context and loaded kernels on a kind of device (`--gpu`'s words)."""
+    """Return the driver's context and loaded kernels on a kind of device (`--gpu`'s words)."""
     for beginning, figure in _CONTEXTS.items():
         if kind.startswith(beginning):
             return figure
@@ -97,7 +97,7 @@ def context_figure(kind: str) -> ByteRange:
 
 
 def blas_workspace_bytes(kind: str) -> int:
-    """What torch allocates, through its caching allocator, for each cuBLAS handle and stream on a kind of device."""
+    """Return what torch's caching allocator allocates for each cuBLAS handle and stream on a kind of device."""
     if kind.startswith("mi300"):
         return HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES
     if kind.startswith("mi"):
@@ -106,7 +106,7 @@ def blas_workspace_bytes(kind: str) -> int:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """What page-locked host memory of this size takes: a power of two.
+    """Return what page-locked host memory of this size takes: a power of two.
 
     ATen/core/CachingHostAllocator.h, `allocate`: PowerOf2Ceil, below pinned_max_round_threshold (default: no limit).
     """

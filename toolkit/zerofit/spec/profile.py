@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: the figures that a plan is made from, stored as plain JSON."""
+"""Costs of a model, layer by layer: the figures that a plan is made from, stored as plain JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zerofit.spec.task import Task
+from zerofit.spec.model_facts import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Linear:
     per_sample: float = 0.0
 
     def at(self, micro_batch: int) -> float:
-        """The quantity for this many samples."""
+        """Return the quantity for this many samples."""
         return self.fixed + self.per_sample * micro_batch
 
 
@@ -26,7 +26,7 @@ class BackwardMoment:
     """A stretch of a backward: what is alive in it, and the parameter whose gradient is complete at its end."""
 
     live: tuple[Linear, ...]  # the largest of them holds; bytes above what was alive before the layer's forward
-    end: Linear = field(default_factory=Linear)  # alive at its end, the fresh gradient included
+    end: Linear = Linear()  # alive at its end, the fresh gradient included
     parameter: int | None = None  # its place in the layer's matrices + vectors
 
 
@@ -47,16 +47,10 @@ class LayerCost:
     backward_bytes: Linear
     forward_ops: float  # kernel launches
     backward_ops: float
-    tp_allreduce_bytes: Linear = field(
-        default_factory=Linear
-    )  # sent by tensor parallelism in forward (backward: as much)
-    sp_alltoall_bytes: Linear = field(
-        default_factory=Linear
-    )  # sent by sequence parallelism in forward (backward: as much)
+    tp_allreduce_bytes: Linear = Linear()  # sent by tensor parallelism in forward (backward: as much)
+    sp_alltoall_bytes: Linear = Linear()  # sent by sequence parallelism in forward (backward: as much)
     forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
-    backward: tuple[
-        BackwardMoment, ...
-    ] = ()  # backward_peak_bytes in its order; the fresh gradient of a parameter included
+    backward: tuple[BackwardMoment, ...] = ()  # backward_peak_bytes in its order; with a parameter's fresh gradient
     matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
     vectors: tuple[int, ...] = ()
 
@@ -99,12 +93,12 @@ class Profile:
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Profile:
-        """The profile that `as_dict` gave."""
+        """Return the profile that `as_dict` gave."""
         costs = {key: tuple(_cost(entry) for entry in entries) for key, entries in value["costs"].items()}
         layers = tuple(
             LayerRun(**{**entry, "matrices": tuple(entry["matrices"]), "vectors": tuple(entry["vectors"])})
@@ -114,7 +108,7 @@ class Profile:
 
 
 def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
-    """The key of a setting in `Profile.costs`."""
+    """Return the key of a setting in `Profile.costs`."""
     return f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
 
 

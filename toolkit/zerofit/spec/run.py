@@ -1,8 +1,12 @@
-"""The run: everything that a user can ask of `zerofit train`, one field an option and a key of run.yaml."""
+"""The run: everything that a user can ask of `zerofit train`, one field an option and a key of run.yaml.
+
+It is loaded from run.yaml or run.json, overridden by flags, with every problem found at once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,13 +26,17 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from zerofit.spec.errors import Problem, UserError, nearest
-from zerofit.spec.interval import Interval
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import Precision
+from zerofit.spec.units import Interval
 
 
 def _interval(text: str) -> str:
     Interval.parse(text)
     return text
+
+
+def _option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default=default, description=description, **limits)
 
 
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
@@ -47,131 +55,88 @@ class Run(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     # what
-    model: str = Field(
-        default="llama-tiny", description="model name, config.json, pretrained folder or package.module:callable"
+    model: str = _option("llama-tiny", "model name, config.json, pretrained folder or package.module:callable")
+    model_args: dict[str, Any] = _option({}, "JSON object: overrides of the model's config or arguments")
+    loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
+    data: str | None = _option(
+        None,
+        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
     )
-    model_args: dict[str, Any] = Field(
-        default={}, description="JSON object: overrides of the model's config or arguments"
+    data_root: Path | None = _option(None, "folder that holds (or gets) the torchvision data sets")
+    download: bool = _option(False, "download a torchvision data set that data_root does not hold")
+    text_field: str = _option("text", "the field that holds the text, for jsonl: and hf:")
+    tokenizer: str = _option(
+        "bytes", "bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
     )
-    loss: Literal["cross-entropy", "mse"] | None = Field(
-        default=None, description="loss for a model that has none of its own"
-    )
-    data: str | None = Field(
-        default=None,
-        description="digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, "
-        "hf:NAME, synthetic",
-    )
-    data_root: Path | None = Field(default=None, description="folder that holds (or gets) the torchvision data sets")
-    download: bool = Field(default=False, description="download a torchvision data set that data_root does not hold")
-    text_field: str = Field(default="text", description="the field that holds the text, for jsonl: and hf:")
-    tokenizer: str = Field(
-        default="bytes", description="bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
-    )
-    image_size: PositiveInt | None = Field(
-        default=None, description="pixels to which images are resized (height and width)"
-    )
-    skip_bad: bool = Field(default=False, description="count and skip unreadable images instead of refusing to start")
-    data_workers: NonNegativeInt | None = Field(
-        default=None, description="loader processes a rank (default: by the data)"
-    )
+    image_size: PositiveInt | None = _option(None, "pixels to which images are resized (height and width)")
+    skip_bad: bool = _option(False, "count and skip unreadable images instead of refusing to start")
+    data_workers: NonNegativeInt | None = _option(None, "loader processes a rank (default: by the data)")
 
     # how long and how much
-    steps: PositiveInt | None = Field(default=None, description="optimizer steps")
-    epochs: PositiveFloat | None = Field(
-        default=None, description="passes over the training data (rounded up to a whole step)"
-    )
-    micro_batch: PositiveInt | None = Field(
-        default=None, description="samples a rank takes through one forward and backward"
-    )
-    gradient_accumulation_steps: PositiveInt | None = Field(
-        default=None, description="micro batches in one optimizer step"
-    )
-    global_batch: PositiveInt | None = Field(default=None, description="samples in one optimizer step, over all ranks")
-    seq_len: PositiveInt | None = Field(default=None, description="tokens in one sample of text")
+    steps: PositiveInt | None = _option(None, "optimizer steps")
+    epochs: PositiveFloat | None = _option(None, "passes over the training data (rounded up to a whole step)")
+    micro_batch: PositiveInt | None = _option(None, "samples a rank takes through one forward and backward")
+    gradient_accumulation_steps: PositiveInt | None = _option(None, "micro batches in one optimizer step")
+    global_batch: PositiveInt | None = _option(None, "samples in one optimizer step, over all ranks")
+    seq_len: PositiveInt | None = _option(None, "tokens in one sample of text")
 
     # optimization
-    optimizer: Literal["adamw", "sgd", "muon"] | None = Field(
-        default=None, description="optimizer (default: sgd for a CNN from scratch, else adamw)"
+    optimizer: Literal["adamw", "sgd", "muon"] | None = _option(
+        None, "optimizer (default: sgd for a CNN from scratch, else adamw)"
     )
-    lr: PositiveFloat | None = Field(
-        default=None, description="peak learning rate (default: by model, optimizer and batch, see docs/defaults.md)"
+    lr: PositiveFloat | None = _option(
+        None, "peak learning rate (default: by model, optimizer and batch, see docs/defaults.md)"
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="learning rate after the warm-up"
+    schedule: Literal["cosine", "linear", "constant"] = _option("cosine", "learning rate after the warm-up")
+    warmup_steps: NonNegativeInt | None = _option(None, "steps of linear warm-up (default: 5 % of the steps)")
+    min_lr: NonNegativeFloat = _option(0.0, "learning rate that cosine and linear come down to")
+    weight_decay: NonNegativeFloat | None = _option(
+        None, "weight decay of matrices (default 0.01, see docs/defaults.md)"
     )
-    warmup_steps: NonNegativeInt | None = Field(
-        default=None, description="steps of linear warm-up (default: 5 % of the steps)"
-    )
-    min_lr: NonNegativeFloat = Field(default=0.0, description="learning rate that cosine and linear come down to")
-    weight_decay: NonNegativeFloat | None = Field(
-        default=None, description="weight decay of matrices (default 0.01, see docs/defaults.md)"
-    )
-    momentum: NonNegativeFloat | None = Field(default=None, description="momentum of sgd and muon (default 0.9, 0.95)")
-    gradient_clipping: NonNegativeFloat | None = Field(
-        default=None, description="largest gradient norm; 0 is off (default 1.0)"
-    )
-    seed: NonNegativeInt = Field(
-        default=0, le=2**32 - 1, description="seed of weights, sample order, dropout and augmentation"
-    )
+    momentum: NonNegativeFloat | None = _option(None, "momentum of sgd and muon (default 0.9, 0.95)")
+    gradient_clipping: NonNegativeFloat | None = _option(None, "largest gradient norm; 0 is off (default 1.0)")
+    seed: NonNegativeInt = _option(0, "seed of weights, sample order, dropout and augmentation", le=2**32 - 1)
 
     # numbers and memory
-    precision: Precision | None = Field(
-        default=None, description="fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)"
+    precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
+    activation_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
+    loss_chunk: PositiveInt | None = _option(
+        None, "targets whose logits are in float32 at a time, to save memory (default: all)"
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute activations in backward to save memory"
-    )
-    loss_chunk: PositiveInt | None = Field(
-        default=None, description="targets whose logits are in float32 at a time, to save memory (default: all)"
-    )
-    compile: bool = Field(default=False, description="torch.compile the model through the engine")
+    compile: bool = _option(False, "torch.compile the model through the engine")
 
     # layout
-    ds_config: str | dict[str, Any] | None = Field(
-        default=None,
-        description="DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)",
+    ds_config: str | dict[str, Any] | None = _option(
+        None, "DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)"
     )
-    ranks: PositiveInt | None = Field(default=None, description="ranks to start (default: all local devices)")
-    tensor_parallel: PositiveInt = Field(default=1, description="tensor parallel degree")
-    pipeline: PositiveInt = Field(default=1, description="pipeline parallel degree")
-    pipeline_balance: Literal["parameters", "time"] = Field(
-        default="parameters", description="what stages are balanced by"
-    )
-    sequence_parallel: PositiveInt = Field(default=1, description="sequence parallel degree (Ulysses)")
+    ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)")
+    tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
+    pipeline: PositiveInt = _option(1, "pipeline parallel degree")
+    pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what stages are balanced by")
+    sequence_parallel: PositiveInt = _option(1, "sequence parallel degree (Ulysses)")
 
     # saving
-    save_every: Every = Field(
-        default="30min", description="steps (500) or time (30min) between checkpoints; 0: none are saved"
-    )
-    save_async: bool = Field(
-        default=False, description="write checkpoints while training goes on, from a copy in host memory"
-    )
-    keep_last: PositiveInt = Field(default=3, description="newest checkpoints that are kept")
-    keep_every: NonNegativeInt = Field(
-        default=0, description="checkpoints of steps that this divides are kept too; 0: none"
-    )
-    resume: str = Field(
-        default="auto",
-        description="auto (go on where the run folder's newest whole checkpoint is), never, or a checkpoint",
+    save_every: Every = _option("30min", "steps (500) or time (30min) between checkpoints; 0: none are saved")
+    save_async: bool = _option(False, "write checkpoints while training goes on, from a copy in host memory")
+    keep_last: PositiveInt = _option(3, "newest checkpoints that are kept")
+    keep_every: NonNegativeInt = _option(0, "checkpoints of steps that this divides are kept too; 0: none")
+    resume: str = _option(
+        "auto", "auto (go on where the run folder's newest whole checkpoint is), never, or a checkpoint"
     )
 
     # watching
-    eval_every: NonNegativeInt = Field(default=0, description="steps between evaluations; 0: only at the end")
-    eval_samples: PositiveInt | None = Field(
-        default=None, description="validation samples an evaluation looks at (default: all)"
+    eval_every: NonNegativeInt = _option(0, "steps between evaluations; 0: only at the end")
+    eval_samples: PositiveInt | None = _option(None, "validation samples an evaluation looks at (default: all)")
+    heartbeat_timeout: float = _option(
+        60.0, "seconds without a heartbeat of a rank after which all ranks are stopped", ge=5
     )
-    heartbeat_timeout: float = Field(
-        default=60.0, ge=5, description="seconds without a heartbeat of a rank after which all ranks are stopped"
+    log_every: PositiveInt = _option(10, "steps between plain progress lines when there is no terminal")
+    callbacks: tuple[str, ...] = _option(
+        (), "package.module:Class of a zerofit.train.callbacks.Callback; may be repeated"
     )
-    log_every: PositiveInt = Field(
-        default=10, description="steps between plain progress lines when there is no terminal"
-    )
-    callbacks: tuple[str, ...] = Field(
-        default=(), description="package.module:Class of a zerofit.train.callbacks.Callback; may be repeated"
-    )
-    tensorboard: bool = Field(default=False, description="write TensorBoard events into the run folder")
-    wandb: str | None = Field(default=None, description="Weights & Biases project to log to")
-    output: Path | None = Field(default=None, description="run folder (default runs/MODEL-DATA-TIME)")
+    tensorboard: bool = _option(False, "write TensorBoard events into the run folder")
+    wandb: str | None = _option(None, "Weights & Biases project to log to")
+    output: Path | None = _option(None, "run folder (default runs/MODEL-DATA-TIME)")
 
     if not TYPE_CHECKING:  # type checkers see the fields
 
@@ -187,47 +152,103 @@ class Run(BaseModel):
 
         Raises UserError with all that is wrong, and its lines in the file.
         """
-        values, places = read_run_file(Path(path))
-        try:
-            return cls(**values | overrides)
-        except UserError as error:
-            places = {key: place for key, place in places.items() if key not in overrides}
-            raise UserError(*(replace(p, where=places.get(p.where, p.where)) for p in error.problems)) from None
+        values, places = _read_run_file(Path(path))
+        return _made(values | overrides, {key: place for key, place in places.items() if key not in overrides})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """A run as asked, and where each explicit value stands (for messages that name both places)."""
+
+    run: Run
+    places: Mapping[str, str]  # field -> "--micro-batch" or "run.yaml:3"
+
+    @classmethod
+    def of(cls, run: Run | RunRequest) -> RunRequest:
+        """Return the request of a run that was made in Python: a field that was set stands at its own name.
+
+        >>> RunRequest.of(Run(model="mlp", micro_batch=4)).place("micro_batch")
+        'micro_batch'
+        """
+        if isinstance(run, RunRequest):
+            return run
+        return cls(run=run, places={name: name for name in run.model_fields_set})
+
+    def place(self, field: str) -> str:
+        """Return where the user set this field, or the flag that would set it."""
+        return self.places.get(field, flag(field))
+
+
+def flag(field: str) -> str:
+    """Return the command line's word for a field of the run."""
+    return "--" + field.replace("_", "-") if field != "model" else "MODEL"
+
+
+def load_run(file: Path | None, flags: Mapping[str, Any]) -> RunRequest:
+    """Return the run that a file and flags ask for; a flag overrides the file.
+
+    Raises UserError with all unknown keys (nearest names offered) and all bad values.
+    """
+    values, places = _read_run_file(file) if file else ({}, {})
+    values |= flags
+    places |= {field: flag(field) for field in flags}
+    run = _made(values, places, name_flags=True)
+    return RunRequest(run=run, places={k: p for k, p in places.items() if k in flags or values[k] is not None})
+
+
+def _made(values: Mapping[Any, Any], places: Mapping[Any, str], *, name_flags: bool = False) -> Run:
+    """Return the run of these values, whose keys are as YAML gives them: `1: 2` has a number.
+
+    Raises UserError with all problems at their `places`; `name_flags`: their hints name the field's flag.
+    """
+
+    def placed(problem: Problem) -> Problem:
+        field, hint = problem.where, problem.hint
+        if name_flags and field in Run.model_fields:
+            hint = f"{flag(field)} is: {hint}"
+        return replace(problem, hint=hint, where=places.get(field, field))
+
+    unknown = [replace(_unknown_key(key), where=places[key]) for key in values if not isinstance(key, str)]
+    try:
+        run = Run(**{key: value for key, value in values.items() if isinstance(key, str)})
+    except UserError as error:
+        raise UserError(*map(placed, error.problems), *unknown) from None
+    if unknown:
+        raise UserError(*unknown)
+    return run
+
+
+def _unknown_key(key: Any) -> Problem:
+    shown = repr(key) if isinstance(key, str) else str(key)
+    return Problem(
+        kind="unknown-key", message=f"unknown key {shown}", hint=nearest(str(key), Run.model_fields), where=str(key)
+    )
 
 
 def _problem(entry: ErrorDetails) -> Problem:
-    """One of pydantic's errors, at its field's name."""
+    """Return one of pydantic's errors, at its field's name."""
     field = str(entry["loc"][0])
     if entry["type"] == "extra_forbidden":
-        hint = nearest(field, Run.model_fields)
-        return Problem(kind="unknown-key", message=f"unknown key {field!r}", hint=hint, where=field)
+        return _unknown_key(field)
     message = f"{field}: got {entry['input']!r}; {entry['msg'][0].lower()}{entry['msg'][1:]}"
     return Problem(kind="bad-value", message=message, hint=Run.model_fields[field].description or "", where=field)
 
 
-def read_run_file(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of a YAML (or JSON) mapping with their values, and the place of each. Raises UserError."""
+def _read_run_file(file: Path) -> tuple[dict[Any, Any], dict[Any, str]]:
+    """Return the values of a YAML (or JSON) mapping and the places of its keys. Raises UserError."""
+    place, kind, hint = str(file), "syntax", ""
     try:
-        text = file.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
-        raise UserError(
-            Problem(kind="syntax", message=f"{file} does not parse: {error.problem}", where=where)
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(Problem(kind="unreadable", message=f"cannot read {file}: {error}", where=str(file))) from None
-    if not isinstance(values, dict):
+        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        values = loader.construct_document(node) if node else None
+        if node and isinstance(values, dict):
+            keys = {loader.construct_object(key): key.start_mark.line + 1 for key, _ in node.value}
+            return values, {key: f"{file}:{line}" for key, line in keys.items()}
+        message = f"{file} is not a mapping of keys to values"
         hint = "write it as lines of `key: value`; `zerofit train --help` lists the keys"
-        raise UserError(
-            Problem(
-                kind="syntax",
-                message=f"{file} is not a mapping of keys to values",
-                hint=hint,
-                where=str(file),
-            )
-        )
-    values = {str(key): value for key, value in values.items()}
-    return values, {str(k.value): f"{file}:{k.start_mark.line + 1}" for k, _ in node.value}
+    except yaml.MarkedYAMLError as error:
+        message, mark = f"{file} does not parse: {error.problem}", error.problem_mark
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else place
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        message, kind = f"cannot read {file}: {error}", "unreadable"
+    raise UserError(Problem(kind=kind, message=message, hint=hint, where=place))

@@ -1,4 +1,4 @@
-"""The run folder: where each hand-over lies."""
+"""The job of a run and its run folder, where each hand-over between processes lies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from zerofit.spec.files import write_json
-from zerofit.spec.layout import Batch, Layout
-from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.precision import Precision
+from zerofit.spec.model_facts import ModelFacts, Precision
 from zerofit.spec.run import Run
 
 
@@ -44,16 +42,50 @@ class RunFolder:
     tensorboard = property(lambda self: self.path / "tensorboard")
 
     def rank_log(self, rank: int) -> Path:
-        """Everything that one rank and the libraries in it print."""
+        """Return the log of everything that one rank and the libraries in it print."""
         return self.logs / f"rank-{rank}.log"
 
     def rank_stacks(self, rank: int) -> Path:
-        """Stack traces of one rank's threads, taken when something had gone wrong."""
+        """Return the file of one rank's stack traces, taken when something had gone wrong."""
         return self.logs / f"rank-{rank}.stacks.txt"
 
     def rank_error(self, rank: int) -> Path:
-        """Why one rank stopped, as JSON; written by the rank itself."""
+        """Return the file that says why one rank stopped, as JSON; written by the rank itself."""
         return self.logs / f"rank-{rank}.error.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel degrees and the ZeRO stage; their product is the world size."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+    zero_stage: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.tp * self.pp * self.sp
+
+    def as_dict(self) -> dict[str, int]:
+        """Return the `layout` object of the command line's JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The batch identity: global = micro x gradient accumulation steps x data parallel degree."""
+
+    micro: int
+    accumulation: int
+    dp: int
+
+    @property
+    def total(self) -> int:
+        """Samples in one optimizer step."""
+        return self.micro * self.accumulation * self.dp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +99,18 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """What a rank is forecast to take, in bytes: the most of any pipeline stage."""
+
+    phases: dict[str, int]  # "build", "init", "forward", "backward", "step" -> most alive on the device
+    reserved_bytes: int  # of the device, by torch's allocator; on CPUs the most alive
+    beside_bytes: int  # context and communicators of a GPU; on CPUs the process with its libraries
+    host_bytes: int  # of the host, beside the process; 0 on CPUs, where device and host are one
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the ranks of one run need to know; kept in the run folder as files that a person can open."""
+    """The job of a run, all that its ranks need to know; kept in the run folder as files that a person can open."""
 
     run: Run
     layout: Layout
@@ -77,6 +119,7 @@ class Job:
     facts: ModelFacts
     ds_config: dict[str, Any]
     start: Start | None = None
+    forecast: MemoryForecast | None = None  # None where memory was not forecast
 
     @property
     def precision(self) -> Precision:
@@ -84,12 +127,12 @@ class Job:
         return self.run.precision or "fp32"
 
     def samples_after(self, step: int) -> int:
-        """Samples consumed by the whole training up to this step, whatever batch size it began with."""
+        """Return samples consumed by the whole training up to this step, whatever batch size it began with."""
         done, samples = (self.start.step, self.start.samples) if self.start else (0, 0)
         return samples + (step - done) * self.batch.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `start` as JSON."""
+        """Return all but `start` and `forecast` as JSON."""
         return {
             "run": self.run.model_dump(mode="json"),
             "layout": asdict(self.layout),
@@ -122,7 +165,10 @@ class Job:
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
         plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps}
-        write_json(folder.plan, plan | {"start": asdict(self.start) if self.start else None})
+        for name in ("start", "forecast"):
+            value = getattr(self, name)
+            plan[name] = asdict(value) if value else None
+        write_json(folder.plan, plan)
         write_json(folder.ds_config, self.ds_config)
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Sizes as people write and read them."""
+"""Sizes and intervals as people write and read them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, UserError
 
@@ -11,7 +12,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """Bytes of "80GiB", "1TB", "512m" or a plain number. Raises UserError."""
+    """Return bytes of "80GiB", "1TB", "512m" or a plain number. Raises UserError."""
     found = _SIZE.match(text)
     value = 0
     if found:
@@ -24,10 +25,35 @@ def parse_bytes(text: str, where: str) -> int:
 
 
 def shown_bytes(value: float) -> str:
-    """Three digits and a binary unit: "79.1 GiB"."""
+    """Format with three digits and a binary unit: "79.1 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
             break
         value /= 1024
     digits = 0 if unit == "B" else 2 if abs(value) < 10 else 1
     return f"{value:.{digits}f} {unit}"
+
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`500` (steps), `30min`, `2h`, `90s`; `0` is never."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        """Read an interval. Raises ValueError for anything else."""
+        match = re.fullmatch(r"(\d+)\s*(s|min|h)?", text.strip())
+        if not match or (match[2] and not int(match[1])):
+            raise ValueError("not an interval: give optimizer steps (500), a time (90s, 30min, 2h), or 0 for never")
+        number, unit = int(match[1]), match[2]
+        return cls(seconds=number * SECONDS[unit]) if unit else cls(steps=number)
+
+    @property
+    def never(self) -> bool:
+        """Whether it is never done."""
+        return self.steps == 0

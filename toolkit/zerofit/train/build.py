@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from zerofit.spec.run_folder import Job
 
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
-    """The whole model, on the CPU in fp32; a transformers model at ZeRO stage 3 is partitioned as it is built.
+    """Build the whole model, on the CPU in fp32; a transformers model at ZeRO stage 3 is partitioned as it is built.
 
     The weights are a function of the seed alone, whatever the layout.
     """
@@ -31,28 +31,21 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     return model
 
 
-def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]):
-    """transformers enters zero.Init by itself while an HfDeepSpeedConfig of stage 3 is alive."""
+@contextmanager
+def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> Iterator[None]:
+    """Let transformers enter zero.Init, as it does by itself while an HfDeepSpeedConfig of stage 3 is alive."""
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
-        return nullcontext()  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
-    return _alive(ds_config)
+        yield  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-
-class _alive:
-    def __init__(self, ds_config: dict[str, Any]):
-        self._ds_config = ds_config
-
-    def __enter__(self) -> None:
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-        self._keep = HfDeepSpeedConfig(self._ds_config)
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
+    alive = HfDeepSpeedConfig(ds_config)  # transformers itself keeps no more than a weak reference
+    try:
+        yield
+    finally:
         unset_hf_deepspeed_config()
-        del self._keep
+        del alive
 
 
 def batch_norm_in_fp32(model: nn.Module) -> None:
@@ -86,7 +79,7 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Two groups: matrices, which decay, and vectors (norms, biases), which do not; one where nothing decays.
+    """Group matrices, which decay, and vectors (norms, biases), which do not; one group where nothing decays.
 
     Each group costs the engine buckets and collectives of its own.
     """
@@ -100,7 +93,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
 
 
 def example(inputs: Inputs, count: int) -> Tensor:
-    """A batch of zeros in the shape of the data: float32 (count, channels, size, size) or int64 (count, seq_len)."""
+    """Make a batch of zeros as the data are: float32 (count, channels, size, size) or int64 (count, seq_len)."""
     if isinstance(inputs, ImageInputs):
         return torch.zeros(count, inputs.channels, inputs.size, inputs.size)
     return torch.zeros(count, inputs.seq_len, dtype=torch.long)

@@ -1,16 +1,24 @@
-"""Callbacks: what is told of a run while it trains. Metrics files, users and benchmarks take part alike."""
+"""Callbacks: what is told of a run while it trains, and what writes it down.
+
+Metrics files, TensorBoard, Weights & Biases, users and benchmarks take part alike.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from zerofit.spec.errors import Problems
+from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.heartbeat import TRAINING, RankProgress
 
 
 class StepRecord(TypedDict):
@@ -44,7 +52,7 @@ class SavedCheckpoint:
 
 
 class Callback:
-    """What a run calls while it trains; nothing here does anything. Override what you need.
+    """An object that a run calls while it trains; nothing here does anything. Override what you need.
 
     >>> class Print(Callback):
     ...     def on_step(self, record: StepRecord) -> None:
@@ -94,3 +102,103 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
             problems.add("callback", f"{name} is a {type(one).__name__}, not a Callback", hint, "--callbacks")
     problems.raise_if_any()
     return made
+
+
+class JsonLines(Callback):
+    """metrics.jsonl: one JSON object a step; each line is written before the next one starts."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def on_step(self, record: StepRecord) -> None:
+        """Append one step's record."""
+        self._file.write(json.dumps(record) + "\n")
+
+
+class EventLog(Callback):
+    """events.jsonl: phases, evaluations and checkpoints, for the live view and `zerofit plot`; and the rank's phase."""
+
+    def __init__(self, path: Path | None, progress: RankProgress):
+        """Append to `path`, which is None on ranks other than 0: they write nothing."""
+        self._file = path.open("a", buffering=1, encoding="utf-8") if path else None
+        self._progress = progress
+
+    def phase(self, text: str) -> None:
+        """Note what the run does now."""
+        self._progress.phase = text
+        self._write("phase", text=text)
+
+    def training(self, **steps: int) -> None:
+        """Note that training begins or goes on; `steps` in all and, at the start, those `done`."""
+        self._progress.phase = TRAINING
+        self._write("training", **steps)
+
+    def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Note the figures; training goes on."""
+        self._progress.phase = TRAINING
+        self._write("eval", step=step, **figures)
+
+    def on_save(self, checkpoint: SavedCheckpoint) -> None:
+        """Note a checkpoint that is visible."""
+        self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
+
+    def save_failed(self, step: int, text: str) -> None:
+        """Note a checkpoint that could not be saved, and why."""
+        self._write("save-failed", step=step, text=text)
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps({"event": event, "time_s": time.time(), **values}) + "\n")
+
+
+class _NumberLogger(Callback, ABC):
+    """Logs all numbers of steps and evaluations, under `train/` and `valid/`."""
+
+    @abstractmethod
+    def _log(self, values: dict[str, Any], step: int) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None:
+        """Log all numbers of a step."""
+        self._add("train", record["step"], record)
+
+    def on_evaluate(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures of an evaluation."""
+        self._add("valid", step, figures)
+
+    def _add(self, part: str, step: int, values: Mapping[str, Any]) -> None:
+        self._log({f"{part}/{k}": v for k, v in values.items() if k != "step" and v is not None}, step)
+
+
+class TensorBoard(_NumberLogger):
+    """TensorBoard's event files, in the run folder."""
+
+    def __init__(self, path: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(path), flush_secs=5)
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WeightsAndBiases(_NumberLogger):
+    """A run in a Weights & Biases project."""
+
+    def __init__(self, job: Job, folder: RunFolder):
+        import wandb
+
+        self._run = wandb.init(project=job.run.wandb, dir=str(folder.path), config=job.run.model_dump(mode="json"))
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._run.log(values, step=step)
+
+
+def make_loggers(job: Job, folder: RunFolder) -> list[Callback]:
+    """Return the loggers of steps that the run asks for."""
+    loggers: list[Callback] = [JsonLines(folder.metrics)]
+    if job.run.tensorboard:
+        loggers.append(TensorBoard(folder.tensorboard))
+    if job.run.wandb:
+        loggers.append(WeightsAndBiases(job, folder))
+    return loggers

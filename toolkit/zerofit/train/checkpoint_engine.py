@@ -1,4 +1,4 @@
-"""How DeepSpeed's checkpoint files reach the disk: its own interface of checkpoint engines, with synced files."""
+"""The way of DeepSpeed's checkpoint files to disk: its own interface of checkpoint engines, with synced files."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class SyncedCheckpointEngine(CheckpointEngine):
         self._failure: Exception | None = None
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """DeepSpeed is about to save; nothing is needed."""
+        """Do nothing: DeepSpeed is about to save."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """DeepSpeed has saved; the Saver makes the checkpoint visible later, once all ranks' files are whole."""
+        """Return True: DeepSpeed has saved, and the Saver shows the checkpoint once all ranks' files are whole."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed must clone views before it hands them on: copies are whole tensors in any case."""
+        """Return whether DeepSpeed must clone views before it hands them on: copies are whole tensors in any case."""
         return self._snapshot is None
 
     def save(self, state_dict: Any, path: str | Path) -> None:
@@ -70,7 +70,8 @@ class SyncedCheckpointEngine(CheckpointEngine):
 
     def take_snapshot(self) -> list[tuple[Any, Path]]:
         """Return what was saved since `begin_snapshot`, for `write_snapshot` in another thread."""
-        self._copies.finish()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a device may still be making copies
         snapshot, self._snapshot = self._snapshot or [], None
         return snapshot
 
@@ -102,7 +103,7 @@ class SyncedCheckpointEngine(CheckpointEngine):
 
 @contextmanager
 def _without_crc() -> Iterator[None]:
-    """torch would compute a CRC32 of each tensor, which takes as long as writing it; the manifest's hash says more."""
+    """Keep torch from computing a CRC32 of each tensor, as slow as writing it; the manifest's hash says more."""
     former = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -112,7 +113,7 @@ def _without_crc() -> Iterator[None]:
 
 
 def _synced(path: Path) -> FileMark:
-    """The hash is of what can be read back, the sync makes it stay."""
+    """Hash what can be read back of a file, and sync it so that it stays."""
     mark = mark_of(path)
     sync_file(path)
     return mark
@@ -146,11 +147,6 @@ class HostCopies:
             return item
 
         return copy(value)
-
-    def finish(self) -> None:
-        """Wait for copies that a device is still making."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     def _copy(self, tensor: Tensor, key: tuple[str, int]) -> Tensor:
         buffer = self._buffers.get(key)

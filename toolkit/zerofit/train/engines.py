@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
@@ -19,19 +21,17 @@ from zerofit.models.build import forward_logits, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
+from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import batch_norm_in_fp32, build_whole, parameter_groups
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.process_group import rank_device
-from zerofit.train.rank_coords import RankCoords
-from zerofit.train.sample import continue_text
-from zerofit.train.schedule import make_scheduler
-from zerofit.train.trainer import Batch, EngineTrainer
+from zerofit.train.trainer import Batch, EngineTrainer, RankCoords
 from zerofit.train.zero_layouts import check_attributes
 
 SAMPLE_TOKENS = 240
 PROMPT = "def "
+TEMPERATURE = 0.7
 
 
 def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
@@ -41,7 +41,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         assert run.lr  # a job's run is resolved
         curve: dict[str, Any] = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
-        more["lr_scheduler"] = lambda optimizer: make_scheduler(optimizer, **curve)
+        more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: learning_rate_factor(step, **curve))
     if get(job.ds_config, "activation_checkpointing.cpu_checkpointing") is True:
         keep_on_host(model)  # DeepSpeed itself would only do so for its own checkpoint function
     decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
@@ -55,8 +55,23 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
     return engine
 
 
+def learning_rate_factor(step: int, *, total: int, warmup: int, schedule: str, floor: float) -> float:
+    """Return the factor on the peak learning rate at a 0-based step; cosine and linear end at `floor`.
+
+    The first step already has 1/(warmup + 1) of the peak, and the last is above the floor: a step with learning rate 0
+    would be wasted.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    shape = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * shape
+
+
 def _forget_dummy_step(engine: Any) -> None:
-    """Without ZeRO, DeepSpeed's bf16 and fp16 optimizers make a step on zero gradients to allocate their states.
+    """Undo the step on zero gradients by which DeepSpeed's bf16 and fp16 optimizers without ZeRO allocate states.
 
     It counts as Adam's first, so that the bias correction makes the real first steps too small, and it decays the
     master weights once (runtime/fp16/unfused_optimizer.py:425, fused_optimizer.py:125).
@@ -77,7 +92,7 @@ def _forget_dummy_step(engine: Any) -> None:
 
 
 def _keep_gradient_norm(engine: Any) -> None:
-    """Without ZeRO in fp32, DeepSpeed clips and drops the norm (runtime/engine.py, clip_fp32_gradients)."""
+    """Keep the norm that DeepSpeed in fp32 without ZeRO clips and drops (runtime/engine.py, clip_fp32_gradients)."""
 
     def clip() -> None:
         engine._global_grad_norm = clip_grad_norm_(
@@ -88,7 +103,7 @@ def _keep_gradient_norm(engine: Any) -> None:
 
 
 def _sequence_parallel_excess(job: Job) -> int:
-    """By how much DeepSpeed's gradients are too large under sequence parallelism: it averages over dp ranks only.
+    """Return how much too large gradients are under sequence parallelism: DeepSpeed averages over dp ranks only.
 
     Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878).
     """
@@ -101,7 +116,7 @@ class ZeroTrainer(EngineTrainer):
     """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
-        """`model`: in place of the one that the run names."""
+        """Start the engine of the model that the run names, or of `model` in its place."""
         self.job, self.coords = job, coords
         self.device = rank_device()
         if model is None:
@@ -109,8 +124,19 @@ class ZeroTrainer(EngineTrainer):
         elif job.precision != "fp32":
             batch_norm_in_fp32(model)
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
-        mpu = self._register_sequence_parallel(model) if job.layout.sp > 1 else None
-        self.engine = start_engine(job, model, job.steps, **({"mpu": mpu} if mpu else {}))
+        more: dict[str, Any] = {}
+        if job.layout.sp > 1:
+            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+            more["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
+                model,
+                core_attn_implementation="sdpa",
+                sequence_parallel_size=job.layout.sp,
+                micro_batch_size=job.batch.micro,
+                seq_length=job.run.seq_len,
+                seq_length_is_variable=False,
+            )
+        self.engine = start_engine(job, model, job.steps, **more)
         self._excess = _sequence_parallel_excess(job)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
@@ -143,8 +169,25 @@ class ZeroTrainer(EngineTrainer):
         progress("writing a sample")
         prompt, context = data.encode(PROMPT), job.run.seq_len
         assert context  # a job's run on text is resolved
-        tokens = continue_text(self.engine, self.device, prompt, SAMPLE_TOKENS, context, job.run.seed)
-        return {"sample": data.decode(tokens)}
+        return {"sample": data.decode(self._continue(prompt, context))}
+
+    @torch.no_grad()
+    def _continue(self, prompt: list[int], context: int) -> list[int]:
+        """Return the prompt and 240 token ids that follow it, drawn one at a time at temperature 0.7.
+
+        Every rank runs the same forward, since under ZeRO-3 and tensor parallelism each holds only a part of the
+        weights; rank 0 draws, so that ranks cannot come apart.
+        """
+        self.engine.eval()
+        generator, tokens = torch.Generator().manual_seed(self.job.run.seed), list(prompt)
+        for _ in range(SAMPLE_TOKENS):
+            logits, _ = forward_logits(self.engine, torch.tensor([tokens[-context:]], device=self.device))
+            odds = torch.softmax(logits[0, -1].float().cpu() / TEMPERATURE, dim=-1)
+            drawn = torch.multinomial(odds, 1, generator=generator).to(self.device)
+            dist.broadcast(drawn, src=0)
+            tokens.append(int(drawn))
+        self.engine.train()
+        return tokens
 
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
@@ -172,7 +215,7 @@ class ZeroTrainer(EngineTrainer):
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The model's own mean loss over the samples that are no padding; every rank runs a forward in any case."""
+        """Return the model's own mean loss over samples that are no padding; every rank runs a forward in any case."""
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():
@@ -201,21 +244,9 @@ class ZeroTrainer(EngineTrainer):
         positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
         return x[:, mine], labels[:, mine], {"position_ids": positions}
 
-    def _register_sequence_parallel(self, model: nn.Module) -> Any:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-        return UlyssesSPAttentionHF.register_with_transformers(
-            model,
-            core_attn_implementation="sdpa",
-            sequence_parallel_size=self.job.layout.sp,
-            micro_batch_size=self.job.batch.micro,
-            seq_length=self.job.run.seq_len,
-            seq_length_is_variable=False,
-        )
-
 
 def _one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
+    """Return float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
     if logits.numel() != labels.numel():
         message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
         raise ValueError(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from zerofit.data import Data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.gan import DCGAN
 from zerofit.models.inputs import Inputs
+from zerofit.models.vision import DCGAN
+from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.spec.task import IGNORE_INDEX
 from zerofit.train.build import batch_norm_in_fp32
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
-from zerofit.train.rank_coords import RankCoords
-from zerofit.train.trainer import Batch, EngineTrainer
+from zerofit.train.trainer import Batch, EngineTrainer, RankCoords
 
 DRAWINGS = 64
 
@@ -55,7 +53,7 @@ class GanTrainer(EngineTrainer):
         return nn.ModuleDict({"generator": self.generator.module, "discriminator": self.engine.module})
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """One step of each network; float32 (micro batches,) of loss_d + loss_g."""
+        """Make one step of each network; return float32 (micro batches,) of loss_d + loss_g."""
         pairs = []
         for _ in range(self.job.batch.accumulation):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
@@ -95,12 +93,19 @@ class GanTrainer(EngineTrainer):
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
         """Have rank 0 save a grid of drawings."""
         if dist.get_rank() == 0:
-            self._save_drawings(DRAWINGS, folder.path / "drawings.png")
+            from torchvision.utils import save_image
+
+            self.generator.eval()
+            with torch.no_grad():
+                drawn = self.generator.module(self._draw(DRAWINGS)).float().cpu()
+            self.generator.train()
+            pixels, file = functional.interpolate(drawn, scale_factor=4), folder.path / "drawings.png"
+            save_image(pixels, file, nrow=8, normalize=True, value_range=(-1, 1))
         return {}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """float64 (3,): the discriminator's summed loss on images and drawings, images, half its right verdicts."""
+        """Return float64 (3,): summed discriminator loss on images and drawings, images, half its right verdicts."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.engine.eval()
         self.generator.eval()
@@ -119,15 +124,6 @@ class GanTrainer(EngineTrainer):
         loss = (_judged(of_real, 1.0) + _judged(of_fake, 0.0)) * len(real)
         right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
-
-    @torch.no_grad()
-    def _save_drawings(self, count: int, file: Path) -> None:
-        from torchvision.utils import save_image
-
-        self.generator.eval()
-        drawn = self.generator.module(self._draw(count)).float().cpu()
-        self.generator.train()
-        save_image(functional.interpolate(drawn, scale_factor=4), file, nrow=8, normalize=True, value_range=(-1, 1))
 
     def _draw(self, count: int) -> Tensor:
         noise = torch.randn(count, self.latent_size, 1, 1, generator=self._noise)

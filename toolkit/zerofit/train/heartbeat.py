@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zerofit.spec.flows import flows as tcp_flows
+from zerofit.spec.process import flows as tcp_flows
 
 EVERY_S = 1.0
 BUSY = 0.05  # of one core: a process that uses more is at work
@@ -34,7 +33,7 @@ LOADER = "data/loader.py"
 
 @dataclass
 class RankProgress:
-    """Where this rank is: written by the loop and its event log, read by the heartbeat's thread."""
+    """A rank's progress: written by the loop and its event log, read by the heartbeat's thread."""
 
     step: int = 0  # optimizer steps done
     first: int = 0  # of them before this start
@@ -45,14 +44,14 @@ class Heartbeat:
     """Writes a line of JSON every second: step, phase, collective, and since when nothing has moved."""
 
     def __init__(self, descriptor: int, on_gpu: bool, progress: RankProgress):
-        """`descriptor`: of the pipe to the guard. `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
+        """Take the guard's pipe (`descriptor`); `on_gpu`: waiting for a GPU burns a core and is no sign of work."""
         self._pipe, self._on_gpu, self._progress, self._turn = descriptor, on_gpu, progress, threading.Lock()
         self._main = threading.main_thread().ident or 0  # None only before it starts
         self._seen: tuple[Any, ...] = ()
         self._moved, self._last = time.monotonic(), time.monotonic()
         self._resent = 0.0  # when a connection was last seen to send again what was lost
         self._longest = 0.0  # that it has been still while training and moved again
-        self._cpu_s, self._io, self._flows = _cpu_s(), _io_bytes(), {}
+        self._cpu_s, self._io, self._flows = time.process_time(), _io_bytes(), {}
 
     def start(self) -> None:
         """Beat until the process ends."""
@@ -79,7 +78,7 @@ class Heartbeat:
         progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
         stack = (progress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
-        now, cpu_s, io = time.monotonic(), _cpu_s(), _io_bytes()
+        now, cpu_s, io = time.monotonic(), time.process_time(), _io_bytes()
         seconds = max(now - self._last, 1e-3)
         if seconds > FROZEN_S:  # the whole process was: that says nothing of its main thread
             self._moved += seconds
@@ -114,7 +113,7 @@ def _up(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _collective(frame: FrameType | None) -> str | None:
-    """The collective that a thread waits in: the outermost function of torch.distributed on its stack."""
+    """Return the collective that a thread waits in: the outermost function of torch.distributed on its stack."""
     name = None
     for one in _up(frame):
         code = one.f_code
@@ -124,7 +123,7 @@ def _collective(frame: FrameType | None) -> str | None:
 
 
 def _part(frame: FrameType | None) -> str:
-    """The part of a step that the main thread is in: the outermost call into the engine, or the loader of batches."""
+    """Return the part of a step that the main thread is in: the outermost call into the engine, or the data loader."""
     part = "between steps"
     for one in _up(frame):
         file, name = one.f_code.co_filename, one.f_code.co_name
@@ -144,13 +143,8 @@ def _place(frame: FrameType | None) -> str:
     return ""
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def _io_bytes() -> int:
-    """Bytes that this process has read and written, network file systems included."""
+    """Return bytes that this process has read and written, network file systems included."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

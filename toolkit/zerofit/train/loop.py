@@ -12,17 +12,18 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
+from zerofit.models.batch_norm import batch_norms
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
-from zerofit.spec.task import is_text
-from zerofit.train.callbacks import Callback, overridden
+from zerofit.train.callbacks import Callback, EventLog, overridden
 from zerofit.train.heartbeat import RankProgress
-from zerofit.train.loggers import EventLog
 from zerofit.train.metrics import MetricsRecorder
-from zerofit.train.replicas import average_batch_statistics
 from zerofit.train.stop_signals import StopRequests
 from zerofit.train.trainer import Batch, EngineTrainer
 
@@ -31,7 +32,7 @@ TELL_EVERY_S = 2.0  # of an evaluation under way
 
 @dataclass(frozen=True)
 class LoopResult:
-    """How a loop ended."""
+    """The end of a loop: the step, whether it was stopped, the last evaluation."""
 
     step: int  # optimizer steps done in all
     stopped: bool  # on request, before the last step
@@ -40,7 +41,7 @@ class LoopResult:
 
 @dataclass
 class Loop:
-    """Everything that one rank's training needs, put together by `zerofit.train.run`."""
+    """The training of one rank with everything that it needs, put together by `zerofit.train.run`."""
 
     job: Job
     data: Data
@@ -175,3 +176,22 @@ class Loop:
         """Return the number of loader processes of this rank."""
         asked = self.job.run.data_workers
         return default_workers(self.data, int(os.environ.get("LOCAL_SIZE", 1))) if asked is None else asked
+
+
+@torch.no_grad()
+def average_batch_statistics(model: nn.Module, group: Any) -> None:
+    """Give all ranks of a data parallel group the mean of batch norm's running means and variances.
+
+    Each rank's statistics come from its own micro batches, and DeepSpeed leaves them different. The mean over ranks is
+    what evaluation and the saved model use; training does not read them.
+    """
+    statistics = [
+        tensor for norm in batch_norms(model) for tensor in (norm.running_mean, norm.running_var) if tensor is not None
+    ]
+    if not statistics or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([t.float().reshape(-1) for t in statistics])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for tensor, mean in zip(statistics, flat.split([t.numel() for t in statistics]), strict=True):
+        tensor.copy_(mean.view_as(tensor))

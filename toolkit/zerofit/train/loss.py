@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zerofit.spec.task import IGNORE_INDEX
+from zerofit.spec.model_facts import IGNORE_INDEX
 
 
 def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None) -> Tensor:
-    """weight x the sum of cross entropies over targets; logits (..., classes), labels (...), in float32.
+    """Return weight x the sum of cross entropies over targets; logits (..., classes), labels (...), in float32.
 
     With weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch, the engine's
     mean over micro batches and ranks is exactly the mean over all targets, however they are spread. With `chunk`, only
@@ -56,7 +56,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
+    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
     real = labels != IGNORE_INDEX
     total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")

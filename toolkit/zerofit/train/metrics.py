@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofit.spec.devices import peak_flops
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.hardware import peak_flops
+from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
-from zerofit.spec.task import is_text
 from zerofit.train.callbacks import Callback, StepRecord, overridden
 from zerofit.train.stop_signals import StopRequests
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
+EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps")  # of a StepRecord, where `extra_metrics` gives them
 
 
 @dataclass
@@ -112,7 +113,7 @@ class MetricsRecorder:
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
         on_cpu = self._device.type == "cpu"
         norm = None if step.grad_norm is None else float(step.grad_norm)
-        return {
+        record: StepRecord = {
             "step": step.step + 1,
             "samples": job.samples_after(step.step + 1),
             "loss": loss,
@@ -124,40 +125,32 @@ class MetricsRecorder:
             "mfu": mfu,
             "memory_bytes": host_bytes if on_cpu else torch.cuda.max_memory_allocated(self._device),
             "host_bytes": host_bytes,
-            **{name: float(value) for name, value in step.extra.items()},  # type: ignore[typeddict-item]
         }
+        for name in EXTRA:
+            if name in step.extra:
+                record[name] = float(step.extra[name])
+        return record
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
         """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""
-        raise RunFailed(
-            Problem(
-                kind="nan-loss",
-                message=f"the validation loss after step {step + 1} is {loss}; {self._last_good()}",
-                hint="lower --lr, lengthen --warmup-steps, or set --gradient-clipping",
-                where=f"step {step + 1}",
-            )
-        )
+        message = f"the validation loss after step {step + 1} is {loss}; {self._last_good()}"
+        hint = "lower --lr, lengthen --warmup-steps, or set --gradient-clipping"
+        raise RunFailed(Problem(kind="nan-loss", message=message, hint=hint, where=f"step {step + 1}"))
 
     def _last_good(self) -> str:
         good = self.last
         return f"last good: step {good['step']}, loss {good['loss']:.4f}" if good else "no step before it was good"
 
     def _stop(self, step: _Step, loss: float) -> None:
-        """All ranks are here together: name the samples whose own loss was not finite."""
-        bad = [step.indices[i] for i in range(len(step.indices)) if not _finite(step.losses, i)]
+        """Raise RunFailed with the samples whose own loss was not finite; all ranks are here together."""
+        finite = torch.isfinite(step.losses).tolist()  # of each micro batch, or of all together
+        bad = [part for i, part in enumerate(step.indices) if not finite[i if len(finite) > 1 else 0]]
         gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, [int(n) for part in bad for n in part])
         samples = sorted({n for part in gathered for n in part})
-        raise RunFailed(
-            Problem(
-                kind="nan-loss",
-                message=f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
-                + self._last_good(),
-                hint="lower --lr, lengthen --warmup-steps, set --gradient-clipping, or look at these samples",
-                where=f"step {step.step + 1}",
-            )
+        message = f"the loss of step {step.step + 1} is {loss}; sample indices of its batch: {samples}; "
+        hint = "lower --lr, lengthen --warmup-steps, set --gradient-clipping, or look at these samples"
+        problem = Problem(
+            kind="nan-loss", message=message + self._last_good(), hint=hint, where=f"step {step.step + 1}"
         )
-
-
-def _finite(losses: Tensor, micro: int) -> bool:
-    return bool(torch.isfinite(losses[micro if len(losses) > 1 else 0]))
+        raise RunFailed(problem)

@@ -26,8 +26,7 @@ from zerofit.train.build import batch_norm_in_fp32, example
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.rank_coords import RankCoords
-from zerofit.train.trainer import Batch, EngineTrainer, StateNames
+from zerofit.train.trainer import Batch, EngineTrainer, RankCoords, StateNames
 
 
 class PipelineTrainer(EngineTrainer):
@@ -154,7 +153,7 @@ class _Staged(PipelineModule):
 
 
 def _tied_apart(layers: list[Layer], bounds: list[int]) -> set[str]:
-    """Keys of weights that different stages share.
+    """Return the keys of weights that different stages share.
 
     Two layers of one stage share by being the same Parameter; given as specs, DeepSpeed would call the first one's
     module in place of the second.
@@ -178,7 +177,7 @@ class _Tied(TiedLayerSpec):
 
 
 def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
-    """All layers, of which only this stage's have memory, and the bounds of the stages."""
+    """Return all layers, of which only this stage's have memory, and the bounds of the stages."""
     run, source = job.run, find(job.run.model)
     from_meta = source.family == "transformers" and source.origin != "pretrained folder"
     torch.manual_seed(run.seed)
@@ -209,28 +208,22 @@ def _forget_others(layers: list[Layer], mine: list[Layer]) -> None:
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
-    """Seconds of forward and backward of each layer on rank 0's device, the second of two rounds, shared by all."""
+    """Measure forward and backward of each layer on rank 0, in seconds, the second of two rounds; shared by all."""
     seconds: list[float] = []
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)
-        model = build(source, inputs, dict(job.run.model_args))
-        seconds = [_time_layer(layer, x) for layer, x in _walk(as_layers(model), job, inputs)]
+        device, dtype = rank_device(), DTYPES[job.precision]
+        x = example(inputs, job.batch.micro).to(device)
+        x = x.to(dtype) if x.is_floating_point() else x
+        for layer in as_layers(build(source, inputs, dict(job.run.model_args))):
+            layer.module.to(device=device, dtype=dtype)
+            seconds.append(_time_layer(layer, x))
+            with torch.no_grad():
+                x = layer.module(x)
+            layer.module.to("cpu")  # the device need not hold the whole model
     shared = [seconds]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
-
-
-def _walk(layers: list[Layer], job: Job, inputs: Inputs) -> Iterator[tuple[Layer, Tensor]]:
-    """Each layer on the device with the input it gets in the pipeline."""
-    device, dtype = rank_device(), DTYPES[job.precision]
-    x = example(inputs, job.batch.micro).to(device)
-    x = x.to(dtype) if x.is_floating_point() else x
-    for layer in layers:
-        layer.module.to(device=device, dtype=dtype)
-        yield layer, x
-        with torch.no_grad():
-            x = layer.module(x)
-        layer.module.to("cpu")  # the device need not hold the whole model
 
 
 def _time_layer(layer: Layer, x: Tensor) -> float:

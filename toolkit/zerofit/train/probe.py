@@ -1,4 +1,4 @@
-"""What a model costs, read off it on the meta device: no memory, no download, a second or two."""
+"""Costs of a model, read off it on the meta device: no memory, no download, a second or two."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
-from zerofit.spec.task import Task
 
 
 def probe(
     source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
 ) -> ModelFacts:
-    """The facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+    """Return the facts of a model for these inputs, or as it was published (FLOPs are not counted then).
 
     `model`: a model that is there already, in place of the source's.
 
@@ -55,7 +54,7 @@ def probe(
 
 
 def task_of(source: ModelSource, run: Run) -> Task:
-    """What a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
+    """Return what a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
@@ -69,7 +68,7 @@ def fed_with(model: nn.Module) -> Task:
 
 @contextmanager
 def models_say(where: str) -> Iterator[None]:
-    """Turns what models/ has to say (a ModelError) into a UserError about this place."""
+    """Turn what models/ has to say (a ModelError) into a UserError about this place."""
     try:
         yield
     except ModelError as error:

@@ -20,7 +20,6 @@ from zerofit.checkpoint.store import Manifest, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
-from zerofit.train.schedule import set_rates, set_steps_done
 from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
@@ -39,7 +38,11 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     checkpoint = Path(start.checkpoint)
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job.ds_config):
-        _load(trainer, checkpoint)
+        for tag, engine in trainer.engines().items():
+            if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
+                engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
+            path, _ = engine.load_checkpoint(str(checkpoint), tag=tag)
+            assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
     else:
         for tag, engine in trainer.engines().items():
             _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}), progress)
@@ -52,7 +55,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
 
 
 class _RunSettings:
-    """What this start asks of an optimizer, which loading a checkpoint would silently change: lr, decay, betas."""
+    """Settings that this start asks of an optimizer, and loading would silently change: lr, decay, betas."""
 
     def __init__(self, engine: Any):
         self._engine = engine
@@ -67,17 +70,9 @@ class _RunSettings:
         if self._base is not None:
             scheduler: LambdaLR = self._engine.lr_scheduler
             scheduler.base_lrs = self._base
-            set_rates(scheduler)
+            _set_rates(scheduler)
             for group, base in zip(scheduler.optimizer.param_groups, self._base, strict=True):
                 group["initial_lr"] = base
-
-
-def _load(trainer: EngineTrainer, checkpoint: Path) -> None:
-    for tag, engine in trainer.engines().items():
-        if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
-            engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
-        path, _ = engine.load_checkpoint(str(checkpoint), tag=tag)
-        assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
 
 
 def _restore_shards(
@@ -113,9 +108,8 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
     missing = sorted({p.name for p in shards} - known)
     other = sorted({p.name for p in shards if p.name in known and saved.shape(p.name) != p.shape})
     if missing:
-        raise _error(
-            "other-model", f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} the first"
-        )
+        message = f"the checkpoint lacks {len(missing)} parameters of the model, {missing[0]} the first"
+        raise _error("other-model", message)
     if other:
         shape = next(p.shape for p in shards if p.name == other[0])
         message = f"{other[0]} has shape {saved.shape(other[0])} in the checkpoint and {shape} in the model"
@@ -123,7 +117,7 @@ def _refuse_other_model(shards: list[IndexedShard], saved: FullState) -> None:
 
 
 def _make_states(inner: Any, one: IndexedShard, saved: FullState) -> None:
-    """Zeros for the states that the checkpoint has: optimizers would make them at their first step."""
+    """Make zeros for the states that the checkpoint has: optimizers would make them at their first step."""
     if one.shard.states_at is None:
         return
     states = inner.state[one.shard.master]
@@ -143,7 +137,7 @@ def _zeros(inner: Any, one: IndexedShard, kind: str) -> Tensor:
 
 
 def _step(inner: Any, step: int, master: Tensor) -> Any:
-    """The step count in the form that this optimizer counts in."""
+    """Return the step count in the form that this optimizer counts in."""
     counting = getattr(inner, "aux_optimizer", None) or inner  # Muon leaves all but matrices to an Adam
     if not type(counting).__module__.startswith("torch.optim"):
         return step
@@ -170,16 +164,14 @@ def _fill(engine: Any, shards: list[IndexedShard], saved: FullState, progress: C
 def _fill_shard(one: IndexedShard, states: dict[str, Any], saved: FullState) -> None:
     kinds = saved.kinds(one.name)
     for kind, slot in one.shard.slots(states).items():
-        if kind in kinds:
-            live = slot.live
-            live.copy_(_stretch(saved, one, kind, slot.start, slot.numel).view(live.shape))
-
-
-def _stretch(saved: FullState, one: IndexedShard, kind: str, start: int, numel: int) -> Tensor:
-    """float32 (numel,) of this rank's share of a parameter."""
-    if one.cut is None:
-        return saved.read_flat(one.name, kind, start, numel)
-    return one.cut.take(saved.read(one.name, kind)).reshape(-1)[start : start + numel]
+        if kind not in kinds:
+            continue
+        if one.cut is None:
+            stretch = saved.read_flat(one.name, kind, slot.start, slot.numel)
+        else:
+            stretch = one.cut.take(saved.read(one.name, kind)).reshape(-1)[slot.start : slot.start + slot.numel]
+        live = slot.live
+        live.copy_(stretch.view(live.shape))
 
 
 def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
@@ -192,7 +184,30 @@ def _set_counters(engine: Any, counters: dict[str, Any]) -> None:
             setattr(scaler, key, value)
     if engine.lr_scheduler is not None:
         schedule = counters["lr_scheduler"]  # DeepSpeed's own schedulers count from -1
-        set_steps_done(engine.lr_scheduler, schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1)
+        done = schedule.get("last_batch_iteration", schedule.get("last_epoch", 0) - 1) + 1
+        _set_steps_done(engine.lr_scheduler, done)
+
+
+def _set_steps_done(scheduler: Any, done: int) -> None:
+    """Let a fresh scheduler go on after so many steps."""
+    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which count from -1
+        if done:
+            scheduler.step(done - 1)
+    elif isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch, scheduler._step_count = done, done + 1
+        _set_rates(scheduler)
+    else:
+        for _ in range(done):
+            scheduler.step()
+
+
+def _set_rates(scheduler: LambdaLR) -> None:
+    """Give the optimizer the learning rates that the scheduler's own curve has at its present step."""
+    curves = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    rates = [base * curve(scheduler.last_epoch) for base, curve in curves]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.tensor(rate) if isinstance(group["lr"], torch.Tensor) else rate
+    scheduler._last_lr = rates
 
 
 def _error(kind: str, message: str) -> UserError:

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import Data, open_data
+from zerofit.data.tokenizer import load_transformers
+from zerofit.models.build import build
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Inputs, TextInputs
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.spec.task import is_text
-from zerofit.train.callbacks import Callback, StepRecord, load_callbacks
+from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
 from zerofit.train.heartbeat import RankProgress
-from zerofit.train.loggers import EventLog, make_loggers
 from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.rank_coords import RankCoords, coords_of
-from zerofit.train.replicas import check_replicas
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.stop_signals import SignalNotes, StopRequests
-from zerofit.train.trainer import EngineTrainer
-from zerofit.train.weights import save_model
+from zerofit.train.trainer import EngineTrainer, RankCoords, coords_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def train(
@@ -59,7 +66,7 @@ class RankRun:
         callbacks: Sequence[Callback] = (),
         model: nn.Module | None = None,
     ):
-        """`callbacks`: of this rank alone, beside those that the run names. `model`: in place of the run's."""
+        """Build it all, with this rank's own `callbacks` beside the run's and `model` in place of the run's."""
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
         self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
@@ -155,3 +162,63 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
         "resumed_from": job.start.checkpoint if job.start else None,
         "unigram_entropy_nats": data.unigram_entropy_nats,
     }
+
+
+def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
+    """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
+
+    All ranks call this; rank 0 writes, holding one whole copy of the weights in host memory. `scratch`: see
+    `EngineTrainer.whole_weights`.
+    """
+    weights = trainer.whole_weights(scratch)
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        source = find(job.run.model)
+        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+        if source.family == "transformers":
+            with torch.device("meta"):
+                built = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
+            model = cast("PreTrainedModel", built)
+            # stages of a pipeline step on copies of a tied weight, which can come apart in the last bit
+            ties = model.all_tied_weights_keys
+            weights |= {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
+            model.save_pretrained(folder, state_dict=weights)  # takes the weights out of the dictionary
+            if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
+                load_transformers(job.run.tokenizer).save_pretrained(folder)
+        else:
+            save_file(_without_shared(weights), folder / "model.safetensors")
+        said = ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, str(dtype).removeprefix("torch."))
+        said.write(folder)
+    dist.barrier()
+
+
+def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory: safetensors keeps no aliases."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in weights.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        out[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return out
+
+
+def check_replicas(trainer: EngineTrainer) -> None:
+    """Raise RunFailed unless every parameter has the same float64 sum on all data parallel ranks.
+
+    They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
+    hold no replicas.
+    """
+    if trainer.job.layout.zero_stage == 3:
+        return
+    sums = [p.detach().double().sum() for p in trainer.module.parameters()]
+    mine, group = torch.stack(sums), trainer.engine.seq_data_parallel_group
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(least, most):
+        names = [name for name, _ in trainer.module.named_parameters()]
+        apart = [name for name, same in zip(names, (least == most).tolist(), strict=True) if not same]
+        message = f"ranks have come apart: {len(apart)} of {len(names)} parameters differ, {apart[0]} the first"
+        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))

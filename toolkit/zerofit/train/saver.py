@@ -23,12 +23,11 @@ from zerofit.checkpoint.store import STATE, FileMark, Manifest, Store, files_of,
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
 from zerofit.spec.files import sync_file, write_json
+from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
-from zerofit.spec.versions import versions
-from zerofit.train.callbacks import Callback, SavedCheckpoint, overridden
+from zerofit.train.callbacks import Callback, EventLog, SavedCheckpoint, overridden
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
-from zerofit.train.loggers import EventLog
 from zerofit.train.shard_index import build_index
 from zerofit.train.trainer import EngineTrainer
 
@@ -48,7 +47,7 @@ class _Save:
 
 
 class Saver:
-    """All ranks call `save` and `wait` at the same steps."""
+    """The saver of checkpoints; all ranks call `save` and `wait` at the same steps."""
 
     def __init__(
         self,
@@ -156,7 +155,17 @@ class Saver:
             for name in others:
                 sync_file(save.staging / name)
             marks |= marks_of(save.staging, others)
-            self._manifest(save, marks).write(save.staging)
+            Manifest(
+                step=save.step,
+                samples=self._job.samples_after(save.step),
+                world_size=self._world,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                versions=versions(),
+                job=self._job,
+                inputs=self._inputs,
+                figures=save.figures,
+                files=dict(sorted(marks.items())),
+            ).write(save.staging)
             self._store.make_visible(save.step)
             self._store.prune(self._job.run.keep_last, self._job.run.keep_every)
         except OSError as error:
@@ -178,19 +187,6 @@ class Saver:
                 raise OSError(f"rank {rank}: {told['failure']}")
             marks |= {name: FileMark(**mark) for name, mark in told["files"].items()}
         return marks
-
-    def _manifest(self, save: _Save, marks: dict[str, FileMark]) -> Manifest:
-        return Manifest(
-            step=save.step,
-            samples=self._job.samples_after(save.step),
-            world_size=self._world,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=versions(),
-            job=self._job,
-            inputs=self._inputs,
-            figures=save.figures,
-            files=dict(sorted(marks.items())),
-        )
 
     def _make_room(self, staging: Path) -> Problem | None:
         """Make the staging folder, unless the disk has no room for one more checkpoint."""

@@ -13,7 +13,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from zerofit.checkpoint.full_state import TensorParallelSlice
-from zerofit.train.trainer import EngineTrainer, StateNames, persistent_buffers
+from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, inner_optimizer, local_shards
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
@@ -48,12 +48,16 @@ def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
 
 
 def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
-    names = trainer.state_names(engine)
+    names, own_file = trainer.state_names(engine), f"ranks/rank-{dist.get_rank():05}.pt"
     index = {
         "unsupported": None,
         "names": list(dict.fromkeys(names.ties.get(name, name) for name in names.parameters.values())),
         "parameters": [],
-        "buffers": _saved_buffers(trainer, names),
+        "buffers": [
+            {"name": names.buffers[id(buffer)], "file": own_file, "keys": ["buffers", own]}
+            for own, buffer in dict(persistent_buffers(trainer.module)).items()
+            if id(buffer) in names.buffers
+        ],
         "ties": names.ties,
         "counters": _counters(engine),
     }
@@ -104,7 +108,7 @@ def _whole_shape(p: nn.Parameter) -> tuple[tuple[int, ...], TensorParallelSlice 
 
 
 def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorParallelSlice | None) -> bool:
-    """Whether no lower rank holds the same stretch of the same parameter."""
+    """Return whether no lower rank holds the same stretch of the same parameter."""
     coords, tp = trainer.coords, trainer.job.layout.tp
     if getattr(one.parameter, "ds_pipe_replicated", False):
         return False  # a tied weight, which an earlier stage has too
@@ -115,15 +119,6 @@ def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorParallelSlice 
     # what tensor parallelism leaves whole, transformers has partitioned over all ranks before there were groups
     group = getattr(one.parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group) == dist.get_world_size()
-
-
-def _saved_buffers(trainer: EngineTrainer, names: StateNames) -> list[dict[str, Any]]:
-    file, found = f"ranks/rank-{dist.get_rank():05}.pt", dict(persistent_buffers(trainer.module))
-    return [
-        {"name": names.buffers[id(buffer)], "file": file, "keys": ["buffers", own]}
-        for own, buffer in found.items()
-        if id(buffer) in names.buffers
-    ]
 
 
 def _counters(engine: Any) -> dict[str, Any]:

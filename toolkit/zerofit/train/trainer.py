@@ -1,4 +1,4 @@
-"""What the loop, checkpoints and the saved model ask of each kind of trainer."""
+"""The interface that the loop, checkpoints and the saved model ask of each kind of trainer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.data import Data
-from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.rank_coords import RankCoords
+from zerofit.spec.run_folder import Job, Layout, RunFolder
 
 Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
 
@@ -27,6 +26,32 @@ class StateNames:
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
     buffers: dict[int, str] = field(default_factory=dict)  # by id
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCoords:
+    """Coordinates of a rank. Tensor and sequence parallel neighbours are adjacent ranks; pipeline stages are outermost.
+
+    This is how DeepSpeed lays its groups out (utils/groups.py `_init_tp_mesh_device`, sequence parallel state, and
+    `PipeDataParallelTopology`), which the trainers check when they start.
+    """
+
+    rank: int
+    dp_rank: int
+    pp_rank: int
+    sp_rank: int
+
+
+def coords_of(rank: int, layout: Layout) -> RankCoords:
+    """Return the coordinates of a rank; at most one of tp, pp and sp is above 1."""
+    inner = layout.tp * layout.sp
+    within_stage = rank % (layout.dp * inner)
+    return RankCoords(
+        rank=rank,
+        dp_rank=within_stage // inner,
+        sp_rank=within_stage % layout.sp,
+        pp_rank=rank // (layout.dp * inner),
+    )
 
 
 class EngineTrainer(ABC):

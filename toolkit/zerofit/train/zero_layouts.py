@@ -1,4 +1,4 @@
-"""How each of DeepSpeed's optimizers lays out master weights and states: in memory, on NVMe and in its files.
+"""Layouts of each DeepSpeed optimizer's master weights and states: in memory, on NVMe and in its files.
 
 Read in the source of DeepSpeed 0.19.8; nothing else here knows these attributes.
 """
@@ -63,7 +63,7 @@ class ParamShard:
     on_nvme: dict[int, str] = field(default_factory=dict)  # files by id of the tensor, for what is on NVMe
 
     def slots(self, states: dict[str, Any]) -> dict[str, StateSlot]:
-        """By kind; `states` is what the optimizer has for `master`. Raises Unsupported for states of other shapes."""
+        """Return the slots by kind; `states`: the optimizer's for `master`. Raises Unsupported for other shapes."""
         found = {MASTER: self._slot(self.master, self.master_at)}
         for kind, tensor in states.items():
             if not isinstance(tensor, Tensor) or kind == "step" or self.states_at is None:
@@ -140,14 +140,16 @@ def to_training_precision(engine: Any) -> None:
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()  # of this rank's partition, then all ranks' are gathered
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        _to_16_bit(optimizer)
+        for sub_group in range(len(optimizer.fp16_groups)):
+            if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
+                optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     elif hasattr(optimizer, "fp16_groups"):
         for one in LAYOUTS[type(optimizer).__name__](engine, ""):
             one.parameter.data.copy_(one.slots({})[MASTER].live.view(one.parameter.shape))
 
 
 def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """No ZeRO, fp32: torch's optimizer on the module's own parameters."""
+    """Yield shards without ZeRO in fp32: torch's optimizer on the module's own parameters."""
     module, states, index = _module_addresses(engine, tag), engine._get_ckpt_name("", tag), count()
     for group in engine.optimizer.param_groups:
         for p in group["params"]:
@@ -156,7 +158,7 @@ def _plain(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """No ZeRO, bf16 or fp16: a float32 copy of each parameter."""
+    """Yield shards without ZeRO in bf16 or fp16: a float32 copy of each parameter."""
     optimizer, states, index = engine.optimizer, engine._get_ckpt_name("", tag), count()
     for i, (group, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)):
         for j, (p, master) in enumerate(zip(group, masters, strict=True)):
@@ -165,7 +167,7 @@ def _unfused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """No ZeRO, bf16 or fp16 with FusedAdam: one flat float32 copy of each group."""
+    """Yield shards without ZeRO in bf16 or fp16 with FusedAdam: one flat float32 copy of each group."""
     optimizer, file = engine.optimizer, engine._get_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
         at = (file, ("optimizer", "fp32_groups_flat", i))
@@ -174,7 +176,7 @@ def _fused(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Stages 1 and 2: each group flat, cut into equal partitions; round_robin_gradients orders it anew."""
+    """Yield shards of stages 1 and 2: each group flat, in equal partitions; round_robin_gradients orders it anew."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, group in enumerate(optimizer.round_robin_bit16_groups):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * optimizer.partition_size[i]
@@ -192,7 +194,7 @@ def _zero12(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """A bf16 pipeline at stage 1 or below: like stage 1."""
+    """Yield shards of a bf16 pipeline at stage 1 or below: as at stage 1."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     for i, (group, master) in enumerate(zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)):
         first = dist.get_rank(optimizer.real_dp_process_group[i]) * master.numel()
@@ -202,7 +204,7 @@ def _bf16(engine: Any, tag: str) -> Iterator[ParamShard]:
 
 
 def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Stage 3: each parameter cut into equal parts, the last one padded; a rank's parts lie flat in sub groups."""
+    """Yield shards of stage 3: equal parts of each parameter, the last one padded; a rank's lie flat in sub groups."""
     optimizer, file = engine.optimizer, engine._get_zero_ckpt_name("", tag)
     if optimizer.offload_optimizer and optimizer.partial_offload < 1:
         raise Unsupported("offload_optimizer.ratio below 1 keeps states in an optimizer that DeepSpeed does not save")
@@ -212,18 +214,9 @@ def _zero3(engine: Any, tag: str) -> Iterator[ParamShard]:
         at = (file, ("optimizer_state_dict", "fp32_flat_groups", i))
         states_at = (file, ("optimizer_state_dict", "optimizer_state_dict", "state", index))
         offset, on_nvme = 0, _swap_files(optimizer, i, tag)
+        master = optimizer.fp32_partitioned_groups_flat[i]
         for p in optimizer.fp16_groups[i]:
-            start, numel = _part(p)
-            yield ParamShard(
-                parameter=p,
-                master=optimizer.fp32_partitioned_groups_flat[i],
-                offset=offset,
-                start=start,
-                numel=numel,
-                master_at=at,
-                states_at=states_at,
-                on_nvme=on_nvme,
-            )
+            yield _partitioned(p, master, offset, at, states_at, on_nvme)
             offset += p.ds_tensor.ds_numel
 
 
@@ -237,15 +230,19 @@ LAYOUTS = {
 
 
 def _frozen(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Parameters that are not trained, in training precision."""
+    """Return parameters that are not trained, in training precision."""
     found = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
     module = _module_addresses(engine, tag) if found else {}
     for p in found:
-        yield _frozen_part(engine, p, tag) if hasattr(p, "ds_tensor") else _alone(p, p, module[id(p)], None)
+        if hasattr(p, "ds_tensor"):
+            at = (engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p]))
+            yield _partitioned(p, p.ds_tensor, 0, at, None, {})
+        else:
+            yield _alone(p, p, module[id(p)], None)
 
 
 def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_at: Address | None) -> ParamShard:
-    """A whole parameter whose master is no part of a larger tensor, the same on every data parallel rank."""
+    """Return a whole parameter whose master is no part of a larger tensor, the same on every data parallel rank."""
     return ParamShard(
         parameter=parameter,
         master=master,
@@ -255,6 +252,23 @@ def _alone(parameter: nn.Parameter, master: Tensor, master_at: Address, states_a
         master_at=master_at,
         states_at=states_at,
         replicated=True,
+    )
+
+
+def _partitioned(
+    p: Any, master: Tensor, offset: int, master_at: Address, states_at: Address | None, on_nvme: dict[int, str]
+) -> ParamShard:
+    """Return this rank's part of a ZeRO-3 parameter, without padding; may be empty."""
+    start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
+    return ParamShard(
+        parameter=p,
+        master=master,
+        offset=offset,
+        start=start,
+        numel=max(0, min(p.ds_tensor.ds_numel, p.ds_numel - start)),
+        master_at=master_at,
+        states_at=states_at,
+        on_nvme=on_nvme,
     )
 
 
@@ -268,10 +282,10 @@ def _stretches(
     replicated: bool = False,
     muon: bool = False,
 ) -> Iterator[ParamShard]:
-    """What of a flat group lies in `master`, its partition from element `first` on."""
+    """Return what of a flat group lies in `master`, its partition from element `first` on."""
     last = first + master.numel()
     inside = [(p, o) for p, o in zip(group, offsets, strict=True) if o < last and o + p.numel() > first]
-    *before, total = _packed([p for p, _ in inside], end=True)
+    *before, total = accumulate((p.numel() for p, _ in inside), initial=0)
     for (p, offset), whole_offset in zip(inside, before, strict=True):
         start, end = max(offset, first), min(offset + p.numel(), last)
         yield ParamShard(
@@ -287,14 +301,13 @@ def _stretches(
         )
 
 
-def _packed(group: list[nn.Parameter], end: bool = False) -> list[int]:
-    """Offsets of parameters that lie one after the other, and where the last one ends."""
-    offsets = [0, *accumulate(p.numel() for p in group)]
-    return offsets if end else offsets[:-1]
+def _packed(group: list[nn.Parameter]) -> list[int]:
+    """Return the offsets of parameters that lie one after the other."""
+    return [0, *accumulate(p.numel() for p in group)][:-1]
 
 
 def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
-    """Where the module's own weights are written, by id of the tensor."""
+    """Return where the module's own weights are written, by id of the tensor."""
     module = engine.module
     if not hasattr(module, "ckpt_layer_path"):
         file = engine._get_ckpt_name("", tag)
@@ -308,7 +321,7 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
 
 
 def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
-    """Where saving copies what a sub group has on NVMe, by id of the tensor."""
+    """Return where saving copies what a sub group has on NVMe, by id of the tensor."""
     if not optimizer._swappable_optimizer_subgroup(sub_group):
         return {}
     info = optimizer.optimizer_swapper.swap_params_info[optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]
@@ -318,43 +331,14 @@ def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:
 
 @contextmanager
 def in_memory(engine: Any, master: Tensor) -> Iterator[None]:
-    """Within it a master and its states are there to be written to, also if their place is on NVMe."""
+    """Have a master and its states there to be written to, also if their place is on NVMe."""
     optimizer = engine.optimizer
-    if not getattr(optimizer, "swap_optimizer", False):
-        yield
-        return
-    sub_group = next(i for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat) if flat is master)
-    if not optimizer._swappable_optimizer_subgroup(sub_group):
+    groups = optimizer.fp32_partitioned_groups_flat if getattr(optimizer, "swap_optimizer", False) else []
+    sub_group = next((i for i, flat in enumerate(groups) if flat is master), None)
+    if sub_group is None or not optimizer._swappable_optimizer_subgroup(sub_group):
         yield
         return
     optimizer._optimizer_states_and_gradient_swap_in(sub_group)
     yield
     optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)  # while the masters are there
     optimizer._optimizer_states_and_gradient_swap_out(sub_group)
-
-
-def _to_16_bit(optimizer: Any) -> None:
-    """The partitions that the model is gathered from, out of the masters."""
-    for sub_group in range(len(optimizer.fp16_groups)):
-        if not optimizer._swappable_optimizer_subgroup(sub_group):  # `in_memory` has done it
-            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
-
-
-def _frozen_part(engine: Any, p: Any, tag: str) -> ParamShard:
-    """This rank's part of a partitioned parameter that is not trained."""
-    start, numel = _part(p)
-    return ParamShard(
-        parameter=p,
-        master=p.ds_tensor,
-        offset=0,
-        start=start,
-        numel=numel,
-        master_at=(engine._get_ckpt_name("", tag), ("frozen_param_fragments", engine.param_names[p])),
-        states_at=None,
-    )
-
-
-def _part(p: Any) -> tuple[int, int]:
-    """Return start and length of this rank's part of a ZeRO-3 parameter, without padding; may be empty."""
-    start = dist.get_rank(p.ds_process_group) * p.ds_tensor.ds_numel
-    return start, max(0, min(p.ds_tensor.ds_numel, p.ds_numel - start))

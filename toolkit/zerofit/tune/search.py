@@ -1,15 +1,20 @@
-"""Which configuration to measure next, and what may have been missed: no clock and no process, to be replayed."""
+"""The search: what to measure next, what may have been missed, the result; no clock, no process, replayable."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.result import SAME_SPEED, plain
+from zerofit.report.html_table import html_table
+from zerofit.spec.files import field_data, plain_data
 from zerofit.tune.step_time_model import StepTimeModel
-from zerofit.tune.trial import Candidate, Trial
+from zerofit.tune.trial import Candidate, Trial, describe
 
 ENOUGH = 0.005  # an expected gain below this share of the best step time is not worth a trial
 CRASHES = 2  # of one family, after which it is left alone
@@ -31,7 +36,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """What the best configuration may have missed."""
+    """The gain that may have been missed with the best configuration."""
 
     best_step_s: float  # measured
     untried: int
@@ -49,7 +54,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def next(self) -> Candidate | None:
-        """The candidate whose trial is expected to gain most; None where none is worth one.
+        """Return the candidate whose trial is expected to gain most; None where none is worth one.
 
         Before anything is measured it is the plainest of those with the best forecast.
         """
@@ -67,7 +72,7 @@ class Search:
         return candidate if gain >= ENOUGH else None
 
     def add(self, trial: Trial) -> None:
-        """Note what a trial has come to."""
+        """Note the outcome of a trial."""
         self.trials.append(trial)
 
     @property
@@ -86,7 +91,7 @@ class Search:
         ]
 
     def regret(self) -> Regret | None:
-        """What was not tried, beside the best that was; None where nothing was measured."""
+        """Compare what was not tried with the best that was; None where nothing was measured."""
         best = self.best
         if best is None:
             return None
@@ -108,14 +113,14 @@ class Search:
         )
 
     def learned(self) -> StepTimeModel:
-        """The forecast, corrected by all trials."""
+        """Return the forecast, corrected by all trials."""
         return StepTimeModel([(m.candidate, m.step_s) for m in self.measured])
 
     def _by_key(self) -> dict[str, Candidate]:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Not tried, not larger than what ran out of memory, not of a family that keeps failing."""
+        """Return candidates not tried, not larger than what ran out of memory, not of a family that keeps failing."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
         too_large = min((c.peak_bytes for c, status in failed if status == "oom"), default=math.inf)
@@ -134,22 +139,100 @@ def expected_gain(mean: float, deviation: float, best_s: float) -> float:
     Expensive Black-Box Functions" (1998), for the logarithm.
     """
     edge = (math.log(best_s) - mean) / deviation
-    return _below(edge) - math.exp(mean + deviation**2 / 2) / best_s * _below(edge - deviation)
+    share_below = NormalDist().cdf
+    return share_below(edge) - math.exp(mean + deviation**2 / 2) / best_s * share_below(edge - deviation)
 
 
 def _family(candidate: Candidate) -> tuple:
-    """What decides which of DeepSpeed's code runs."""
+    """Return what decides which of DeepSpeed's code runs."""
     layout = candidate.layout
     offload = (layout.offload_optimizer, layout.offload_param)
     return (layout.zero_stage, offload, layout.tp, layout.pp, layout.sp, layout.precision, candidate.compiled)
 
 
 def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of the seconds for a sample."""
+    """Return mean and standard deviation of the logarithm of the seconds for a sample."""
     mean, deviation = learned.expected(candidate)
     return mean - math.log(candidate.layout.global_batch), deviation
 
 
-def _below(x: float) -> float:
-    """Share of a standard normal distribution below x."""
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+@dataclass(frozen=True, kw_only=True)
+class TriedCandidate:
+    """A configuration and its trial."""
+
+    candidate: Candidate
+    configuration: str  # in a few words
+    trial: Trial
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a row of `trials` in `zerofit tune --json`."""
+        return {**self.candidate.to_dict(), "configuration": self.configuration, **field_data(self.trial, "key")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """The fastest configuration that was measured, beside all trials."""
+
+    measured: Measured
+    seq_len: int | None  # None for images
+    trials: tuple[TriedCandidate, ...]  # in their order
+    regret: Regret
+    considered: int
+    written: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, search: Search, seq_len: int | None) -> TuneResult | None:
+        """Return the result of a search, before anything is written; None where no trial gave a step time."""
+        best, regret = search.best, search.regret()
+        if best is None or regret is None:
+            return None
+        by_key = {candidate.key: candidate for candidate in search.candidates}
+        found = ((by_key[trial.key], trial) for trial in search.trials)
+        trials = tuple(
+            TriedCandidate(candidate=c, configuration=describe(c, search.candidates), trial=trial) for c, trial in found
+        )
+        return cls(measured=best, seq_len=seq_len, trials=trials, regret=regret, considered=len(search.candidates))
+
+    @property
+    def layout(self) -> PlannedLayout:
+        """The fastest layout."""
+        return self.measured.candidate.layout
+
+    @property
+    def step_s(self) -> float:
+        """Measured seconds of its optimizer step."""
+        return self.measured.step_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Its samples a second."""
+        return 1 / self.measured.sample_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Its tokens a second; None for images."""
+        return self.seq_len / self.measured.sample_s if self.seq_len else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit tune --json` prints."""
+        speed = {name: getattr(self, name) for name in ("step_s", "samples_per_s", "tokens_per_s")}
+        memory = {"peak_bytes": self.measured.trial.peak_bytes, "fits": True}
+        return {
+            "best": {**self.measured.candidate.to_dict(), **speed, **memory},
+            **field_data(self, "measured", "seq_len", "written"),
+            "written": plain_data(self.written),
+        }
+
+    def plot(self, path: Path) -> None:
+        """Draw forecast against measured step times, and the best after each trial, into a PNG."""
+        from zerofit.report.plot import draw_trials
+
+        draw_trials([one.to_dict() for one in self.trials], path)
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for one in self.trials:
+            measured = one.trial.measured_step_s
+            told = one.trial.status if measured is None else f"{measured:.4f} s"
+            rows.append((one.configuration, f"{one.trial.forecast_step_s:.4f} s", told))
+        return html_table(f"best: {self.layout}, {self.step_s:.4f} s a step", ("trial", "forecast", "measured"), rows)

@@ -45,15 +45,15 @@ FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
 
 
 def features(candidate: Candidate) -> np.ndarray:
-    """float64 (features,)."""
+    """Return the features as float64 (features,)."""
     return np.array([float(value(candidate)) for _, value in FEATURES])
 
 
 class StepTimeModel:
-    """Step times as they are expected now."""
+    """Step times as they are expected after some measurements."""
 
     def __init__(self, measured: Sequence[tuple[Candidate, float]]):
-        """`measured`: configurations with their measured step times in seconds."""
+        """Fit the model to `measured`: configurations with their measured step times in seconds."""
         precision = np.diag([1 / deviation**2 for deviation, _ in FEATURES])
         weighted = np.zeros(len(FEATURES))
         for candidate, measured_s in measured:
@@ -64,21 +64,21 @@ class StepTimeModel:
         self._mean = self._covariance @ weighted
 
     def expected(self, candidate: Candidate) -> tuple[float, float]:
-        """Mean and standard deviation of the logarithm of the step time in seconds."""
+        """Return mean and standard deviation of the logarithm of the step time in seconds."""
         row = features(candidate)
         mean = math.log(candidate.forecast_step_s) + float(row @ self._mean)
         return mean, math.sqrt(float(row @ self._covariance @ row) + NOISE**2)
 
 
 class ForecastErrors(NamedTuple):
-    """How far forecasts of step times are from measured ones, as shares of the measured: median and largest."""
+    """Errors of forecast step times, as shares of the measured ones: median and largest."""
 
     planned: tuple[float, float]  # by the planner alone
     learned: tuple[float, float] | None  # each from the other measurements; None where those are too few
 
 
 def forecast_errors(measured: Sequence[tuple[Candidate, float]]) -> ForecastErrors:
-    """Errors over all measurements, of which there is at least one."""
+    """Return errors over all measurements, of which there is at least one."""
     planned = [abs(candidate.forecast_step_s / measured_s - 1) for candidate, measured_s in measured]
     learned = []
     for left_out, (candidate, measured_s) in enumerate(measured):

@@ -1,14 +1,18 @@
-"""A candidate, and what its trial has come to."""
+"""A candidate, the outcome of its trial, and the step time of a run that is going on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 
 Status = Literal["ok", "oom", "crash", "hang", "stopped"]
+WARM_STEPS, WARM_S = 3, 2.0  # left out: compilation, caches, clocks
+CHUNK_S = 0.5  # steps are taken together to pieces of at least so long, which hardly depend on each other
+FEWEST = 5  # pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +70,42 @@ def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
     if len({one.persistence for one in alike}) > 1:
         parts.append(f"persistence of {layout.persistence:,}")
     return ", ".join(parts)
+
+
+class Timing(NamedTuple):
+    """Mean seconds a step."""
+
+    step_s: float
+    spread: float  # half the 95 % confidence interval, as a share of the mean; inf where too little is known
+    steps: int
+
+
+def timing(step_times: Sequence[float]) -> Timing | None:
+    """Return the timing from the seconds of all steps in their order; None while the run is warming up."""
+    warm = _warm(step_times)
+    if not warm:
+        return None
+    means: list[float] = []
+    seconds, count = 0.0, 0
+    for one in warm:
+        seconds, count = seconds + one, count + 1
+        if seconds >= CHUNK_S:
+            means.append(seconds / count)
+            seconds, count = 0.0, 0
+    mean = sum(warm) / len(warm)
+    if len(means) < FEWEST:
+        return Timing(mean, math.inf, len(warm))
+    from scipy import stats  # takes a third of a second, which a plan that reads trials does not need
+
+    half = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+    return Timing(mean, float(half / mean), len(warm))
+
+
+def _warm(step_times: Sequence[float]) -> Sequence[float]:
+    """Return the steps after the first few and the first seconds."""
+    passed = 0.0
+    for number, one in enumerate(step_times):
+        if number >= WARM_STEPS and passed >= WARM_S:
+            return step_times[number:]
+        passed += one
+    return ()

@@ -21,7 +21,7 @@ class JsonLineSocket:
     """One connection."""
 
     def __init__(self, connection: socket.socket, timeout_s: float):
-        """`timeout_s`: after so long without an answer of the other side's kernel the connection counts as lost."""
+        """Take over a connection, lost when the other side's kernel has not answered for `timeout_s` seconds."""
         self.socket = connection
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -32,21 +32,16 @@ class JsonLineSocket:
         self._in, self._out = b"", b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's descriptor, for selectors."""
         return self.socket.fileno()
 
     def send(self, value: dict[str, Any]) -> None:
-        """Hand a line to the kernel, or keep what it does not take for the next call. Raises Lost."""
+        """Hand a line to the kernel, or keep what it does not take for the next call. Raises ConnectionLost."""
         self._out += json.dumps(value).encode() + b"\n"
         self.flush()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something has not been taken by the kernel."""
-        return bool(self._out)
-
     def flush(self) -> None:
-        """Try again to send what is waiting. Raises Lost."""
+        """Try again to send what is waiting. Raises ConnectionLost."""
         try:
             while self._out:
                 self._out = self._out[self.socket.send(self._out) :]
@@ -56,7 +51,7 @@ class JsonLineSocket:
             raise ConnectionLost(str(error)) from error
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Return whole lines that have come. Raises Lost where the other side has closed, or for what is not JSON."""
+        """Return whole lines that have come. Raises ConnectionLost once the other side has closed, or for no JSON."""
         closed = False
         while True:
             try:

@@ -49,10 +49,6 @@ class LaunchSpec:
         """Number of ranks."""
         return len(self.hosts)
 
-    def local_size(self, rank: int) -> int:
-        """Ranks on this rank's host."""
-        return self.hosts.count(self.hosts[rank])
-
     def write(self, path: Path) -> None:
         """Write for `read`; only the owner can read the secret."""
         write_json(path, asdict(self), mode=0o600)

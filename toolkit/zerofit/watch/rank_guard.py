@@ -11,8 +11,10 @@ import sys
 if __name__ == "__main__" and sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
     del sys.path[0]  # started as a script, whose folder must not be searched for modules
 
+import faulthandler
 import json
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,20 +25,20 @@ from typing import Any
 
 import psutil
 
-from zerofit.launch.environment import environment
-from zerofit.launch.orphans import RUN_ID
+from zerofit.launch.host import RUN_ID, environment, interface_to
 from zerofit.launch.parent_death import end_with_parent
-from zerofit.launch.route import interface_to
 from zerofit.spec.local_machine import usable_cores
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
 from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, LaunchSpec, from_argument, rank_of
-from zerofit.watch.stacks import dump
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
 FROZEN_S = 5.0
 LAST_REPORT_S = 3.0  # for the command to read them
 FAILED = 3
+DUMP = signal.SIGUSR2  # the rank's faulthandler answers to it
+DUMP_S = 4.0
+SETTLE_S = 0.5
 LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # the rank answers them, not its guard
 
 
@@ -61,10 +63,15 @@ class RankGuard:
             return self._watch()
         except ConnectionLost as lost:
             print(f"guard of rank {self._rank}: the supervising command is out of reach ({lost})", file=sys.stderr)
-            dump(self._process.pid, self._stacks)
+            dump_stacks(self._process.pid, self._stacks)
             return FAILED
         finally:
-            self._kill()
+            if self._process.poll() is None:
+                self._process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(10)
+            if self._socket:
+                self._socket.finish(LAST_REPORT_S)
 
     def _connect(self) -> JsonLineSocket:
         deadline, address = time.monotonic() + CONNECT_S, self._spec.watch[self._host]
@@ -136,7 +143,7 @@ class RankGuard:
         """Carry out a command; return whether it is to end the rank."""
         self._answered |= "heard" in order
         if order.get("do") == "stacks":
-            connection.send({"stacks": dump(self._process.pid, self._stacks)})
+            connection.send({"stacks": dump_stacks(self._process.pid, self._stacks)})
         return order.get("do") == "kill"
 
     def _report_end(self, code: int, connection: JsonLineSocket) -> int:
@@ -156,17 +163,9 @@ class RankGuard:
                     break
         return code if code > 0 else 128 - code
 
-    def _kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-        if self._socket:
-            self._socket.finish(LAST_REPORT_S)
-
 
 def main() -> None:
-    """`rank_guard.py SPEC`: the launch spec's path, as `as_argument` writes it."""
+    """Guard the rank of `rank_guard.py SPEC`: the launch spec's path, as `as_argument` writes it."""
     end_with_parent()
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
@@ -186,9 +185,46 @@ def main() -> None:
     sys.exit(RankGuard(spec, rank, process, reading, stacks).run())
 
 
+def listen_for_dumps(path: Path) -> None:
+    """Have a signal write the stacks of all threads of this rank to a file, even while it is inside C++."""
+    faulthandler.register(DUMP, file=path.open("a"), all_threads=True, chain=False)
+
+
+def dump_stacks(pid: int, path: Path) -> str:
+    """Append the stacks of a process to a file; how it was done, or why it was not."""
+    tool = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if tool:
+        try:
+            # --nonblocking: a stopped process would never be paused by py-spy itself
+            done = subprocess.run(
+                [tool, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=DUMP_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            done = None
+        if done and done.returncode == 0:
+            try:
+                with path.open("ab") as file:
+                    file.write(done.stdout)
+            except OSError as error:
+                return str(error)
+            return "py-spy"
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        os.kill(pid, DUMP)
+        os.kill(pid, signal.SIGCONT)  # a stopped process takes no signal before
+    except ProcessLookupError:
+        return "it is gone"
+    deadline = time.monotonic() + DUMP_S
+    while time.monotonic() < deadline:
+        time.sleep(SETTLE_S)
+        if path.exists() and path.stat().st_size > before:
+            return "faulthandler"
+    return "it does not answer"
+
+
 def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]:
     """Return what is set on the rank's host, what the command forwards, and the rank's place among all."""
-    local_size = spec.local_size(rank)
+    local_size = spec.hosts.count(spec.hosts[rank])
     interface = spec.interfaces.get(spec.hosts[rank])
     if interface is None and len(set(spec.hosts)) > 1:
         interface = interface_to(spec.master[0])
@@ -196,14 +232,8 @@ def _environment(spec: LaunchSpec, rank: int, local_rank: int) -> dict[str, str]
     env = environment(spec.accelerator, usable_cores(), local_size, {**os.environ, **forwarded})
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         env.setdefault(name, interface or "")
-    several = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}
-    place: dict[str, object] = {
-        **several,
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": spec.world_size,
-        "LOCAL_SIZE": local_size,
-    }
+    place: dict[str, object] = {HOST_NAME: spec.hosts[rank]} if len(set(spec.hosts)) > 1 else {}
+    place |= {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": spec.world_size, "LOCAL_SIZE": local_size}
     place |= {"MASTER_ADDR": spec.master[0], "MASTER_PORT": spec.master[1]}
     return env | {name: str(value) for name, value in place.items()}
 

@@ -20,7 +20,7 @@ BUSY_CPU = 0.05  # cores
 
 @dataclass
 class RankState:
-    """What the command knows of one rank. Times are of `time.monotonic`."""
+    """The command's knowledge of one rank. Times are of `time.monotonic`."""
 
     rank: int
     host: str
@@ -79,13 +79,14 @@ def _killed(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
         message = f"{first.name} was killed from outside (SIGKILL) in {first.where}"
         hint = "most often by the kernel for want of host memory: lower --micro-batch, take fewer ranks on this host, "
         return _verdict("killed", message, hint + "or look into the kernel's log (dmesg)", killed, now)
-    message = f"{first.name} was ended by {_signal(number)} in {first.where}"
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+    message = f"{first.name} was ended by {name} in {first.where}"
     hint = "SIGSEGV, SIGBUS and SIGABRT come from C++ code: its log says where"
     return _verdict("rank-ended", message, hint, killed, now)
 
 
 def _ended(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Ranks that ended by themselves; those that have only lost a peer come here too."""
+    """Find ranks that ended by themselves; those that have only lost a peer come here too."""
     failed = [s for s in states if s.ended]
     if not failed:
         return None
@@ -111,7 +112,7 @@ def _vanished(states: Sequence[RankState], now: float, timeout_s: float) -> Fail
 
 
 def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s: float) -> FailureVerdict | None:
-    """Guards that say nothing, though nobody has closed the connection."""
+    """Find guards that say nothing, though nobody has closed the connection."""
     coming = max(coming_s, timeout_s)
     unheard = [
         s for s in states if s.ended is None and not s.lost and now - s.heard > (timeout_s if s.here else coming)
@@ -130,7 +131,7 @@ def _unheard(states: Sequence[RankState], now: float, timeout_s: float, coming_s
 
 
 def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """Ranks that say nothing to their guard, which is well."""
+    """Find ranks that say nothing to their guard, which is well."""
     for state in states:
         seconds = state.beat.get("silent_s", 0.0)
         if state.ended is not None or seconds <= timeout_s:
@@ -148,7 +149,7 @@ def _silent(states: Sequence[RankState], now: float, timeout_s: float) -> Failur
 
 
 def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> FailureVerdict | None:
-    """All ranks are alive and none has moved: those that are not in the collective of the others hold them up."""
+    """Find a hang: all ranks live, none has moved; those outside the others' collective hold them up."""
     alive = [s for s in states if s.ended is None]
     if not alive or any("still_s" not in s.beat for s in alive):
         return None
@@ -178,7 +179,7 @@ def _all_still(states: Sequence[RankState], now: float, timeout_s: float) -> Fai
 def _lossy(
     lossy: Sequence[RankState], alive: Sequence[RankState], now: float, timeout_s: float
 ) -> FailureVerdict | None:
-    """Ranks that are slow since the network loses what they send are given longer than those that wait for nothing."""
+    """Give ranks that are slow since the network loses what they send longer than those that wait for nothing."""
     seconds = min(s.beat["still_s"] for s in alive)
     if seconds <= timeout_s * PATIENT:
         return None
@@ -188,7 +189,7 @@ def _lossy(
 
 
 def _behind(alive: Sequence[RankState]) -> list[RankState]:
-    """The ranks that hold the others up: outside a collective, else in the earliest step, else in the rarest call."""
+    """Find who holds others up: ranks outside a collective, else in the earliest step, else in the rarest call."""
     outside = [s for s in alive if not s.beat.get("collective")]
     if outside and len(outside) < len(alive):
         return outside
@@ -215,10 +216,3 @@ def _verdict(kind: str, message: str, hint: str, ranks: Sequence[RankState], now
 def _ranks(states: Sequence[RankState]) -> str:
     numbers = [str(s.rank) for s in states]
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(numbers)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

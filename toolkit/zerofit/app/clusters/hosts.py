@@ -1,25 +1,42 @@
-"""The hosts of a run, as the flags of `zerofit launch` name them, and how ranks are started there."""
+"""The hosts of a run: named by flags, examined, described as a launch site, cleared of processes afterwards."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shlex
+import socket
+import subprocess
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from zerofit.app.clusters.site import LaunchOptions, filled, slurm_hosts
+from zerofit.doctor.examine import BUILD_S
+from zerofit.doctor.preflight import Preflight, PreflightRequest, preflight
+from zerofit.doctor.remote import FACTS, INSIDE, PATIENCE_S, Conversation, Unreachable, ask_all, conversations
+from zerofit.doctor.software import model_code
+from zerofit.launch.host import RUN_ID, address_to, this_machine
 from zerofit.launch.hostfile import Host, read_hostfile, select
-from zerofit.launch.runner import check, forwarded
-from zerofit.spec.errors import Problems
+from zerofit.launch.local import LaunchSite
+from zerofit.launch.runner import DEFAULT_PORT, allocated, check, forwarded, runner, runner_environment
+from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
+from zerofit.spec.local_machine import usable_cores
+from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run
-from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.watch.launch_spec import as_argument
+
+FP16_FROM, BF16_FROM = 5.3, 8.0  # CUDA compute capabilities with arithmetic of their own for it
+COMING_S, ALONE_S = 180.0, 1800.0  # until a guard must have reported; where nodes start by themselves
+LOOPBACK = "127."
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRequest:
-    """Which hosts a run is to have, and how its ranks are to be started there; one field a flag."""
+    """The hosts that a run is to have, and how its ranks are to be started there; one field a flag."""
 
     hostfile: Path | None = None
     include: str | None = None
@@ -36,27 +53,40 @@ class HostRequest:
     slots: int | None = None  # ranks on each of the nodes
     min_nodes: int | None = None  # a run goes on without lost hosts while so many are left
 
-    def options(self) -> LaunchOptions:
-        """Return how to start the ranks. Raises UserError."""
+    @cached_property
+    def forwarded(self) -> dict[str, str]:
+        """The environment that all ranks get. Raises UserError."""
+        return forwarded(self.env)
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether hosts can be examined and cleared over ssh."""
+        return not self.no_ssh and self.runner != "slurm"
+
+    @property
+    def port(self) -> int:
+        """The port where rank 0 will listen."""
+        return self.master_port or DEFAULT_PORT
+
+    @property
+    def again(self) -> str:
+        """The command with its hosts, for hints."""
         words = ["zerofit", "launch"]
         words += ["--hostfile", str(self.hostfile)] if self.hostfile else []
         words += ["--launcher", self.runner] if self.runner != "pdsh" else []
-        return LaunchOptions(
-            runner=self.runner,
-            runner_args=self.runner_args,
-            ssh_port=self.ssh_port,
-            node_rank=self.node_rank if self.no_ssh else None,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            forwarded=forwarded(self.env),
-            again=shlex.join(words),
-        )
+        return shlex.join(words)
+
+    def argv(self, hosts: Sequence[Host], logs: Path, master: str, spec: str) -> list[str]:
+        """Return the launcher's command (`launch.runner.runner`)."""
+        more = {"runner_args": self.runner_args, "ssh_port": self.ssh_port, "node_rank": self.node_rank}
+        return runner(self.runner, hosts, logs, (master, self.port), spec, **more)
 
 
 def find_hosts(asked: HostRequest) -> tuple[Host, ...]:
     """Return the hosts of the hostfile, the allocation or --nodes, filtered. Raises UserError."""
     problems = Problems()
     _check_conflicts(asked, problems)
+    problems.attempt(lambda: asked.forwarded)
     problems.raise_if_any()
     if asked.nodes and asked.slots:
         hosts = tuple(Host(f"node-{n}", asked.slots) for n in range(asked.nodes))
@@ -99,10 +129,179 @@ def _check_conflicts(asked: HostRequest, problems: Problems) -> None:
         problems.add("conflict", f"--no-ssh with --launcher {asked.runner}", "give one of them", "--no-ssh")
 
 
-def launcher_command(run: Run, hosts: Sequence[Host], options: LaunchOptions) -> list[str]:
+def launcher_command(run: Run, hosts: Sequence[Host], options: HostRequest) -> list[str]:
     """Return the command that would start the ranks, for --dry-run; no host is asked and nothing is kept."""
     used = filled(hosts, run.ranks or sum(host.slots for host in hosts))
     folder = RunFolder((run.output or Path("runs/NEW")).absolute())
     with tempfile.TemporaryDirectory() as place:
         argv = options.argv(used, Path(place), options.master_addr or used[0].name, as_argument(folder.launch_spec))
         return [part.replace(place, str(folder.logs)) for part in argv]
+
+
+def examine_hosts(
+    hosts: Sequence[Host], options: HostRequest, folder: Path, model: str, run_file: Path | None, port: int | None
+) -> Preflight:
+    """Ask all hosts what a start needs to know; `port`: where this command listens for the ranks, if it does yet."""
+    return preflight(
+        hosts,
+        PreflightRequest(
+            run_folder=folder,
+            run_file=run_file,
+            code=model_code(model),
+            master=options.master_addr,
+            master_port=options.port,
+            callback=(own_address(hosts), port) if port else None,
+            ssh_port=options.ssh_port,
+        ),
+    )
+
+
+def machine_of(hosts: Sequence[Host], found: Preflight | None) -> Machine:
+    """Return all devices as one machine: GPUs where every host has them, else CPUs (without answers, like here)."""
+    here = replace(this_machine(), devices=sum(host.slots for host in hosts))
+    if found is None:
+        return here
+    graphics = [gpu for one in found.facts.values() for gpu in one["gpus"]]
+    if graphics and all(one["gpus"] for one in found.facts.values()):
+        capability = min(float(gpu["compute_capability"]) for gpu in graphics)
+        able = {"fp16": capability >= FP16_FROM, "bf16": capability >= BF16_FROM}
+        name = graphics[0]["name"]
+        return Machine(accelerator="cuda", devices=here.devices, cores=usable_cores(), device_name=name, **able)
+    able = {"fp16": here.accelerator == "cpu" and here.fp16, "bf16": True}
+    return replace(here, accelerator="cpu", device_name=f"CPU of {len(hosts)} hosts", **able)
+
+
+def cluster_site(
+    hosts: Sequence[Host],
+    job: Job,
+    options: HostRequest,
+    machine: Machine,
+    found: Preflight | None,
+    folder: RunFolder,
+) -> LaunchSite:
+    """Return the site of the job's ranks: the hosts in their order, each filled before the next."""
+    used, problems = filled(hosts, job.layout.world_size), Problems()
+    check(options.runner, used, options.runner_args, problems)
+    problems.raise_if_any()
+    names = tuple(host.name for host in used for _ in range(host.slots))
+    # this machine's address as the ssh connection to each host had it
+    seen_at = {name: facts.get("asked_from", {}).get("there") for name, facts in (found.facts if found else {}).items()}
+    own = options.master_addr or "" if options.node_rank is not None else own_address(used)
+    master = options.master_addr or (found.master_address if found else None) or address_of(used[0].name, used)
+    return LaunchSite(
+        hosts=names,
+        addresses={host.name: seen_at.get(host.name) or own for host in used},
+        master=(master, options.port),
+        accelerator=machine.accelerator,
+        argv=lambda spec: options.argv(used, folder.logs, master, spec),
+        env=lambda mark: runner_environment(
+            folder.logs, {RUN_ID: mark, "DS_ACCELERATOR": machine.accelerator, "PYTHONSAFEPATH": "1"}
+        ),
+        cwd="/",
+        forwarded=options.forwarded,
+        interfaces=found.interfaces if found else {},
+        again=options.again,
+        coming_s=COMING_S if options.over_ssh else ALONE_S,
+        timeout_s=job.run.heartbeat_timeout,
+        sweep=(lambda mark: sweep([h.name for h in used], mark, options.ssh_port)) if options.over_ssh else None,
+    )
+
+
+def filled(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
+    """Return the first hosts with that many slots in all, of the last one what is needed. Raises UserError."""
+    used, left = [], ranks
+    for host in hosts:
+        take = min(left, host.slots)
+        if take:
+            ids = None if host.devices is None else host.devices[:take]
+            used.append(Host(host.name, take, ids))
+        left -= take
+    if left:
+        message = f"{ranks} ranks for {ranks - left} slots of the hostfile"
+        raise UserError(Problem(kind="ranks", message=message, hint=f"take --ranks {ranks - left}", where="--ranks"))
+    return tuple(used)
+
+
+def sweep(hosts: Sequence[str], mark: str, ssh_port: int | None) -> list[str]:
+    """End every process of a start on the hosts that can be reached.
+
+    Return a line for each host where processes were left, or that could not be reached.
+    """
+    notes = []
+    for name, answer in ask_hosts(hosts, {"ask": "sweep", "mark": mark}, ssh_port).items():
+        if isinstance(answer, Unreachable):
+            notes.append(f"{name} could not be reached ({answer.message}); its ranks end by themselves")
+        elif answer["ended"]:
+            notes.append(f"processes of this run that were left on {name}: {answer['ended']}; they have been ended")
+    return notes
+
+
+def build_ops_on(hosts: Sequence[str], ops: list[str], ssh_port: int | None, show: Callable[[str], None]) -> None:
+    """Compile DeepSpeed's C++ ops (or find them compiled) on all hosts at the same time.
+
+    Hosts that share a home folder take turns, and the second finds the work done. Raises RunFailed with the first
+    failure.
+    """
+    question = {"ask": "build", "ops": ops}
+    answers = ask_hosts(hosts, question, ssh_port, module=INSIDE, patience_s=BUILD_S, say=show) if ops else {}
+    for host, answer in answers.items():
+        if isinstance(answer, Unreachable):
+            message = f"{host} was lost while compiling DeepSpeed's ops: {answer.message}"
+            raise RunFailed(Problem(kind="op-build", message=message, hint=answer.hint, where=host))
+        for failed in answer["failed"].values():
+            problem = Problem(**failed)
+            raise RunFailed(Problem(kind=problem.kind, message=f"{host}: {problem.message}", hint=problem.hint))
+
+
+def ask_hosts(
+    hosts: Sequence[str],
+    question: dict[str, Any],
+    ssh_port: int | None,
+    *,
+    module: str = FACTS,
+    patience_s: float = PATIENCE_S,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, dict[str, Any] | Unreachable]:
+    """Ask all hosts one question at the same time; return each one's answer, or why there is none."""
+
+    async def ask() -> dict[str, dict[str, Any] | Unreachable]:
+        async with conversations(hosts, ssh_port, module) as opened:
+            there = {name: one for name, one in opened.items() if isinstance(one, Conversation)}
+            answers = await ask_all(there, question, patience_s, say)
+        return {name: answers[name] if isinstance(one, Conversation) else one for name, one in opened.items()}
+
+    return asyncio.run(ask())
+
+
+def own_address(hosts: Sequence[Host]) -> str:
+    """Return this machine's address as the last of the hosts sees it."""
+    for host in reversed(hosts):
+        own = address_to(host.name)
+        if own and (not own.startswith(LOOPBACK) or len(hosts) == 1):
+            return own
+    return LOOPBACK + "0.0.1"
+
+
+def address_of(name: str, hosts: Sequence[Host]) -> str:
+    """Return an address of a host that others can reach. Raises UserError for a name that does not resolve here."""
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        problem = Problem(kind="hostfile", message=f"{name} does not resolve: {error}", hint="give --master-addr")
+        raise UserError(problem) from None
+    return own_address(hosts) if address.startswith(LOOPBACK) and len(hosts) > 1 else address
+
+
+def slurm_hosts() -> tuple[Host, ...]:
+    """Return the hosts of the Slurm allocation that this command runs in. Raises UserError outside of one."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        message = "--launcher slurm without --hostfile, outside a Slurm job"
+        hint = "`zerofit launch RUN --slurm FILE` writes a job for sbatch; elsewhere give --hostfile"
+        raise UserError(Problem(kind="launcher", message=message, hint=hint))
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        problem = Problem(kind="launcher", message=f"scontrol does not name the nodes of the job: {error}")
+        raise UserError(problem) from None
+    return allocated(os.environ, done.stdout.split())

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zerofit.launch.job_file import write_once
 from zerofit.launch.kubernetes import KubernetesJob, manifest_text
 from zerofit.launch.runner import forwarded
 from zerofit.launch.sbatch import SlurmJob, env_file_text, sbatch_text
-from zerofit.launch.write_once import write_once
 from zerofit.spec.errors import Problems
 
-NEEDED = {
-    "slurm": ("nodes", "slots", "time"),
-    "kubernetes": ("nodes", "slots", "image", "claim"),
-}
+NEEDED = {"slurm": ("nodes", "slots", "time"), "kubernetes": ("nodes", "slots", "image", "claim")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class JobFile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit launch --slurm --json` prints."""
-        return {"written": self.written, "new": self.new, "hand_in": self.hand_in}
+        return asdict(self)
 
 
 def write_job_file(asked: JobFileRequest) -> JobFile:

@@ -6,10 +6,10 @@ import json
 import time
 from collections.abc import Sequence
 
-from zerofit.app.clusters.site import LaunchOptions, filled
+from zerofit.app.clusters.hosts import HostRequest, filled
+from zerofit.launch.host import RUN_ID, end_all
 from zerofit.launch.hostfile import Host
 from zerofit.launch.local import started
-from zerofit.launch.orphans import RUN_ID, end_all
 from zerofit.launch.run_lock import is_held
 from zerofit.launch.runner import runner, runner_environment
 from zerofit.spec.errors import Problem, RunFailed, Stopped, UserError
@@ -25,7 +25,7 @@ RECENT_S = 600.0  # nodes do not start at the same moment
 
 
 def follow(
-    run: Run, hosts: Sequence[Host], options: LaunchOptions, report: Reporter, *, handle_signals: bool = False
+    run: Run, hosts: Sequence[Host], options: HostRequest, report: Reporter, *, handle_signals: bool = False
 ) -> RunFolder:
     """Start this node's ranks each time node 0 asks for it, until node 0 has ended; return the run folder.
 
@@ -79,7 +79,7 @@ def _start(
     folder: RunFolder,
     spec: LaunchSpec,
     hosts: Sequence[Host],
-    options: LaunchOptions,
+    options: HostRequest,
     report: Reporter,
     handle_signals: bool,
 ) -> None:

@@ -12,24 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.clusters.remote_ops import build_on
-from zerofit.app.clusters.site import LaunchOptions, cluster_site, examine_hosts, filled, machine_of
-from zerofit.app.prepare_folder import find_folder, finished_before, make_ready, prepare
-from zerofit.app.supervision import run_once
-from zerofit.app.training_result import TrainingResult
+from zerofit.app.clusters.hosts import HostRequest, build_ops_on, cluster_site, examine_hosts, filled, machine_of
+from zerofit.app.prepare_folder import find_folder, make_ready, prepare
+from zerofit.app.supervision import TrainingResult, finished_before, run_once
 from zerofit.checkpoint.store import Store
-from zerofit.config.rebatch import regroup, shown
+from zerofit.config.batch import regroup, shown
 from zerofit.doctor.check import FAIL, OK, Check
+from zerofit.doctor.compare import disk
 from zerofit.doctor.preflight import Preflight
-from zerofit.doctor.run_folder import disk
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
 from zerofit.spec.errors import Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.load import RunRequest
+from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.watch.watch import Watch
+from zerofit.watch.supervise import Watch
 
 # what would only happen again
 NOT_AGAIN = ("out-of-memory", "nan-loss", "ranks-apart", "save-failed", "disk-full", "op-build")
@@ -42,11 +40,10 @@ class RestartingRun:
 
     asked: RunRequest
     hosts: Sequence[Host]
-    options: LaunchOptions
+    options: HostRequest
     report: Reporter
     run_file: Path | None
     max_restarts: int
-    min_nodes: int | None
     handle_signals: bool = False
     job: Job | None = None  # of the last start
     folder: RunFolder | None = None
@@ -103,7 +100,7 @@ class RestartingRun:
             site = cluster_site(self.hosts, job, self.options, machine, found, folder)
             if self.options.over_ssh:
                 used = list(dict.fromkeys(site.hosts))
-                build_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
+                build_ops_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
             return run_once(folder, site, watch, self.report, attempt=attempt, handle_signals=self.handle_signals)
 
     def _ready(self, port: int) -> Preflight | None:
@@ -130,14 +127,11 @@ class RestartingRun:
         if findings:
             data = {"checks": findings, "hosts": len(self.hosts)}
             self.report.on_event(Event(kind="checks", text=f"{len(findings)} findings about the hosts", data=data))
-        failed = [one for one in findings if one.status == FAIL]
-        if failed:
-            raise UserError(
-                *(
-                    Problem(kind=f"host-{one.name}", message=f"{one.host}: {one.value}", hint=one.hint, where=one.host)
-                    for one in failed
-                )
-            )
+        problems = Problems()
+        for one in findings:
+            if one.status == FAIL:
+                problems.add(f"host-{one.name}", f"{one.host}: {one.value}", one.hint, one.host)
+        problems.raise_if_any()
 
     def _once_more(self, failure: RunFailed, failed: float) -> None:
         """Make the next start possible: in the same folder, with the hosts that are there."""
@@ -164,16 +158,14 @@ class RestartingRun:
             found = examine_hosts(self.hosts, self.options, self.folder.path, self.asked.run.model, None, None)
             failing = {check.host for check in found.checks if check.status == FAIL}
             there = [host for host in self.hosts if host.name in found.facts and host.name not in failing]
-            if len(there) == len(self.hosts) or time.monotonic() > deadline:
-                break
             missing = ", ".join(h.name for h in self.hosts if h not in there)
+            if not missing or time.monotonic() > deadline:
+                break
             self.report.phase(f"waiting for {missing} to come back")
             time.sleep(BACK_S)
-        if len(there) < (self.min_nodes or len(self.hosts)):
-            missing = ", ".join(h.name for h in self.hosts if h not in there)
+        if len(there) < (self.options.min_nodes or len(self.hosts)):
             again = f"{self.options.again} {shlex.quote(str(self.folder.path))}"
-            hint = f"mend {missing}, then `{again}` goes on; "
-            hint += f"--min-nodes {max(len(there), 1)} goes on without"
+            hint = f"mend {missing}, then `{again}` goes on; --min-nodes {max(len(there), 1)} goes on without"
             message = f"{failure.problem.message}; {missing} did not come back within {patience_s:.0f} s"
             raise RunFailed(replace(failure.problem, message=message, hint=hint)) from None
         return there
@@ -185,8 +177,8 @@ class RestartingRun:
         slots = sum(host.slots for host in there)
         fewer = regroup(batch, layout.world_size // layout.dp, slots)
         if fewer is None:
-            message = f"{slots} slots are left, too few for tensor x pipeline x sequence degree "
-            message += str(layout.world_size // layout.dp)
+            inner = layout.world_size // layout.dp
+            message = f"{slots} slots are left, too few for tensor x pipeline x sequence degree {inner}"
             raise RunFailed(Problem(kind="too-few-nodes", message=message, where=str(self.folder.path)))
         ranks, smaller = fewer
         self.report.note(f"going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
@@ -214,7 +206,7 @@ def _with(asked: RunRequest, **fields: Any) -> RunRequest:
 
 
 def _check_libaio(found: Preflight | None, ds_config: Mapping[str, Any]) -> None:
-    """Whether NVMe offload can be compiled on every host that was asked, else on this one. Raises UserError."""
+    """Check whether NVMe offload can be compiled on every host that was asked, else on this one. Raises UserError."""
     problems = Problems()
     for name, facts in found.facts.items() if found else ():
         for one in libaio_problems(ds_config, facts["libaio"]):

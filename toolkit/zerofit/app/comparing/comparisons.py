@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
-from zerofit.app.comparing.result import Comparison
 from zerofit.app.comparing.rows import (
+    Comparison,
     Mode,
     RowStore,
     ScalingRow,
@@ -23,14 +23,12 @@ from zerofit.app.comparing.rows import (
     summarize_sizes,
 )
 from zerofit.app.resolve import find_model, open_model
-from zerofit.compare.catalog import STRATEGIES, Strategy
-from zerofit.compare.job import WARM, CompareJob
+from zerofit.compare.job import STRATEGIES, WARM, CompareJob, Strategy
 from zerofit.doctor.software import code_hash, model_code
-from zerofit.launch.machine import this_machine
+from zerofit.launch.host import this_machine
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest
 
 ScaleLr = Literal["none", "linear", "sqrt"]
 
@@ -40,16 +38,8 @@ SIZE_EPOCHS = 5
 ALL_SAMPLES = 10**9  # of the validation data
 # fields of a run that comparisons take
 COMMON = {
-    "model",
-    "model_args",
-    "data",
-    "data_root",
-    "image_size",
-    "seq_len",
-    "tokenizer",
-    "seed",
-    "lr",
-    "eval_samples",
+    *("model", "model_args", "data", "data_root", "image_size", "seq_len", "tokenizer"),
+    *("seed", "lr", "eval_samples"),
 }
 STEPPED = ("ranks", "global_batch", "steps")
 
@@ -67,15 +57,13 @@ def compare_strategies(
         strategies: names of `zerofit compare strategies --list`; all if None. The single device always runs.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
-    Raises:
-        UserError: with everything that is wrong.
+    Raises UserError with everything that is wrong.
 
-    Example:
-        >>> import zerofit as zf
-        >>> run = zf.Run(model="mlp", data="digits", ranks=2, global_batch=16, steps=8)
-        >>> compared = zf.compare_strategies(run, strategies=["ddp"])
-        >>> [(row.strategy, row.status) for row in compared.rows]
-        [('single', 'ok'), ('ddp', 'ok')]
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="mlp", data="digits", ranks=2, global_batch=16, steps=8)
+    >>> compared = zf.compare_strategies(run, strategies=["ddp"])
+    >>> [(row.strategy, row.status) for row in compared.rows]
+    [('single', 'ok'), ('ddp', 'ok')]
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
@@ -106,14 +94,12 @@ def compare_sizes(
         seeds: runs of each size, with seeds from `run.seed` on.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
-    Raises:
-        UserError: with everything that is wrong.
+    Raises UserError with everything that is wrong.
 
-    Example:
-        >>> import zerofit as zf
-        >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64], seeds=1)
-        >>> [row.batch_size for row in compared.rows]
-        [64]
+    >>> import zerofit as zf
+    >>> compared = zf.compare_sizes(zf.Run(model="mlp", data="digits", epochs=1), sizes=[64], seeds=1)
+    >>> [row.batch_size for row in compared.rows]
+    [64]
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     epochs = asked.run.epochs or SIZE_EPOCHS
@@ -146,14 +132,12 @@ def compare_scaling(
         strategy: one that shares the batch out over any number of ranks.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
-    Raises:
-        UserError: with everything that is wrong.
+    Raises UserError with everything that is wrong.
 
-    Example:
-        >>> import zerofit as zf
-        >>> run = zf.Run(model="mlp", data="digits", ranks=1, global_batch=16, steps=8)
-        >>> [(row.mode, row.ranks) for row in zf.compare_scaling(run).rows]
-        [('weak', 1), ('strong', 1)]
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="mlp", data="digits", ranks=1, global_batch=16, steps=8)
+    >>> [(row.mode, row.ranks) for row in zf.compare_scaling(run).rows]
+    [('weak', 1), ('strong', 1)]
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = next((one for one in _chosen([strategy], "--strategy", problems) if one.name == strategy), None)
@@ -239,9 +223,7 @@ def _resolve(
     """Return the job of a run, with its data opened once and its model built without memory.
 
     `taken` are the fields of the run that this comparison takes beside the common ones, `own` values of the job.
-
-    Raises:
-        UserError: with all that is wrong, `problems` so far included.
+    Raises UserError with all that is wrong, `problems` so far included.
     """
     run, machine = asked.run, this_machine()
     for name in sorted(set(asked.places) - COMMON - taken - {"output"}):
@@ -273,8 +255,7 @@ def _resolve(
         message = f"{samples} are less than one batch of {job.global_batch}"
         problems.add("batch-size", message, "take a smaller batch", size_place)
     problems.raise_if_any()
-    settled = opened.run
-    return replace(job, data=settled.data, seq_len=settled.seq_len, tokenizer=settled.tokenizer)
+    return replace(job, data=opened.run.data, seq_len=opened.run.seq_len, tokenizer=opened.run.tokenizer)
 
 
 def _code(model: str) -> dict[str, Any]:

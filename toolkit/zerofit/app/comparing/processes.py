@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.compare.job import CompareJob
-from zerofit.launch.environment import environment
+from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 from zerofit.spec.local_machine import usable_cores
 

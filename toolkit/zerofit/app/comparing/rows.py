@@ -9,22 +9,24 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from zerofit.compare.catalog import Strategy
-from zerofit.compare.job import CompareJob
+from zerofit.compare.job import CompareJob, Strategy
+from zerofit.report.comparison import COLUMNS, FIRST, cells, draw, write_comparison
+from zerofit.report.html_table import html_table
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import write_json
-from zerofit.spec.versions import versions
+from zerofit.spec.local_machine import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
 Status = Literal["ok", "not-here", "failed"]  # "not-here": these devices or this installation cannot run it
 Mode = Literal["weak", "strong"]
+Kind = Literal["strategies", "batch-size", "scaling"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What all rows have: whether they ran, and if not, why."""
+    """A row of any comparison: whether it ran, and if not, why."""
 
     status: Status
     reason: str | None = None  # of a row that is not "ok"
@@ -271,3 +273,45 @@ def _against(
 def _occupied(message: str) -> UserError:
     hint = "name another folder; to go on with a comparison repeat its command"
     return UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Generic[AnyRow]):
+    """The rows of a comparison, and the files they are in."""
+
+    kind: Kind
+    about: dict[str, Any]  # what is the same for all rows
+    rows: Sequence[AnyRow]
+    summary: Sequence[SizeSummary] | None = None  # of batch sizes, over the seeds
+    written: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit compare --json` prints; without `written` it is results.json."""
+        data = {"kind": self.kind, "about": self.about, "versions": versions()}
+        data["rows"] = [row.to_dict() for row in self.rows]
+        if self.summary is not None:
+            data["summary"] = [asdict(one) for one in self.summary]
+        return {**data, "written": list(self.written)}
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the column names and the cells of all rows."""
+        rows = []
+        for row in self.rows:
+            figures = cells(self.kind, row.to_dict()) if row.status == "ok" else [row.status]
+            rows.append([self.name_of(row), *figures])
+        return [FIRST[self.kind].replace("_", " "), *(label for label, _, _ in COLUMNS[self.kind])], rows
+
+    def name_of(self, row: AnyRow) -> str:
+        """Return the first cell of a row."""
+        return str(getattr(row, FIRST[self.kind]))
+
+    def plot(self, path: Path | str) -> None:
+        """Draw the comparison into a PNG."""
+        draw(self.kind, self.about, [row.to_dict() for row in self.rows], Path(path))
+
+    def write(self, folder: Path) -> Comparison[AnyRow]:
+        """Write results.json, a CSV, a picture and a page; return the comparison with their paths."""
+        return replace(self, written=write_comparison(folder, self.to_dict()))
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.about['model']} on {self.about['data']}", *self.table())

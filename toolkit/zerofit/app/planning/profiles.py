@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
@@ -9,28 +10,30 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.model_inputs import assumed_inputs
-from zerofit.app.planning.code_digest import code_digest
-from zerofit.models.catalog import ModelError, names_callable
+from zerofit.app.requests import assumed_inputs
+from zerofit.models.catalog import ModelError, ModelSource, find, names_callable
+from zerofit.models.inputs import Inputs
 from zerofit.models.presets import PRESETS
-from zerofit.plan.degrees import Degrees, heads_take, settings_of
-from zerofit.spec.cache import cache_root
+from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import write_json
+from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
-from zerofit.spec.task import DEFAULT_SEQ_LEN, Task
 
 TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
+PACKAGE = "zerofit"
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """What is to be profiled."""
+    """A model to be profiled, and the settings to profile it in."""
 
     model: str
     precision: str
@@ -62,8 +65,8 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
     path = _place(wanted)
     if path is not None and path.is_file():
         try:
-            return Profile.from_dict(json.loads(path.read_text(encoding="utf-8"))), path
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return read_profile(path), path
+        except UserError:
             path.unlink()  # half written, or of another version
     report.status(f"tracing {wanted.model} without memory ...")
     profile = trace(wanted, report)
@@ -74,10 +77,9 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
 
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
-    """Run the model without memory; notes the degrees that it does not take. Raises UserError and ModelError."""
+    """Run the model without memory; note the degrees that it does not take. Raises UserError and ModelError."""
     with _deepspeed_quiet():
         from zerofit.simulate.profile import TraceSetting, profile_model
-    from zerofit.models.catalog import find
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
@@ -87,8 +89,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
         message = f"{wanted.model} trains two engines, which no profile describes"
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
     with models_say("MODEL"):
-        inputs, config = _inputs(wanted, source, task)
-        degrees = _degrees(wanted, config, getattr(inputs, "seq_len", None))
+        inputs, degrees = _inputs_and_degrees(wanted, source, task)
         checkpointings = wanted.checkpointings
         while True:
             # the largest first: where one does not divide every layer, it shows at once
@@ -109,7 +110,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
 
 @contextmanager
 def _deepspeed_quiet() -> Iterator[None]:
-    """Where there is no GPU, DeepSpeed says so on standard output when it is imported, unless it is told."""
+    """Tell DeepSpeed that there is no GPU: else it says so on standard output when it is imported."""
     import torch
 
     told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
@@ -122,28 +123,23 @@ def _deepspeed_quiet() -> Iterator[None]:
             del os.environ["DS_ACCELERATOR"]
 
 
-def _inputs(wanted: ProfileRequest, source: Any, task: Task) -> tuple[Any, Any]:
-    """What the model is fed, and its transformers config if it has one."""
+def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
+    """Return what the model is fed, and the degrees that are asked for, or worth it, and possible for such a model."""
     from zerofit.models.hf import make_config, max_positions
 
-    config = make_config(source, None, wanted.model_args) if source.family == "transformers" else None
-    longest = max_positions(config) if task != "image" and config is not None else None
-    seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
+    has_config = source.family == "transformers" and task != "image"
+    config = make_config(source, None, wanted.model_args) if has_config else None
+    seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, (config and max_positions(config)) or DEFAULT_SEQ_LEN)
     inputs = assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args)
-    return inputs, None if task == "image" else config
-
-
-def _degrees(wanted: ProfileRequest, config: Any, seq_len: int | None) -> list[Degrees]:
-    """All that are worth it, or the asked ones; what cannot be is not traced, and the search says why it cannot."""
     attention = getattr(config, "num_attention_heads", None)
     heads = (attention, getattr(config, "num_key_value_heads", None) or attention)
-    model_type = getattr(config, "model_type", None)
+    model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
     found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS)
-    return [d for d in found if heads_take(d, heads, model_type) and not (seq_len or 0) % d.sp]
+    return inputs, [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
 
 
 def _place(wanted: ProfileRequest) -> Path | None:
-    """Where the profile is kept: by the model's config and everything else that it depends on."""
+    """Return where the profile is kept: by the model's config and everything else that it depends on."""
     content = _content(wanted.model)
     if content is None:
         return None
@@ -163,7 +159,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
 
 
 def _content(model: str) -> Any:
-    """What stands behind a model's name, as plain data; None where it is a user's own code."""
+    """Return what stands behind a model's name, as plain data; None where it is a user's own code."""
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
@@ -174,11 +170,63 @@ def _content(model: str) -> Any:
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
-    """The longest sequence that the model takes; None without a limit of its own."""
+    """Return the longest sequence that the model takes; None without a limit of its own."""
     from zerofit.models.build import source_max_positions
-    from zerofit.models.catalog import find
     from zerofit.train.probe import models_say
 
     with models_say("MODEL"):
         source = find(wanted.model)
         return source_max_positions(source, wanted.model_args) if source.family == "transformers" else None
+
+
+@cache
+def code_digest(module: str, root: Path = ROOT) -> str:
+    """Return the same text for the same code; `root` is the folder of the package.
+
+    Raises ModuleNotFoundError where a module of ours that is imported has no file.
+    """
+    digest = hashlib.sha256()
+    for _, source in sorted(import_closure(module, root).items()):
+        digest.update(source)
+    return digest.hexdigest()[:12]
+
+
+def import_closure(module: str, root: Path = ROOT) -> dict[str, bytes]:
+    """Return the sources, by name, of a module and all of ours that it imports, inside functions too."""
+    found: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        path = _file(name, root)
+        if path is None:
+            raise ModuleNotFoundError(f"no file for {name} below {root}", name=name)
+        found[name] = path.read_bytes()
+        waiting += _imports(ast.parse(found[name]), root)
+        waiting += [name.rpartition(".")[0]] if "." in name else []  # a package's own code runs first
+    return found
+
+
+def _file(name: str, root: Path) -> Path | None:
+    path = root.joinpath(*name.split(".")[1:])
+    candidates = (path / "__init__.py", path.with_suffix(".py"))
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _imports(tree: ast.Module, root: Path) -> Iterator[str]:
+    for node in _statements(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == PACKAGE)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            yield str(node.module)
+            submodules = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name for name in submodules if _file(name, root))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node; not the expressions, which are most of a tree and import nothing."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from _statements(child)

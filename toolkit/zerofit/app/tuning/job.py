@@ -9,31 +9,89 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.clusters.site import filled, machine_of
-from zerofit.app.planning.files import ds_config as planned_config
+import yaml
+
+from zerofit.app.clusters.hosts import filled, machine_of
+from zerofit.app.planning.answers import ds_config as planned_config
+from zerofit.app.planning.answers import layout_fields
+from zerofit.app.planning.planner import forecast_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.questions import forecast_of
 from zerofit.app.resolve import ResolvedJob, resolve_job
-from zerofit.app.tuning.space import allows, read_space
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.models.inputs import ImageInputs
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
-from zerofit.spec.calibration import read_calibration
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.load import RunRequest
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.model_facts import PRECISIONS
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, RunRequest
 from zerofit.tune.trial import Candidate
 
+FLAG = (bool,)
+# the types of values; the knobs of the second part stay as in the run unless the space names them
+KNOBS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp"), (int,)),
+    **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
+    **dict.fromkeys(("activation_checkpointing", "overlap_comm"), FLAG),
+    "offload": (str,),
+    "precision": (str,),
+    "global_batch": (int,),
+    "compile": FLAG,
+}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # fields of the run that a trial does without
 QUIET = {"save_every": "0", "eval_every": 0, "eval_samples": 1, "epochs": None}
 QUIET |= {"callbacks": [], "tensorboard": False, "wandb": None}
 ENDLESS = 10**9  # steps: a trial is stopped when enough is known
 ALL = 10**6  # layouts
+
+
+def read_space(space: Path | str | Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the allowed values by knob, given as a mapping or as a YAML file of one.
+
+    Raises UserError with everything that is wrong in it.
+    """
+    place = "space" if isinstance(space, Mapping) else str(space)
+    problems, allowed = Problems(), dict[str, list[Any]]()
+    for key, value in (space if isinstance(space, Mapping) else _parse(Path(space))).items():
+        if key not in KNOBS:
+            problems.add("unknown-key", f"unknown knob {key!r}", nearest(str(key), KNOBS), place)
+            continue
+        allowed[key] = list(value) if isinstance(value, list | tuple) else [value]
+        for one in allowed[key]:
+            _check(key, one, place, problems)
+    problems.raise_if_any()
+    return allowed
+
+
+def _parse(path: Path) -> dict[Any, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(Problem(kind="space", message=f"cannot read {path}: {error}", where="--space")) from None
+    if not isinstance(found, dict):
+        hint = "write lines such as `zero_stage: [1, 2]`"
+        raise UserError(Problem(kind="space", message=f"{path} holds no mapping", hint=hint, where="--space"))
+    return found
+
+
+def _check(key: str, value: Any, place: str, problems: Problems) -> None:
+    kinds = KNOBS[key]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != FLAG):
+        words = {int: "a whole number", bool: "true or false", str: "a word"}[kinds[0]]
+        problems.add("space", f"{key}: {value!r} is not {words}", f"write {key}: [value, value]", place)
+    elif key == "global_batch" and value < 1:
+        problems.add("space", f"global_batch: {value}", "take 1 or more samples", place)
+    elif key == "precision" and value not in PRECISIONS:
+        problems.add("space", f"precision: {value!r}", f"take {', '.join(PRECISIONS)}", place)
+
+
+def allows(allowed: Mapping[str, list[Any]], row: Mapping[str, Any]) -> bool:
+    """Return whether a configuration, as --json shows it, has only values that are allowed."""
+    return all(row[knob] in values for knob, values in allowed.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +104,14 @@ class TrialHosts:
     @classmethod
     def of(cls, hosts: Path | str | TrialHosts | None) -> TrialHosts:
         """Return the hosts of a hostfile; none for this machine. Raises UserError."""
-        if isinstance(hosts, TrialHosts):
-            return hosts
-        if hosts is None:
-            return cls(hosts=(), flags=())
-        return cls(hosts=read_hostfile(Path(hosts)), flags=(f"--hostfile={hosts}",))
+        if isinstance(hosts, str | Path):
+            return cls(hosts=read_hostfile(Path(hosts)), flags=(f"--hostfile={hosts}",))
+        return hosts or cls(hosts=(), flags=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneJob:
-    """What stays the same over all trials."""
+    """The part of a tuning that stays the same over all trials."""
 
     asked: RunRequest
     run: Run  # with everything filled in
@@ -86,22 +142,17 @@ class TuneJob:
         precisions = allowed.get("precision") or [job.precision]
         profiles = {precision: _profile(resolved, cluster, precision, report) for precision in precisions}
         candidates, considered = list[Candidate](), 0
+        calibration = read_calibration(cluster.device.kind)
+        degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
+        fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
             profile = profiles[precision]
-            calibration, forecast = read_calibration(cluster.device.kind), forecast_of(profile, cluster)
-            request = _plan_request(run, precision, batch)
-            found = search(profile, cluster, request, forecast, calibration, top=ALL)
+            request = PlanRequest(precision=precision, global_batch=batch, every=True, **fixed)
+            found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
             considered += found.considered
-            candidates += [
-                Candidate(
-                    layout=one.layout,
-                    compiled=compiled,
-                    forecast_step_s=one.time.step_s,
-                    peak_bytes=one.memory.peak_bytes,
-                )
-                for one in found.layouts
-                for compiled in allowed.get("compile") or [run.compile]
-            ]
+            for one, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):
+                forecast = {"forecast_step_s": one.time.step_s, "peak_bytes": one.memory.peak_bytes}
+                candidates.append(Candidate(layout=one.layout, compiled=compiled, **forecast))
         candidates = [c for c in candidates if allows(allowed, c.to_dict())]
         if not candidates:
             place = "space" if isinstance(space, Mapping) else str(space)
@@ -137,17 +188,7 @@ class TuneJob:
 
     def run_fields(self, candidate: Candidate) -> dict[str, Any]:
         """Return the fields of the run that this configuration sets."""
-        layout = candidate.layout
-        degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
-        return {
-            "ranks": layout.world_size,
-            "micro_batch": layout.micro_batch,
-            "gradient_accumulation_steps": layout.accumulation,
-            "activation_checkpointing": layout.checkpointing,
-            "precision": layout.precision,
-            "compile": candidate.compiled,
-            **{name: degree for name, degree in degrees.items() if degree > 1},
-        }
+        return {**layout_fields(candidate.layout), "compile": candidate.compiled}
 
     def trial_run(self, candidate: Candidate) -> dict[str, Any]:
         """Return run.yaml of a trial: the real run, without an end, saving and evaluating nothing."""
@@ -180,14 +221,3 @@ def _profile(resolved: ResolvedJob, cluster: Cluster, precision: str, report: Re
         model_args=dict(run.model_args),
     )
     return get_profile(request, report)[0]
-
-
-def _plan_request(run: Run, precision: str, batch: int) -> PlanRequest:
-    return PlanRequest(
-        precision=precision,
-        global_batch=batch,
-        every=True,
-        tp=run.tensor_parallel if run.tensor_parallel > 1 else None,
-        pp=run.pipeline if run.pipeline > 1 else None,
-        sp=run.sequence_parallel if run.sequence_parallel > 1 else None,
-    )

@@ -19,21 +19,14 @@ import yaml
 
 from zerofit.app.tuning.job import TuneJob
 from zerofit.spec.errors import Problem, RunFailed
-from zerofit.spec.jsonl import JsonlTail
+from zerofit.spec.files import JsonlTail
 from zerofit.spec.run_folder import RunFolder
-from zerofit.tune.timing import Timing, timing
-from zerofit.tune.trial import Candidate, Status, Trial
+from zerofit.tune.trial import Candidate, Status, Timing, Trial, timing
 
 SURE = 0.03  # half the confidence interval, as a share of the mean: then a trial has told enough
 LOSING = 1.1  # times the best step time, beyond which (with all of its interval) a trial is cut short
 START_S, TRAIN_S = 300.0, 60.0  # until the first step, and after it
-OF_HOSTS = (
-    "host",
-    "network",
-    "not-started",
-    "vanished",
-    "launcher",
-)  # kinds of errors that say nothing about a configuration
+OF_HOSTS = ("host", "network", "not-started", "vanished", "launcher")  # errors that say nothing of a configuration
 TRIALS = ".zerofit-trial-"
 POLL_S = 0.2
 STOP_S = 60.0
@@ -46,10 +39,7 @@ def run_trial(
     """Train with this configuration until its step time is known, or it fails.
 
     `best_s` is the step time at which the candidate would be as fast as the best so far, `deadline` a time of
-    `time.monotonic`.
-
-    Raises:
-        RunFailed: where hosts, not the configuration, are at fault.
+    `time.monotonic`. Raises RunFailed where hosts, not the configuration, are at fault.
     """
     began = time.monotonic()
     shared = Path.cwd() if job.hosts else None  # hosts must see it too
@@ -65,13 +55,8 @@ def run_trial(
         records += metrics.read()
         peak = max((record["memory_bytes"] for record in records), default=None)
         error = _error(Path(place))
-    trial = Trial(
-        key=candidate.key,
-        status="ok",
-        forecast_step_s=candidate.forecast_step_s,
-        peak_bytes=peak,
-        seconds=round(time.monotonic() - began, 1),
-    )
+    known = {"forecast_step_s": candidate.forecast_step_s, "peak_bytes": peak}
+    trial = Trial(key=candidate.key, status="ok", seconds=round(time.monotonic() - began, 1), **known)
     if found is not None:
         spread = found.spread if math.isfinite(found.spread) else None
         return replace(trial, measured_step_s=found.step_s, spread=spread, steps=found.steps, cut_short=cut_short)

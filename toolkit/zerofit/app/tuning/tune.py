@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zerofit.app.requests import as_request
-from zerofit.app.tuning.files import find_output, write_results
 from zerofit.app.tuning.job import TrialHosts, TuneJob
 from zerofit.app.tuning.trial import run_trial
-from zerofit.app.tuning.trial_store import TrialStore
+from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.load import RunRequest
-from zerofit.spec.run import Run
-from zerofit.tune.result import TuneResult
-from zerofit.tune.search import Search
+from zerofit.spec.files import cache_root, write_json, write_text
+from zerofit.spec.local_machine import versions
+from zerofit.spec.run import Run, RunRequest
+from zerofit.tune.search import Search, TuneResult
 from zerofit.tune.trial import Trial, describe
 
 LEAST_S = 20.0  # with less time left no trial is started
+NAMES = ("ds_config.json", "run.yaml", "trials.json", "trials.png")
+# fields of the run that a candidate sets, or that do not change the time of a step
+FREE = {
+    *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline", "sequence_parallel"),
+    *("activation_checkpointing", "precision", "global_batch", "compile", "steps", "epochs", "output", "resume"),
+    *("seed", "lr", "log_every", "eval_every", "eval_samples", "save_every", "save_async", "keep_last", "keep_every"),
+    *("callbacks", "tensorboard", "wandb", "ds_config", "warmup_steps", "schedule"),
+    *("weight_decay", "heartbeat_timeout"),
+}
 
 
 def tune(
@@ -53,16 +66,15 @@ def tune(
         UserError: with everything that is wrong with the run or the space.
         RunFailed: if no trial could be measured, or the hosts cannot be reached.
 
-    Example:
-        >>> import zerofit as zf
-        >>> run = zf.Run(model="mlp", data="digits", global_batch=64, ranks=1)
-        >>> tuned = zf.tune(run, trials=1, space={"zero_stage": 1, "micro_batch": 64})
-        >>> tuned.layout.micro_batch, tuned.step_s > 0, [path.name for path in tuned.written]
-        (64, True, ['ds_config.json', 'run.yaml', 'trials.json', 'trials.png'])
+    >>> import zerofit as zf
+    >>> run = zf.Run(model="mlp", data="digits", global_batch=64, ranks=1)
+    >>> tuned = zf.tune(run, trials=1, minutes=1, space={"zero_stage": 1, "micro_batch": 64})
+    >>> tuned.layout.micro_batch, tuned.step_s > 0, [path.name for path in tuned.written]
+    (64, True, ['ds_config.json', 'run.yaml', 'trials.json', 'trials.png'])
     """
-    report, folder = Reporter(on_event), find_output(Path(output) if output else None)
+    report, folder = Reporter(on_event), _find_output(Path(output) if output else None)
     job = TuneJob.of(as_request(run), space=space, hosts=hosts, report=report)
-    return write_results(job, run_trials(job, trials=trials, minutes=minutes, report=report), folder)
+    return _write_results(job, run_trials(job, trials=trials, minutes=minutes, report=report), folder)
 
 
 def run_trials(job: TuneJob, *, trials: int, minutes: float | None, report: Reporter) -> Search:
@@ -91,3 +103,75 @@ def _outcome(trial: Trial) -> str:
     spread = "" if trial.spread is None else f" +- {trial.spread:.1%}"
     short = ", slower than the best: cut short" if trial.cut_short else ""
     return f"{trial.measured_step_s:.4f} s a step{spread} (forecast {trial.forecast_step_s:.4f}){short}"
+
+
+def _find_output(output: Path | None) -> Path:
+    """Return the folder for results: a new one, or one of an earlier tuning. Raises UserError for any other."""
+    path = (output or Path("runs") / f"tune-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - set(NAMES)):
+        message, hint = f"{path} holds other things", "name another folder, or remove this one"
+        raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))
+    return path
+
+
+def _write_results(job: TuneJob, search: Search, folder: Path) -> TuneResult:
+    """Write the fastest configuration, the trials and their picture. Raises RunFailed where no trial succeeded."""
+    result = TuneResult.of(search, job.run.seq_len)
+    if result is None:
+        tried = "; ".join(f"{t.status}: {t.reason}" for t in search.trials[:3]) or "no trial was made"
+        hint = "raise --minutes, or see with `zerofit train` what a run of it says"
+        raise RunFailed(Problem(kind="tune", message=f"no configuration could be measured: {tried}", hint=hint))
+    folder.mkdir(parents=True, exist_ok=True)
+    config, run_file, trials, picture = paths = tuple(folder / name for name in NAMES)
+    best = result.measured.candidate
+    write_json(config, job.ds_config(best))
+    given = job.asked.run.model_dump(mode="json", include=set(job.asked.places) | {"model"})
+    tuned = {"global_batch": None, "output": None} | job.run_fields(best) | {"ds_config": str(config)}
+    run = {name: value for name, value in {**given, **tuned}.items() if value is not None}
+    write_text(run_file, yaml.safe_dump(run, sort_keys=False))
+    about = {"model": job.run.model, "device": job.device, "versions": versions()}
+    shown = {name: value for name, value in result.to_dict().items() if name in ("trials", "regret")}
+    measured = []
+    for one in search.measured:
+        candidate = asdict(one.candidate)
+        measured.append({"choice": candidate.pop("layout"), **candidate, "measured_step_s": one.step_s})
+    write_json(trials, {**about, **shown, "measured": measured})
+    result.plot(picture)
+    return replace(result, written=paths)
+
+
+class TrialStore:
+    """A file of trials, one a line."""
+
+    def __init__(self, job: TuneJob):
+        run = {k: v for k, v in job.run.model_dump(mode="json").items() if k not in FREE}
+        config = {k: v for k, v in job.ds_source.items() if k != "zero_optimization"}
+        hosts = [[host.name, host.slots] for host in job.hosts]
+        environment = [flag for flag in job.host_flags if "--env" in flag]
+        place = [job.device, job.candidates[0].layout.world_size, hosts, environment]
+        content = json.dumps([run, config, place, versions()], sort_keys=True, default=str)
+        self._keys = {candidate.key for candidate in job.candidates}
+        self.path: Path = cache_root() / "tune" / f"{hashlib.sha256(content.encode()).hexdigest()[:20]}.jsonl"
+
+    def trials(self) -> list[Trial]:
+        """Return earlier trials of the candidates, without a line that a kill has cut."""
+        if not self.path.exists():
+            return []
+        found = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                trial = Trial(**json.loads(line))
+            except (ValueError, TypeError):
+                continue
+            if trial.key in self._keys:
+                found[trial.key] = trial
+        return list(found.values())
+
+    def keep(self, trial: Trial) -> None:
+        """Add a trial, unless only its time was over, which says nothing about the configuration."""
+        if trial.status == "stopped":
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" * cut + json.dumps(trial.to_dict()) + "\n")

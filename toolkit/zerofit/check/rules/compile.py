@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.rules.rule import Rule
+from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
 TP = "tensor_parallel"
@@ -15,76 +15,62 @@ def _passes(c: CheckSubject) -> list:
     return passes if isinstance(passes, list) else []
 
 
-def _autotp(c: CheckSubject) -> bool:
-    return c.on("compile.deepcompile") and "autotp" in _passes(c)
-
-
 COMPILE = (
     Rule(
         code="compile-passes",
         path="compile.passes",
-        when=lambda c: bool(_passes(c)) and not c.on("compile.deepcompile"),
+        when=lambda c: _passes(c) and not c.deepcompile,
         message="compile.passes without deepcompile",
         why="DeepSpeed ignores them and compiles as torch does",
         fix="set compile.deepcompile to true, or remove them",
-        edits=(Removal("compile.passes"),),
         source="runtime/engine.py:5921",
     ),
     Rule(
         code="deepcompile-stage",
         path="compile.deepcompile",
-        when=lambda c: (
-            c.on("compile.deepcompile") and c.stage == 0 and not {"autosp", "autotp"} & set(map(str, _passes(c)))
-        ),
+        when=lambda c: c.deepcompile and c.stage == 0 and not {"autosp", "autotp"} & set(map(str, _passes(c))),
         message="DeepCompile without ZeRO",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="take ZeRO stage 1, 2 or 3",
-        edits=(Assignment("compile.deepcompile", False),),
+        edits=Assignment("compile.deepcompile", False),
         source="runtime/engine.py:5806",
     ),
     Rule(
         code="needs-cuda",
         path="compile.deepcompile",
-        when=lambda c: c.on("compile.deepcompile") and c.stage > 0 and c.setting.accelerator == "cpu",
+        when=lambda c: c.deepcompile and c.stage > 0 and c.on_cpu,
         message="DeepCompile without a GPU",
         why="DeepSpeed's native op for it needs CUDA, and compiling fails",
-        fix="remove it",
-        edits=(Assignment("compile.deepcompile", False),),
+        edits=Assignment("compile.deepcompile", False),
         source="compile/util.py:29",
     ),
     Rule(
         code="autosp-stage",
         path="compile.passes",
-        when=lambda c: c.on("compile.deepcompile") and "autosp" in _passes(c) and c.stage >= 2,
+        when=lambda c: c.deepcompile and "autosp" in _passes(c) and c.stage >= 2,
         message=lambda c: f"the pass autosp at ZeRO stage {c.stage}",
         why="DeepSpeed says so in an info line and compiles as torch does: sequences are not split",
         fix="take stage 1",
-        edits=(Assignment(f"{ZERO}.stage", 1),),
+        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/engine.py:5773",
     ),
     Rule(
         code="compile-passes-mixed",
         path="compile.passes",
-        when=lambda c: c.on("compile.deepcompile") and "autotp" in _passes(c) and len(_passes(c)) > 1,
+        when=lambda c: c.deepcompile and "autotp" in _passes(c) and len(_passes(c)) > 1,
         message="the pass autotp together with others: {value}",
         why='DeepSpeed stops: "The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO passes."',
         fix="take autotp alone",
-        edits=(Assignment("compile.passes", ["autotp"]),),
+        edits=Assignment("compile.passes", ["autotp"]),
         source="runtime/engine.py:5843",
     ),
     Rule(
         code="compile-offload-states",
         path="compile.offload_opt_states",
-        when=lambda c: (
-            c.on("compile.offload_opt_states")
-            and c.on("compile.deepcompile")
-            and c.stage == 3
-            and c.offload("optimizer") is not None
-        ),
+        when=lambda c: c.on("compile.offload_opt_states") and c.deepcompile and c.stage == 3 and c.offload("optimizer"),
         message="compile.offload_opt_states beside zero_optimization.offload_optimizer",
         why='DeepSpeed stops: "compile.offload_opt_states cannot be combined with ZeRO\'s ..."',
         fix="keep one",
-        edits=(Removal("compile.offload_opt_states"),),
         source="compile/init_z3.py:94",
     ),
     Rule(
@@ -97,16 +83,13 @@ COMPILE = (
         message="compile.offload_activation beside another offload of compile",
         why='DeepSpeed stops: "compile.offload_activation cannot be combined with ..."',
         fix="keep one",
-        edits=(Removal("compile.offload_activation"),),
         source="compile/init_z3.py:101",
     ),
     Rule(
         code="compile-offload-stage",
         severity="warning",
         path="compile",
-        when=lambda c: (
-            c.on("compile.deepcompile") and c.stage in (1, 2) and any(c.on(f"compile.{key}") for key in OFFLOADS)
-        ),
+        when=lambda c: c.deepcompile and c.stage in (1, 2) and any(c.on(f"compile.{key}") for key in OFFLOADS),
         message=lambda c: f"compile.offload_... at ZeRO stage {c.stage}",
         why="DeepSpeed reads it at stage 3 only",
         fix="take stage 3, or remove it",
@@ -117,26 +100,18 @@ COMPILE = (
         code="compile-offload-parameters",
         path="compile.offload_opt_states",
         when=lambda c: (
-            c.on("compile.deepcompile")
-            and c.stage == 3
-            and c.on("compile.offload_opt_states")
-            and c.on("compile.offload_parameters")
+            c.deepcompile and c.stage == 3 and c.on("compile.offload_opt_states") and c.on("compile.offload_parameters")
         ),
         message="compile.offload_opt_states beside compile.offload_parameters",
         why='DeepSpeed stops: "offload_parameters and offload_opt_states cannot be enabled together"',
         fix="keep one",
-        edits=(Removal("compile.offload_opt_states"),),
         source="compile/init_z3.py:148",
     ),
     Rule(
         code="compile-zero-pass",
         severity="warning",
         path="compile.passes",
-        when=lambda c: (
-            c.on("compile.deepcompile")
-            and "autotp" not in _passes(c)
-            and bool({"z1", "z3"} & set(map(str, _passes(c))))
-        ),
+        when=lambda c: c.deepcompile and "autotp" not in _passes(c) and {"z1", "z3"} & set(map(str, _passes(c))),
         message="compile.passes {value}: z1 and z3 select nothing",
         why="DeepSpeed takes the passes of the ZeRO stage that zero_optimization.stage gives",
         fix="remove them",
@@ -150,7 +125,9 @@ COMPILE = (
     Rule(
         code="compile-autotp",
         path="compile.passes",
-        when=lambda c: _autotp(c) and c.tensor_parallel == 1 and c.get(f"{TP}.autotp_size") != "auto",
+        when=lambda c: (
+            c.deepcompile and "autotp" in _passes(c) and c.tensor_parallel == 1 and c.get(f"{TP}.autotp_size") != "auto"
+        ),
         message="the pass autotp without tensor_parallel.autotp_size above 1",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="set tensor_parallel.autotp_size, or remove the pass",

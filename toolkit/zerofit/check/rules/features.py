@@ -1,14 +1,12 @@
-"""Everything around training: activation checkpointing, checkpoints, monitors, profilers, data."""
+"""Features around training: activation checkpointing, checkpoints, monitors, profilers, data."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding
-from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.finding import Rule
+from zerofit.check.subject import ZERO
 
 ACT, DATA = "activation_checkpointing", "data_efficiency"
 CURRICULUM = f"{DATA}.data_sampling.curriculum_learning"
@@ -32,28 +30,15 @@ def _absent(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
-def _monitor(section: str, package: str) -> Rule:
-    return Rule(
-        code="monitor-package",
-        path=f"{section}.enabled",
-        when=lambda c: c.on(f"{section}.enabled") and _absent(package),
-        message=f"{section} needs the package {package}, which is not installed",
-        why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
-        fix=f"pip install {package}, or disable it",
-        edits=(Assignment(f"{section}.enabled", False),),
-        source="monitor/utils.py:9, monitor/monitor.py:40",
-    )
-
-
 FEATURES = (
     Rule(
         code="comms-logger-off",
         path="comms_logger.enabled",
-        when=lambda c: c.get("comms_logger.enabled") is False,
+        when=lambda c: c.off("comms_logger.enabled"),
         message="comms_logger.enabled is false, which does not switch it off",
         why="DeepSpeed looks only whether the section is there: the logger runs, and synchronises every collective",
         fix="remove the section",
-        edits=(Removal("comms_logger"),),
+        edits=Removal("comms_logger"),
         source="comm/config.py:22",
     ),
     Rule(
@@ -63,7 +48,7 @@ FEATURES = (
         message="autotuning is on",
         why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
         fix="remove the section from the JSON of a real run",
-        edits=(Assignment("autotuning.enabled", False),),
+        edits=Assignment("autotuning.enabled", False),
         source="runtime/engine.py:3657",
     ),
     Rule(
@@ -77,7 +62,6 @@ FEATURES = (
         why='DeepSpeed stops in deepspeed.checkpointing.configure: "Contiguous Checkpointing is only available with '
         'partitioned activations"',
         fix="remove it, or give both",
-        edits=(Removal(f"{ACT}.contiguous_memory_optimization"),),
         source="runtime/activation_checkpointing/checkpointing.py:1229",
     ),
     *(
@@ -90,6 +74,7 @@ FEATURES = (
             why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
             "through deepspeed.checkpointing.checkpoint",
             fix=fix,
+            edits=(),
             source="runtime/activation_checkpointing/checkpointing.py:1121",
         )
         for code, key, fix in (
@@ -100,12 +85,10 @@ FEATURES = (
     Rule(
         code="checkpoint-writer",
         path="checkpoint.writer",
-        when=lambda c: bool(c.section("checkpoint.writer")),
+        when=lambda c: c.section("checkpoint.writer"),
         message="checkpoint.writer",
         why="DeepSpeed's fast writer saves files that torch 2.6 and later does not load again, and without the "
         "deepspeed launcher it fails with KeyError 'CROSS_SIZE'",
-        fix="remove it",
-        edits=(Removal("checkpoint.writer"),),
         source="runtime/model_checkpointing/utils.py:76",
     ),
     Rule(
@@ -114,40 +97,39 @@ FEATURES = (
         when=lambda c: c.has("datastates_ckpt") and c.get("datastates_ckpt") is not False and _absent("datastates"),
         message='datastates_ckpt is on: any value but false switches it on, also {"enabled": false}',
         why="DeepSpeed stops: the package DataStates is not installed",
-        fix="remove it",
-        edits=(Removal("datastates_ckpt"),),
         source="datastates/config.py:20",
     ),
     Rule(
         code="aio-unused",
         severity="warning",
         path="aio",
-        when=lambda c: bool(c.section("aio")) and "nvme" not in (c.offload("optimizer"), c.offload("param")),
+        when=lambda c: c.section("aio") and "nvme" not in (c.offload("optimizer"), c.offload("param")),
         message="aio without NVMe offload",
         why="DeepSpeed reads it for offload to NVMe only",
-        fix="remove it",
-        edits=(Removal("aio"),),
         source="runtime/swap_tensor/aio_config.py:20",
     ),
     Rule(
         code="needs-cuda",
         path="aio.use_gds",
-        when=lambda c: c.on("aio.use_gds") and c.setting.accelerator == "cpu",
+        when=lambda c: c.on("aio.use_gds") and c.on_cpu,
         message="aio.use_gds without a GPU",
         why='DeepSpeed stops: "GDS currently only supported for CUDA accelerator"',
         fix="set it to false",
-        edits=(Assignment("aio.use_gds", False),),
+        edits=Assignment("aio.use_gds", False),
         source="runtime/swap_tensor/aio_config.py:39",
     ),
-    Rule(
-        code="data-efficiency-off",
-        path=f"{DATA}.enabled",
-        when=lambda c: c.get(f"{DATA}.enabled") is False and c.on(f"{CURRICULUM}.enabled"),
-        message="data_efficiency.enabled is false, which does not switch off its curriculum_learning",
-        why="DeepSpeed looks at the inner switch only",
-        fix="set curriculum_learning.enabled to false",
-        edits=(Assignment(f"{CURRICULUM}.enabled", False),),
-        source="runtime/engine.py:1402",
+    *(
+        Rule(
+            code="data-efficiency-off",
+            path=f"{DATA}.enabled",
+            when=lambda c, inner=inner: c.off(f"{DATA}.enabled") and c.on(f"{inner}.enabled"),
+            message=f"data_efficiency.enabled is false, which does not switch off its {inner.rpartition('.')[2]}",
+            why="DeepSpeed looks at the inner switch only",
+            fix=f"set {inner.rpartition('.')[2]}.enabled to false",
+            edits=Assignment(f"{inner}.enabled", False),
+            source="runtime/engine.py:1402-1421",
+        )
+        for inner in (CURRICULUM, f"{DATA}.data_routing.random_ltd")
     ),
     Rule(
         code="curriculum-metrics",
@@ -156,7 +138,7 @@ FEATURES = (
         message="curriculum_learning without curriculum_metrics",
         why='DeepSpeed stops: "Curriculum learning is enabled, curriculum_metrics must be specified"',
         fix="give the metrics, or disable it",
-        edits=(Assignment(f"{CURRICULUM}.enabled", False),),
+        edits=Assignment(f"{CURRICULUM}.enabled", False),
         source="runtime/data_pipeline/config.py:88",
     ),
     Rule(
@@ -166,12 +148,22 @@ FEATURES = (
         message="dynamic_batching without max_tokens",
         why='DeepSpeed stops: "Dynamic batching is enabled, so max_tokens must be specified"',
         fix="give max_tokens, or disable it",
-        edits=(Assignment(f"{DYNAMIC}.enabled", False),),
+        edits=Assignment(f"{DYNAMIC}.enabled", False),
         source="runtime/data_pipeline/config.py:108",
     ),
-    _monitor("tensorboard", "tensorboard"),
-    _monitor("wandb", "wandb"),
-    _monitor("comet", "comet_ml"),
+    *(
+        Rule(
+            code="monitor-package",
+            path=f"{section}.enabled",
+            when=lambda c, section=section, package=package: c.on(f"{section}.enabled") and _absent(package),
+            message=f"{section} needs the package {package}, which is not installed",
+            why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
+            fix=f"pip install {package}, or disable it",
+            edits=Assignment(f"{section}.enabled", False),
+            source="monitor/utils.py:9, monitor/monitor.py:40",
+        )
+        for section, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))
+    ),
     Rule(
         code="profile-step",
         severity="warning",
@@ -180,32 +172,19 @@ FEATURES = (
         message="flops_profiler.profile_step is {value}",
         why="DeepSpeed counts steps from 0: this one never comes, and nothing is profiled",
         fix="take 1, or a step after the warm-up",
-        edits=(Assignment("flops_profiler.profile_step", 1),),
+        edits=Assignment("flops_profiler.profile_step", 1),
         source="runtime/engine.py:3583",
     ),
-    Rule(
-        code="data-efficiency-off",
-        path=f"{DATA}.enabled",
-        when=lambda c: c.get(f"{DATA}.enabled") is False and c.on(f"{DATA}.data_routing.random_ltd.enabled"),
-        message="data_efficiency.enabled is false, which does not switch off its random_ltd",
-        why="DeepSpeed looks at the inner switch only",
-        fix="set random_ltd.enabled to false",
-        edits=(Assignment(f"{DATA}.data_routing.random_ltd.enabled", False),),
-        source="runtime/engine.py:1402-1421",
+    *(
+        Rule(
+            code="never-read",
+            severity="warning",
+            path=path,
+            when=lambda c, path=path: c.changed(path),
+            message=f"{path} has no effect",
+            why=f"DeepSpeed takes it, and nothing reads it ({source})",
+            source=source,
+        )
+        for path, source in NEVER_READ.items()
     ),
 )
-
-
-def never_read(c: CheckSubject) -> Iterator[Finding]:
-    """Keys that are taken and that nothing reads."""
-    for path, source in NEVER_READ.items():
-        if c.changed(path):
-            yield Finding(
-                code="never-read",
-                severity="warning",
-                path=path,
-                message=f"{path} has no effect",
-                why=f"DeepSpeed takes it, and nothing reads it ({source})",
-                fix="remove it",
-                edits=(Removal(path),),
-            )

@@ -8,22 +8,18 @@ from pathlib import Path
 import psutil
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding
-from zerofit.check.rules.rule import Rule
+from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
 OPTIMIZER, PARAM, ZENFLOW = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param", f"{ZERO}.zenflow"
+UPDATE = f"{ZENFLOW}.update_interval"
+STRATEGY = f"{ZENFLOW}.select_strategy"
 
 # what offload reads for the device nvme only
 NVME_KEYS = {
     "optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write"),
     "param": ("nvme_path", "buffer_count"),
 }
-
-
-def _ratio(c: CheckSubject) -> bool:
-    ratio = c.number(f"{OPTIMIZER}.ratio")
-    return ratio is not None and 0 <= ratio < 1 and c.stage != 3
 
 
 def _interval(c: CheckSubject) -> float | None:
@@ -34,21 +30,20 @@ OFFLOAD = (
     Rule(
         code="offload-param-stage",
         path=PARAM,
-        when=lambda c: c.offload("param") is not None and c.stage < 3,
+        when=lambda c: c.offload("param") and c.stage < 3,
         message=lambda c: f"offload_param at ZeRO stage {c.stage}",
         why="DeepSpeed ignores it: only stage 3 partitions parameters, so that all of them stay on the device",
         fix="take stage 3, or remove the block",
-        edits=(Removal(PARAM),),
         source="runtime/engine.py:2749-2788",
     ),
     Rule(
         code="offload-without-zero",
         path=OPTIMIZER,
-        when=lambda c: c.offload("optimizer") is not None and c.stage == 0,
+        when=lambda c: c.offload("optimizer") and c.stage == 0,
         message="offload_optimizer without ZeRO",
         why="DeepSpeed offloads nothing at stage 0; the device only makes it choose its CPU Adam",
         fix="take stage 1 or higher, or remove the block",
-        edits=(Assignment(f"{ZERO}.stage", 2),),
+        edits=Assignment(f"{ZERO}.stage", 2),
         source="runtime/engine.py:2384",
     ),
     Rule(
@@ -58,17 +53,16 @@ OFFLOAD = (
         message=lambda c: f"offload_optimizer to NVMe at ZeRO stage {c.stage}",
         why="DeepSpeed keeps the states in host memory and never touches the path, even one that does not exist",
         fix="take stage 3, or device cpu",
-        edits=(Assignment(f"{OPTIMIZER}.device", "cpu"),),
+        edits=Assignment(f"{OPTIMIZER}.device", "cpu"),
         source="runtime/zero/stage_1_and_2.py:220",
     ),
     Rule(
         code="offload-ratio",
         path=f"{OPTIMIZER}.ratio",
-        when=_ratio,
+        when=lambda c: (ratio := c.number(f"{OPTIMIZER}.ratio")) is not None and 0 <= ratio < 1 and c.stage != 3,
         message="offload_optimizer.ratio {value} below stage 3",
         why='DeepSpeed stops: "Partial offloading only supported for ZeRO Stage 3."',
         fix="remove it, or take stage 3",
-        edits=(Removal(f"{OPTIMIZER}.ratio"),),
         source="runtime/zero/config.py:399",
     ),
     Rule(
@@ -80,7 +74,7 @@ OFFLOAD = (
         message="offload_optimizer.ratio {value} with torch's Adam",
         why='DeepSpeed stops: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"',
         fix="remove torch_adam",
-        edits=(Removal("optimizer.params.torch_adam"),),
+        edits=Removal("optimizer.params.torch_adam"),
         source="runtime/zero/stage3.py:316",
     ),
     Rule(
@@ -90,17 +84,14 @@ OFFLOAD = (
         message=lambda c: f"super_offload at ZeRO stage {c.stage}",
         why="DeepSpeed ignores it below stage 3",
         fix="take stage 3, or remove it",
-        edits=(Removal(f"{OPTIMIZER}.super_offload"),),
         source="runtime/engine.py:2749",
     ),
     Rule(
         code="needs-cuda",
         path=f"{OPTIMIZER}.super_offload",
-        when=lambda c: c.on(f"{OPTIMIZER}.super_offload") and c.stage == 3 and c.setting.accelerator == "cpu",
+        when=lambda c: c.on(f"{OPTIMIZER}.super_offload") and c.stage == 3 and c.on_cpu,
         message="super_offload without a GPU",
         why='DeepSpeed stops: "SuperOffload only supports NVIDIA CUDA GPUs"',
-        fix="remove it",
-        edits=(Removal(f"{OPTIMIZER}.super_offload"),),
         source="runtime/superoffload/superoffload_stage3.py:23",
     ),
     Rule(
@@ -116,58 +107,51 @@ OFFLOAD = (
     ),
     Rule(
         code="zenflow-interval-auto",
-        path=f"{ZENFLOW}.update_interval",
-        when=lambda c: c.zenflow and c.stage == 3 and c.number(f"{ZENFLOW}.update_interval") is None,
+        path=UPDATE,
+        when=lambda c: c.zenflow and c.stage == 3 and c.number(UPDATE) is None,
         message="zenflow without a whole number as update_interval",
         why="DeepSpeed takes it as the gradient accumulation steps, 0 for auto, and divides the loss by it",
         fix="give the number of steps between updates on the CPU",
-        edits=(Assignment(f"{ZENFLOW}.update_interval", 4),),
+        edits=Assignment(UPDATE, 4),
         source="runtime/zenflow/engine.py:69",
     ),
     Rule(
         code="zenflow-select-auto",
         path=f"{ZENFLOW}.select_interval",
-        when=lambda c: c.zenflow and c.get(f"{ZENFLOW}.select_strategy") in (None, "auto") and _interval(c) is not None,
+        when=lambda c: c.zenflow and c.get(STRATEGY) in (None, "auto") and _interval(c) is not None,
         message="zenflow.select_interval {value} with the strategy auto",
         why="DeepSpeed raises its own warning as an exception",
         fix="remove select_interval, or take select_strategy step or epoch",
-        edits=(Assignment(f"{ZENFLOW}.select_strategy", "step"),),
+        edits=Assignment(STRATEGY, "step"),
         source="runtime/zenflow/engine.py:39",
     ),
     Rule(
         code="zenflow-select-interval",
-        path=f"{ZENFLOW}.select_strategy",
-        when=lambda c: c.zenflow and c.word(f"{ZENFLOW}.select_strategy") in ("step", "epoch") and _interval(c) is None,
+        path=STRATEGY,
+        when=lambda c: c.zenflow and c.word(STRATEGY) in ("step", "epoch") and _interval(c) is None,
         message="zenflow.select_strategy {value} without a whole number as select_interval",
         why='DeepSpeed stops: "If don\'t use auto select strategy, select_interval must be a number."',
         fix="give the interval",
-        edits=(Assignment(f"{ZENFLOW}.select_strategy", "auto"), Removal(f"{ZENFLOW}.select_interval")),
+        edits=(Assignment(STRATEGY, "auto"), Removal(f"{ZENFLOW}.select_interval")),
         source="runtime/zenflow/engine.py:45",
     ),
     Rule(
         code="zenflow-order",
-        path=f"{ZENFLOW}.update_interval",
-        when=lambda c: (
-            c.zenflow
-            and _interval(c) is not None
-            and (c.number(f"{ZENFLOW}.update_interval") or 0) > (_interval(c) or 0)
-        ),
+        path=UPDATE,
+        when=lambda c: c.zenflow and _interval(c) is not None and (c.number(UPDATE) or 0) > (_interval(c) or 0),
         message=lambda c: f"zenflow.update_interval {{value}} is above select_interval {_interval(c)}",
         why='DeepSpeed stops: "Select interval must be greater or equal to update interval"',
         fix="make update_interval the smaller one",
-        edits=lambda c: (Assignment(f"{ZENFLOW}.update_interval", max(1, int(_interval(c) or 1))),),
+        edits=lambda c: Assignment(UPDATE, max(1, int(_interval(c) or 1))),
         source="runtime/zenflow/engine.py:63",
     ),
     Rule(
         code="zenflow-overlap",
         path=f"{ZERO}.overlap_comm",
-        when=lambda c: (
-            c.zenflow and c.stage == 3 and c.on(f"{ZENFLOW}.offload") and c.get(f"{ZERO}.overlap_comm") is False
-        ),
+        when=lambda c: c.zenflow and c.stage == 3 and c.on(f"{ZENFLOW}.offload") and c.off(f"{ZERO}.overlap_comm"),
         message="zenflow.offload with overlap_comm off",
         why='DeepSpeed stops: "offload selective optimizer should be used with overlap_comm"',
         fix="remove overlap_comm: it is on at stage 3",
-        edits=(Removal(f"{ZERO}.overlap_comm"),),
         source="runtime/zenflow/engine_stage3.py:101",
     ),
     *(
@@ -180,8 +164,6 @@ OFFLOAD = (
             ),
             message=f"offload_{what}.{key} while the device is cpu",
             why="DeepSpeed reads it for offload to NVMe only",
-            fix="remove it",
-            edits=(Removal(f"{ZERO}.offload_{what}.{key}"),),
             source="runtime/swap_tensor/optimizer_utils.py:188, runtime/swap_tensor/partitioned_param_swapper.py:86",
         )
         for what, keys in NVME_KEYS.items()
@@ -191,55 +173,51 @@ OFFLOAD = (
 
 
 def nvme(c: CheckSubject) -> Iterator[Finding]:
-    """Paths of NVMe offload: given, a folder, and on a disk that is one."""
+    """Check paths of NVMe offload: given, a folder, and on an NVMe disk."""
     for what, part in (("optimizer", OPTIMIZER), ("param", PARAM)):
         if c.offload(what) != "nvme" or c.stage != 3:
             continue
         path = c.get(f"{part}.nvme_path")
         if path == "auto":
             continue
-        common = {
-            "path": f"{part}.nvme_path",
-            "edits": (Assignment(f"{part}.device", "cpu"), Removal(f"{part}.nvme_path")),
-        }
         if not isinstance(path, str) or not path:
             yield Finding(
                 code="nvme-path-missing",
-                severity="error",
+                path=f"{part}.nvme_path",
                 message=f"offload_{what} to NVMe without nvme_path",
                 why="DeepSpeed stops once the ranks run: it has no folder to write to",
                 fix="name a folder on the NVMe disk, or offload to the CPU",
-                **common,
+                edits=(Assignment(f"{part}.device", "cpu"), Removal(f"{part}.nvme_path")),
             )
         elif not Path(path).is_dir():
             yield Finding(
                 code="nvme-path",
                 severity="warning",
+                path=f"{part}.nvme_path",
                 message=f"nvme_path {path} is not a folder on this machine",
                 why="DeepSpeed makes it where it may, on whatever disk that is, and fails where it may not",
                 fix="make the folder on the NVMe disk, or offload to the CPU",
-                path=common["path"],
             )
         elif not is_nvme(Path(path)):
             yield Finding(
                 code="nvme-disk",
                 severity="warning",
+                path=f"{part}.nvme_path",
                 message=f"nvme_path {path} lies on {_device(Path(path)) or 'an unknown device'}, which is no NVMe disk",
                 why="DeepSpeed does not look; every step then waits for that disk",
                 fix="name a folder on an NVMe disk, or offload to the CPU",
-                path=common["path"],
             )
 
 
 def _device(path: Path) -> str | None:
-    """The device of the file system that a path is on."""
+    """Return the device of the file system that a path is on."""
     real = path.resolve()
     mounts = {Path(p.mountpoint): p.device for p in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (real, *real.parents) if parent in mounts), None)
 
 
 def is_nvme(path: Path) -> bool:
-    """Whether a folder's file system is on an NVMe device, as far as the mount table tells."""
+    """Return whether a folder's file system is on an NVMe device, as far as the mount table tells."""
     device = _device(path)
     if device is None:
         return False

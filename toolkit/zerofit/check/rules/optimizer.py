@@ -1,4 +1,4 @@
-"""Optimizers: names and parameters that DeepSpeed takes."""
+"""Optimizers: names and parameters that DeepSpeed takes; how gradients are summed, scaled, measured and clipped."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from zerofit.check.edit import Assignment, Removal, Renaming
-from zerofit.check.finding import Finding
-from zerofit.check.rules.near import near
-from zerofit.check.rules.rule import Rule
-from zerofit.check.subject import CheckSubject
+from zerofit.check.edit import Assignment, Removal
+from zerofit.check.finding import Finding, Rule, near, unknown_parameter
+from zerofit.check.rules.precision import bf16_optimizer
+from zerofit.check.subject import ZERO, CheckSubject
 
 PARAMS = "optimizer.params"
+GRAD_NORM = f"{ZERO}.compute_grad_norm"
+MAX_NORM = "optimizer.params.max_grad_norm"
 # optimizers that are gone since 0.19.7, and the one whose uncompressed steps they made
 GONE = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb"}
 # what other libraries call them
@@ -26,15 +27,123 @@ SYNONYMS = {
     "decay": "weight_decay",
 }
 
+
+def _reduce_scatter(c: CheckSubject) -> bool:
+    return c.stage in (2, 3) and c.on(f"{ZERO}.reduce_scatter")
+
+
+def _clips(c: CheckSubject) -> bool:
+    clipping = c.get("gradient_clipping")
+    return clipping == "auto" or clipping is None or bool(c.number("gradient_clipping"))
+
+
+GRADIENTS = (
+    Rule(
+        code="predivide-reduce-scatter",
+        path="gradient_predivide_factor",
+        when=lambda c: (
+            c.changed("gradient_predivide_factor")
+            and _reduce_scatter(c)
+            and c.get("gradient_allreduce_op") in (None, "mean")
+        ),
+        message="gradient_predivide_factor {value} with reduce-scatter at stage 2 or 3",
+        why='DeepSpeed stops: "gradient_predivide_factor != 1.0 is not yet supported with ZeRO-... reduce scatter"',
+        source="runtime/zero/stage_1_and_2.py:350, stage3.py:395",
+    ),
+    Rule(
+        code="prescale-reduce-scatter",
+        path="prescale_gradients",
+        when=lambda c: c.on("prescale_gradients") and _reduce_scatter(c),
+        message="prescale_gradients with reduce-scatter at stage 2 or 3",
+        why='DeepSpeed stops: "pre-scale gradients is not yet supported with ZeRO-... reduce scatter enabled"',
+        source="runtime/zero/stage_1_and_2.py:351, stage3.py:396",
+    ),
+    Rule(
+        code="sum-of-gradients",
+        path="gradient_allreduce_op",
+        when=lambda c: (
+            c.word("gradient_allreduce_op") in ("sum", "SUM") and (c.stage == 3 or c.zenflow or c.deepcompile)
+        ),
+        message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
+        why="DeepSpeed stops: these can only average",
+        fix="take mean, and a learning rate that suits it",
+        edits=Assignment("gradient_allreduce_op", "mean"),
+        source="runtime/config.py:694-699",
+    ),
+    Rule(
+        code="clipping-in-optimizer",
+        path=MAX_NORM,
+        when=lambda c: c.has(MAX_NORM),
+        message="optimizer.params.max_grad_norm is not an optimizer parameter",
+        why="DeepSpeed stops: \"'max_grad_norm' is not supported as an optimizer parameter\"",
+        fix="write gradient_clipping at the top level",
+        edits=lambda c: (
+            Removal(MAX_NORM),
+            *(
+                (Assignment("gradient_clipping", c.number(MAX_NORM)),)
+                if c.number(MAX_NORM) is not None and not c.has("gradient_clipping")
+                else ()
+            ),
+        ),
+        source="runtime/engine.py:2481",
+    ),
+    Rule(
+        code="predivide-ignored",
+        severity="warning",
+        path="gradient_predivide_factor",
+        when=lambda c: c.stage == 0 and c.on("prescale_gradients") and c.changed("gradient_predivide_factor"),
+        message="gradient_predivide_factor {value} beside prescale_gradients",
+        why="DeepSpeed divides by the number of ranks before the sum then, and ignores the factor",
+        fix="keep one of them",
+        source="runtime/engine.py:3807-3816",
+    ),
+    Rule(
+        code="gradient-norm-accumulation",
+        path=GRAD_NORM,
+        when=lambda c: c.off(GRAD_NORM) and bf16_optimizer(c) and c.offload("optimizer") is None,
+        message="compute_grad_norm false with bf16 at stage 1 and fp32 accumulation",
+        why='DeepSpeed stops: "compute_grad_norm=false does not support ZeRO Stage 1 with BF16 parameters and FP32 '
+        'gradient accumulation"',
+        fix="remove it, or take stage 2",
+        source="runtime/engine.py:2307",
+    ),
+    Rule(
+        code="gradient-norm-stage",
+        path=GRAD_NORM,
+        when=lambda c: c.off(GRAD_NORM) and c.stage in (0, 3),
+        message=lambda c: f"compute_grad_norm false at ZeRO stage {c.stage}",
+        why='DeepSpeed stops: "compute_grad_norm=false is supported only with ZeRO Stage 1 or 2"',
+        source="runtime/zero/config.py:391",
+    ),
+    Rule(
+        code="gradient-norm-clipping",
+        path=GRAD_NORM,
+        when=lambda c: c.off(GRAD_NORM) and c.stage in (1, 2) and _clips(c),
+        message="compute_grad_norm false with gradient clipping, which is 1.0 where gradient_clipping is not given",
+        why='DeepSpeed stops: "zero_optimization.compute_grad_norm=false requires gradient_clipping=0"',
+        fix="set gradient_clipping to 0, or leave compute_grad_norm true",
+        source="runtime/zero/stage_1_and_2.py:212",
+    ),
+    Rule(
+        code="gradient-norm-offload",
+        path=GRAD_NORM,
+        when=lambda c: (
+            c.off(GRAD_NORM) and c.stage in (1, 2) and not _clips(c) and (c.offload("optimizer") or c.zenflow)
+        ),
+        message="compute_grad_norm false with the optimizer offloaded",
+        why='DeepSpeed stops: "compute_grad_norm=false does not support optimizer offload"',
+        source="runtime/zero/stage_1_and_2.py:214-216",
+    ),
+)
 OPTIMIZER_RULES = (
     Rule(
         code="optimizer-no-type",
         path="optimizer",
-        when=lambda c: bool(c.section("optimizer")) and c.get("optimizer.type") is None,
+        when=lambda c: c.section("optimizer") and c.get("optimizer.type") is None,
         message="the optimizer block has no type",
         why="DeepSpeed then builds none, without a word",
         fix='name one, "AdamW" say',
-        edits=(Assignment("optimizer.type", "AdamW"),),
+        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/config.py:289",
     ),
     Rule(
@@ -46,7 +155,6 @@ OPTIMIZER_RULES = (
         message="amsgrad with DeepSpeed's own Adam",
         why='DeepSpeed stops: "FusedAdam does not support the AMSGrad variant."',
         fix="remove it, or set torch_adam to true",
-        edits=(Removal(f"{PARAMS}.amsgrad"),),
         source="ops/adam/fused_adam.py:88",
     ),
     Rule(
@@ -54,85 +162,79 @@ OPTIMIZER_RULES = (
         severity="warning",
         path="optimizer.type",
         when=lambda c: (
-            c.optimizer == "adam" and not c.has(f"{PARAMS}.adam_w_mode") and bool(c.number(f"{PARAMS}.weight_decay"))
+            c.optimizer == "adam" and not c.has(f"{PARAMS}.adam_w_mode") and c.number(f"{PARAMS}.weight_decay")
         ),
         message="Adam with weight decay",
         why='DeepSpeed takes "Adam" for AdamW: the decay is decoupled from the gradient',
         fix='write AdamW if that is meant, else "adam_w_mode": false',
-        edits=(Assignment("optimizer.type", "AdamW"),),
+        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/engine.py:2490",
     ),
     Rule(
         code="adamw-mode",
         severity="warning",
         path=f"{PARAMS}.adam_w_mode",
-        when=lambda c: c.optimizer == "adamw" and c.get(f"{PARAMS}.adam_w_mode") is False,
+        when=lambda c: c.optimizer == "adamw" and c.off(f"{PARAMS}.adam_w_mode"),
         message="AdamW with adam_w_mode false",
         why="DeepSpeed ignores it: the name decides",
         fix='write "Adam" for a decay that goes through the gradient',
-        edits=(Assignment("optimizer.type", "Adam"),),
+        edits=Assignment("optimizer.type", "Adam"),
         source="runtime/engine.py:2490",
     ),
     Rule(
         code="lamb-loss-scale",
         path="fp16.loss_scale",
-        when=lambda c: c.optimizer == "lamb" and bool(c.number("fp16.loss_scale")),
+        when=lambda c: c.optimizer == "lamb" and c.number("fp16.loss_scale"),
         message="Lamb with a static loss scale of {value}",
         why='DeepSpeed stops, even with fp16 off: "DeepSpeed lamb optimizer requires dynamic loss scaling"',
         fix="set loss_scale to 0",
-        edits=(Assignment("fp16.loss_scale", 0),),
+        edits=Assignment("fp16.loss_scale", 0),
         source="runtime/engine.py:2021",
     ),
     Rule(
         code="needs-cuda",
         path="optimizer.type",
-        when=lambda c: c.optimizer == "lamb" and (c.setting.accelerator == "cpu" or c.offload("optimizer") is not None),
+        when=lambda c: c.optimizer == "lamb" and (c.on_cpu or c.offload("optimizer")),
         message="Lamb on the CPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
         fix="take AdamW",
-        edits=(Assignment("optimizer.type", "AdamW"),),
+        edits=Assignment("optimizer.type", "AdamW"),
         source="ops/lamb/fused_lamb.py:56",
     ),
     Rule(
         code="optimizer-package",
         path="optimizer.type",
-        when=lambda c: (
-            (c.optimizer or "").startswith("mu")
-            and c.optimizer in ("muadam", "muadamw", "musgd")
-            and importlib.util.find_spec("mup") is None
-        ),
+        when=lambda c: c.optimizer in ("muadam", "muadamw", "musgd") and importlib.util.find_spec("mup") is None,
         message="optimizer {value} needs the package mup, which is not installed",
         why="DeepSpeed logs that and then fails with an UnboundLocalError",
         fix="pip install mup, or take AdamW",
-        edits=(Assignment("optimizer.type", "AdamW"),),
+        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/engine.py:2513",
     ),
     Rule(
         code="optimizer-legacy-fusion",
         severity="warning",
         path="optimizer.legacy_fusion",
-        when=lambda c: c.has("optimizer.legacy_fusion") and not (c.on("fp16.enabled") and c.stage == 0),
+        when=lambda c: c.has("optimizer.legacy_fusion") and not (c.fp16 and c.stage == 0),
         message="optimizer.legacy_fusion has no effect here",
         why="DeepSpeed reads it in fp16 without ZeRO only",
-        fix="remove it",
-        edits=(Removal("optimizer.legacy_fusion"),),
         source="runtime/engine.py:2589",
     ),
     Rule(
         code="needs-cuda",
         path="optimizer.type",
-        when=lambda c: c.optimizer == "lion" and c.setting.accelerator == "cpu" and c.offload("optimizer") is None,
+        when=lambda c: c.optimizer == "lion" and c.on_cpu and c.offload("optimizer") is None,
         message="Lion without a GPU and without offload",
         why="DeepSpeed's op for it is written for CUDA only; offloaded to the CPU it has another one",
         fix="take AdamW, or offload the optimizer to the CPU",
-        edits=(Assignment("optimizer.type", "AdamW"),),
+        edits=Assignment("optimizer.type", "AdamW"),
         source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
     ),
 )
 
 
 def optimizer(c: CheckSubject) -> Iterator[Finding]:
-    """The name, and the names and values of the parameters."""
+    """Check the name, and the names and values of the parameters."""
     name = c.word("optimizer.type")
     if name is None:
         return
@@ -142,7 +244,6 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         better = near(name, ["AdamW", *known], {"adam_w": "AdamW", "fusedadam": "AdamW", **GONE})
         yield Finding(
             code="optimizer-unknown",
-            severity="error",
             path="optimizer.type",
             message=f"DeepSpeed knows no optimizer {name!r}; known: {', '.join(sorted(known))}",
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (names of torch '
@@ -155,14 +256,22 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
     params = c.section(PARAMS)
     for key in params:
         if taken is not None and key not in taken and key != "max_grad_norm":
-            yield _unknown(c, key, taken)
+            yield unknown_parameter(
+                c,
+                f"{PARAMS}.{key}",
+                code="optimizer-param",
+                owner=name,
+                taken=taken,
+                synonyms=SYNONYMS,
+                why="DeepSpeed drops it without a word" if c.optimizer == "muon" else "",
+            )
     for key in ("lr", "weight_decay", "eps", "momentum"):
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
-    if betas is not None and betas != "auto" and not _pair(betas):
+    numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
+    if betas not in (None, "auto") and not (numbers and all(0 <= b < 1 for b in betas)):
         yield Finding(
             code="optimizer-value",
-            severity="error",
             path=f"{PARAMS}.betas",
             message=f"betas is {betas!r}; allowed: two numbers from 0 up to but not including 1",
             why="DeepSpeed hands it on, and the optimizer fails or diverges",
@@ -172,29 +281,12 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
 
 
 def _variant(c: CheckSubject, variants: Any) -> str:
-    """Which constructor gets the parameters (runtime/engine.py:2370-2411)."""
+    """Return which constructor gets the parameters (runtime/engine.py:2370-2411)."""
     if c.on(f"{PARAMS}.torch_adam") and "torch" in variants:
         return "torch"
     if c.offload("optimizer") and "cpu" in variants:
         return "cpu"
     return "fused" if "fused" in variants else "torch"
-
-
-def _unknown(c: CheckSubject, key: str, taken: list[str]) -> Finding:
-    better = near(key, taken, SYNONYMS)
-    free = better is not None and not c.has(f"{PARAMS}.{better}") and better != "betas"
-    ignored = c.optimizer == "muon"
-    return Finding(
-        code="optimizer-param",
-        severity="error",
-        path=f"{PARAMS}.{key}",
-        message=f"{c.get('optimizer.type')} takes no parameter {key!r}; it takes: {', '.join(taken)}",
-        why="DeepSpeed drops it without a word"
-        if ignored
-        else f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
-        fix=f"did you mean {better}?" if better else "remove it",
-        edits=(Renaming(f"{PARAMS}.{key}", better),) if free and better else (Removal(f"{PARAMS}.{key}"),),
-    )
 
 
 def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
@@ -209,7 +301,6 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             as_number = None
         yield Finding(
             code="number-as-string",
-            severity="error",
             path=path,
             message=f"{key} is the string {value!r}",
             why="DeepSpeed hands it on as it is: \"'<=' not supported between instances of 'float' and 'str'\"",
@@ -219,15 +310,9 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
     elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (key == "lr" and value == 0):
         yield Finding(
             code="optimizer-value",
-            severity="error",
             path=path,
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'from'} 0",
             why="DeepSpeed's own optimizers do not look, and train nothing or diverge; torch's stop",
             fix="correct it, or remove it for the default",
             edits=(Removal(path),),
         )
-
-
-def _pair(betas: Any) -> bool:
-    numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
-    return numbers and all(0 <= b < 1 for b in betas)

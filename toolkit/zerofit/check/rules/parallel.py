@@ -1,17 +1,14 @@
-"""Tensor, sequence and pipeline parallelism."""
+"""Tensor, sequence, pipeline and expert parallelism (AutoEP)."""
 
 from __future__ import annotations
 
-from zerofit.check.edit import Assignment, Removal
-from zerofit.check.rules.rule import Rule
+from zerofit.check.edit import Assignment
+from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
 TP = "tensor_parallel"
+EP = "expert_parallel"
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
-
-
-def _divisors(ranks: int) -> list[int]:
-    return [d for d in range(1, ranks + 1) if ranks % d == 0]
 
 
 def _nested(c: CheckSubject) -> int:
@@ -26,24 +23,18 @@ def _not_dividing(c: CheckSubject, degree: int) -> bool:
     return bool(c.ranks) and degree > 1 and c.ranks % degree != 0
 
 
-def _heads(c: CheckSubject) -> bool:
-    facts, degree = c.setting.facts, c.tensor_parallel
-    if facts is None or degree == 1 or not facts.attention_heads:
-        return False
-    return any(n % degree for n in (facts.attention_heads, facts.kv_heads or degree))
-
-
-def _heads_left_over(c: CheckSubject) -> str:
+def _heads(c: CheckSubject) -> tuple[int, int | None]:
+    """Return the model's attention heads, 0 where they are not known, and its key-value heads."""
     facts = c.setting.facts
-    assert facts is not None  # see _heads
-    return (
-        f"autotp_size {{value}} does not divide the model's {facts.attention_heads} attention "
-        f"heads and {facts.kv_heads} key-value heads"
-    )
+    return (facts.attention_heads or 0, facts.kv_heads) if facts else (0, None)
 
 
 def _largest(c: CheckSubject, degree: int) -> int:
-    return max(d for d in _divisors(c.ranks or 1) if d <= degree)
+    return max(d for d in range(1, degree + 1) if (c.ranks or 1) % d == 0)
+
+
+def _experts(c: CheckSubject) -> int:
+    return c.degree(f"{EP}.autoep_size")
 
 
 PARALLEL = (
@@ -54,17 +45,20 @@ PARALLEL = (
         message=lambda c: f"autotp_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: (Assignment(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),),
+        edits=lambda c: Assignment(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),
         source="runtime/utils/groups.py:202",
     ),
     Rule(
         code="tensor-parallel-heads",
         path=f"{TP}.autotp_size",
-        when=_heads,
-        message=_heads_left_over,
+        when=lambda c: _heads(c)[0] and any((n or 0) % c.tensor_parallel for n in _heads(c)),
+        message=lambda c: (
+            f"autotp_size {{value}} does not divide the model's {_heads(c)[0]} attention heads and {_heads(c)[1]} "
+            "key-value heads"
+        ),
         why="DeepSpeed makes uneven shards or leaves ranks without a head",
         fix="take a divisor of both",
-        edits=(Assignment(f"{TP}.autotp_size", 1),),
+        edits=Assignment(f"{TP}.autotp_size", 1),
         source="runtime/engine.py:1046",
     ),
     Rule(
@@ -74,7 +68,7 @@ PARALLEL = (
         message="tensor_parallel.tp.tp_size {value} without autotp_size",
         why="DeepSpeed splits nothing in training: autotp_size decides",
         fix="set tensor_parallel.autotp_size",
-        edits=lambda c: (Assignment(f"{TP}.autotp_size", _nested(c)),),
+        edits=lambda c: Assignment(f"{TP}.autotp_size", _nested(c)),
         source="runtime/engine.py:595",
     ),
     Rule(
@@ -84,7 +78,6 @@ PARALLEL = (
         message=lambda c: f"tensor_parallel.tp.tp_size {{value}} beside autotp_size {c.tensor_parallel}",
         why='DeepSpeed stops: "tensor_parallel.tp.tp_size does not match tensor_parallel.autotp_size"',
         fix="remove the inner one",
-        edits=(Removal(f"{TP}.tp.tp_size"),),
         source="runtime/engine.py:1020",
     ),
     Rule(
@@ -94,7 +87,6 @@ PARALLEL = (
         message="tensor_parallel.dtype cannot be given in a JSON",
         why='DeepSpeed stops: "Input should be an instance of dtype"; nothing reads the value',
         fix="remove it: bf16 and fp16 say it",
-        edits=(Removal(f"{TP}.dtype"),),
         source="runtime/tensor_parallel/config.py:40",
     ),
     Rule(
@@ -104,7 +96,6 @@ PARALLEL = (
         message=f"tensor_parallel.preset_model is {{value}}; known: {', '.join(PRESETS)}",
         why="DeepSpeed takes none then, without a word, and guesses which layers to split",
         fix="name one of them, or remove it",
-        edits=(Removal(f"{TP}.preset_model"),),
         source="module_inject/autotp_config.py:558",
     ),
     Rule(
@@ -114,7 +105,7 @@ PARALLEL = (
         message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: (Assignment("sequence_parallel_size", _largest(c, c.sequence_parallel)),),
+        edits=lambda c: Assignment("sequence_parallel_size", _largest(c, c.sequence_parallel)),
         source="runtime/config.py:461",
     ),
     Rule(
@@ -128,7 +119,7 @@ PARALLEL = (
         why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
         "(zerofit does) or data_parallel_size is given too",
         fix="give data_parallel_size too, or register Ulysses in code",
-        edits=lambda c: (Assignment("data_parallel_size", max(1, c.ranks // c.sequence_parallel)),),
+        edits=lambda c: Assignment("data_parallel_size", max(1, c.ranks // c.sequence_parallel)),
         source="__init__.py:543",
     ),
     Rule(
@@ -139,34 +130,31 @@ PARALLEL = (
         message="data_parallel_size without sequence_parallel_size",
         why="DeepSpeed ignores it",
         fix="remove it: the number of ranks decides",
-        edits=(Removal("data_parallel_size"),),
         source="__init__.py:543",
     ),
     Rule(
         code="pipeline-print",
         path="steps_per_print",
         when=lambda c: (
-            (c.pipeline > 1 or bool(c.section("pipeline")))
+            (c.pipeline > 1 or c.section("pipeline"))
             and (c.on("wall_clock_breakdown") or c.on("flops_profiler.enabled"))
             and c.number("steps_per_print") is None
         ),
         message="timers or the flops profiler with a pipeline, without steps_per_print",
         why="DeepSpeed fails at the first batch: \"unsupported operand type(s) for %: 'int' and 'NoneType'\"",
         fix="set steps_per_print",
-        edits=(Assignment("steps_per_print", 10),),
+        edits=Assignment("steps_per_print", 10),
         source="runtime/pipe/engine.py:1240",
     ),
     Rule(
         code="managed-accumulation",
         path="managed_gradient_accumulation",
         when=lambda c: (
-            c.get("managed_gradient_accumulation") is False
-            and (c.pipeline > 1 or c.on("compile.deepcompile") or (c.stage <= 1 and c.on(f"{ZERO}.overlap_comm")))
+            c.off("managed_gradient_accumulation")
+            and (c.pipeline > 1 or c.deepcompile or (c.stage <= 1 and c.on(f"{ZERO}.overlap_comm")))
         ),
         message="managed_gradient_accumulation false with a pipeline, DeepCompile, or overlap_comm below stage 2",
         why='DeepSpeed stops: "managed_gradient_accumulation=False is not supported with ..."',
-        fix="remove it",
-        edits=(Removal("managed_gradient_accumulation"),),
         source="runtime/engine.py:2031-2035",
     ),
     Rule(
@@ -175,7 +163,7 @@ PARALLEL = (
         when=lambda c: (
             c.has("sequence_parallel_size")
             and _data(c) > 0
-            and bool(c.ranks)
+            and c.ranks
             and not _not_dividing(c, c.sequence_parallel)
             and _data(c) * c.sequence_parallel != c.ranks
         ),
@@ -192,5 +180,77 @@ PARALLEL = (
             else ()
         ),
         source="__init__.py:545, comm/comm.py:817",
+    ),
+)
+EXPERTS = (
+    Rule(
+        code="experts-off",
+        path=EP,
+        when=lambda c: len(c.section(EP)) > 0 and not c.has(f"{EP}.enabled"),
+        message="expert_parallel without enabled",
+        why="DeepSpeed leaves it off, without a word",
+        fix='add "enabled": true',
+        edits=Assignment(f"{EP}.enabled", True),
+        source="module_inject/auto_ep_config.py:48",
+    ),
+    Rule(
+        code="experts-balance",
+        path=f"{EP}.load_balance_coeff",
+        when=lambda c: c.get(f"{EP}.load_balance_coeff") is not None,
+        message="expert_parallel.load_balance_coeff is not supported",
+        why='DeepSpeed stops: "load_balance_coeff=... is not supported in this AutoEP build"',
+        source="module_inject/auto_ep_config.py:76",
+    ),
+    Rule(
+        code="experts-zero3",
+        path=f"{EP}.enabled",
+        when=lambda c: (
+            c.on(f"{EP}.enabled")
+            and c.stage == 3
+            and (
+                c.sequence_parallel > 1
+                or c.on(f"{ZERO}.zero_quantized_gradients")
+                or (c.number(f"{ZERO}.zero_hpz_partition_size") or 1) > 1
+            )
+        ),
+        message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
+        why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
+        fix="take stage 2",
+        edits=Assignment(f"{EP}.enabled", False),
+        source="runtime/engine.py:2218",
+    ),
+    Rule(
+        code="experts-tensor-parallel",
+        path=f"{EP}.enabled",
+        when=lambda c: (
+            c.on(f"{EP}.enabled")
+            and c.tensor_parallel > 1
+            and (
+                c.deepcompile
+                or c.pipeline > 1
+                or c.sequence_parallel > 1
+                or c.section(f"{ZERO}.offload_optimizer")
+                or c.section(f"{ZERO}.offload_param")
+            )
+        ),
+        message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
+        why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
+        fix="leave one of them out",
+        edits=Assignment(f"{EP}.enabled", False),
+        source="module_inject/auto_ep_folding.py:202",
+    ),
+    Rule(
+        code="experts-ranks",
+        path=f"{EP}.autoep_size",
+        when=lambda c: c.on(f"{EP}.enabled") and c.ranks and (c.ranks // c.pipeline) % _experts(c) != 0,
+        message=lambda c: f"autoep_size {{value}} does not divide {c.ranks // c.pipeline} ranks",
+        why='DeepSpeed stops once the ranks run: "autoep_size * expert_tensor_parallel_size must divide the stage '
+        'size"',
+        fix="take a divisor of the number of ranks, and of the experts",
+        edits=lambda c: Assignment(
+            f"{EP}.autoep_size",
+            max(d for d in range(1, _experts(c) + 1) if (c.ranks // c.pipeline) % d == 0),
+        ),
+        source="module_inject/auto_ep_folding.py:112",
     ),
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.rules.rule import Rule
+from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
 # fp16's largest number is 65504: a loss scale far above it overflows step after step until it has come down
 HIGH_SCALE_POWER = 24
+BF16_MASTERS = "bf16.bf16_master_weights_and_grads"
+FP16_MASTERS = "fp16.fp16_master_weights_and_grads"
+ACCUMULATION = "data_types.grad_accum_dtype"
 
 
 def _dynamic(c: CheckSubject) -> bool:
-    return c.on("fp16.enabled") and not c.number("fp16.loss_scale")
+    return c.fp16 and not c.number("fp16.loss_scale")
 
 
 def _at_most_zero(value: float | None) -> bool:
@@ -19,26 +22,22 @@ def _at_most_zero(value: float | None) -> bool:
 
 
 def _masters(c: CheckSubject) -> bool:
-    """Master weights in 16 bits that are only allowed with DeepSpeed's CPU Adam."""
-    bf16 = c.on("bf16.bf16_master_weights_and_grads") and not c.on("bf16.bf16_optimizer_states")
-    return bf16 or c.on("fp16.fp16_master_weights_and_grads")
-
-
-def _on_host(c: CheckSubject) -> bool:
-    return c.offload("optimizer") is not None and not c.on("optimizer.params.torch_adam")
+    """Return whether there are 16-bit master weights that are only allowed with DeepSpeed's CPU Adam."""
+    bf16 = c.on(BF16_MASTERS) and not c.on("bf16.bf16_optimizer_states")
+    return bf16 or c.on(FP16_MASTERS)
 
 
 def bf16_optimizer(c: CheckSubject) -> bool:
-    """Whether DeepSpeed changes to its BF16_Optimizer (runtime/engine.py:2305)."""
-    return c.on("bf16.enabled") and c.stage == 1 and c.word("data_types.grad_accum_dtype") in ("fp32", "float32")
+    """Return whether DeepSpeed changes to its BF16_Optimizer (runtime/engine.py:2305)."""
+    return c.bf16 and c.stage == 1 and c.word(ACCUMULATION) in ("fp32", "float32")
 
 
 def _mode(c: CheckSubject) -> str:
-    return "bf16" if c.on("bf16.enabled") else "fp16" if c.on("fp16.enabled") else "fp32"
+    return "bf16" if c.bf16 else "fp16" if c.fp16 else "fp32"
 
 
 def _accumulates_otherwise(c: CheckSubject) -> bool:
-    kind = c.word("data_types.grad_accum_dtype")
+    kind = c.word(ACCUMULATION)
     known = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
     settled = all(c.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16"))
     return c.stage == 0 and settled and kind in known and known[kind] != _mode(c)
@@ -48,17 +47,17 @@ PRECISION = (
     Rule(
         code="fp16-and-bf16",
         path="fp16.enabled",
-        when=lambda c: c.on("fp16.enabled") and c.on("bf16.enabled"),
+        when=lambda c: c.fp16 and c.bf16,
         message="fp16.enabled and bf16.enabled are both true",
         why='DeepSpeed stops: "bfloat16 and fp16 modes cannot be simultaneously enabled"',
         fix="set one of them to false; bf16 needs no loss scaling where the device has it",
-        edits=(Assignment("fp16.enabled", False),),
+        edits=Assignment("fp16.enabled", False),
         source="runtime/config.py:511",
     ),
     Rule(
         code="fp16-device",
         path="fp16.enabled",
-        when=lambda c: c.on("fp16.enabled") and not c.on("bf16.enabled") and "fp16" not in c.setting.precisions,
+        when=lambda c: c.fp16 and not c.bf16 and "fp16" not in c.setting.precisions,
         message="fp16 on a device that has no fp16 arithmetic",
         why='DeepSpeed stops once the ranks run: "Type fp16 is not supported on your device."',
         fix="take bf16, or neither",
@@ -72,7 +71,7 @@ PRECISION = (
         code="bf16-device",
         severity="warning",
         path="bf16.enabled",
-        when=lambda c: c.on("bf16.enabled") and "bf16" not in c.setting.precisions,
+        when=lambda c: c.bf16 and "bf16" not in c.setting.precisions,
         message="bf16 on a device that has no bf16 arithmetic",
         why='torch emulates it, slowly; else DeepSpeed stops: "Type bf16 is not supported on your device."',
         fix="take fp16",
@@ -83,12 +82,12 @@ PRECISION = (
         code="bf16-without-zero",
         severity="warning",
         path="bf16.enabled",
-        when=lambda c: c.on("bf16.enabled") and c.stage == 0 and c.pipeline == 1 and c.optimizer in ("adam", "adamw"),
+        when=lambda c: c.bf16 and c.stage == 0 and c.pipeline == 1 and c.optimizer in ("adam", "adamw"),
         message="bf16 without ZeRO",
         why="DeepSpeed makes an optimizer step on zero gradients at the start, which counts as Adam's first: the real "
         "first steps are too small (zerofit undoes it)",
         fix="take ZeRO stage 1: it needs no more memory or time",
-        edits=(Assignment(f"{ZERO}.stage", 1),),
+        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/fp16/unfused_optimizer.py:425",
     ),
     Rule(
@@ -98,7 +97,7 @@ PRECISION = (
         message="fp16.loss_scale_window is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: the loss scale could never rise again",
         fix="take 1000, or remove the key",
-        edits=(Assignment("fp16.loss_scale_window", 1000),),
+        edits=Assignment("fp16.loss_scale_window", 1000),
         source="runtime/precision_config.py:192",
     ),
     Rule(
@@ -108,7 +107,7 @@ PRECISION = (
         message="fp16.min_loss_scale is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: a loss scale that may reach 0 loses every gradient",
         fix="take 1, or remove the key",
-        edits=(Assignment("fp16.min_loss_scale", 1),),
+        edits=Assignment("fp16.min_loss_scale", 1),
         source="runtime/precision_config.py:196",
     ),
     Rule(
@@ -135,7 +134,7 @@ PRECISION = (
         message="the loss scale starts at 2^{value}",
         why="fp16 ends at 65504: DeepSpeed skips a step for each halving until the scale fits",
         fix="take 16",
-        edits=(Assignment("fp16.initial_scale_power", 16),),
+        edits=Assignment("fp16.initial_scale_power", 16),
         source="runtime/fp16/loss_scaler.py:160",
     ),
     Rule(
@@ -143,14 +142,14 @@ PRECISION = (
         severity="warning",
         path="fp16.loss_scale",
         when=lambda c: (
-            c.on("fp16.enabled")
-            and bool(c.number("fp16.loss_scale"))
+            c.fp16
+            and c.number("fp16.loss_scale")
             and any(c.has(f"fp16.{key}") for key in ("initial_scale_power", "loss_scale_window", "hysteresis"))
         ),
         message="a static loss scale of {value} beside settings of the dynamic one",
         why="DeepSpeed scales by that number for the whole run and reads none of the others",
         fix="set loss_scale to 0 for dynamic scaling, or remove the others",
-        edits=(Assignment("fp16.loss_scale", 0),),
+        edits=Assignment("fp16.loss_scale", 0),
         source="runtime/engine.py:2450",
     ),
     Rule(
@@ -160,104 +159,99 @@ PRECISION = (
         message="fp16.auto_cast is on while fp16 is off",
         why='DeepSpeed casts the inputs to fp16 all the same: "mat1 and mat2 must have the same dtype"',
         fix="remove it, or enable fp16",
-        edits=(Removal("fp16.auto_cast"),),
         source="runtime/engine.py:2957",
     ),
     Rule(
         code="master-weights-stage",
-        path="bf16.bf16_master_weights_and_grads",
-        when=lambda c: c.on("bf16.bf16_master_weights_and_grads") and c.stage == 0,
+        path=BF16_MASTERS,
+        when=lambda c: c.on(BF16_MASTERS) and c.stage == 0,
         message="bf16 master weights without ZeRO",
         why='DeepSpeed stops: "Bf16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
         fix="take ZeRO stage 1 or higher",
-        edits=(Assignment(f"{ZERO}.stage", 1),),
+        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/config.py:706",
     ),
     Rule(
         code="master-weights-stage",
-        path="fp16.fp16_master_weights_and_grads",
-        when=lambda c: c.on("fp16.fp16_master_weights_and_grads") and c.stage == 0,
+        path=FP16_MASTERS,
+        when=lambda c: c.on(FP16_MASTERS) and c.stage == 0,
         message="fp16 master weights without ZeRO",
         why='DeepSpeed stops: "Fp16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
         fix="remove it: fp16 master weights lose small updates",
-        edits=(Removal("fp16.fp16_master_weights_and_grads"),),
         source="runtime/config.py:702",
     ),
     Rule(
         code="optimizer-states-need-masters",
         path="bf16.bf16_optimizer_states",
-        when=lambda c: c.on("bf16.bf16_optimizer_states") and not c.on("bf16.bf16_master_weights_and_grads"),
+        when=lambda c: c.on("bf16.bf16_optimizer_states") and not c.on(BF16_MASTERS),
         message="bf16.bf16_optimizer_states without bf16_master_weights_and_grads",
         why='DeepSpeed stops: "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
         fix="set both",
-        edits=(Assignment("bf16.bf16_master_weights_and_grads", True),),
+        edits=Assignment(BF16_MASTERS, True),
         source="runtime/config.py:714",
     ),
     Rule(
         code="master-weights-both",
-        path="fp16.fp16_master_weights_and_grads",
-        when=lambda c: c.on("fp16.fp16_master_weights_and_grads") and c.on("bf16.bf16_master_weights_and_grads"),
+        path=FP16_MASTERS,
+        when=lambda c: c.on(FP16_MASTERS) and c.on(BF16_MASTERS),
         message="master weights are asked for in fp16 and in bf16",
         why="DeepSpeed stops while it builds the optimizer: the two exclude each other",
         fix="keep the one of the precision that is enabled",
-        edits=(Removal("fp16.fp16_master_weights_and_grads"),),
         source="runtime/base_optimizer.py:499",
     ),
     Rule(
         code="master-weights-need-offload",
         path=f"{ZERO}.offload_optimizer",
-        when=lambda c: c.stage > 0 and _masters(c) and not _on_host(c),
+        when=lambda c: (
+            c.stage > 0 and _masters(c) and not (c.offload("optimizer") and not c.on("optimizer.params.torch_adam"))
+        ),
         message="16-bit master weights without an optimizer in host memory",
         why='DeepSpeed stops while it builds the optimizer: "Master weights feature requires ZeRO-... Offload with '
         'DeepSpeedCPUAdam"',
         fix="set bf16.bf16_optimizer_states too (bf16), or offload the optimizer to the CPU with DeepSpeed's own Adam",
         edits=lambda c: (
-            (Assignment("bf16.bf16_optimizer_states", True),)
-            if c.on("bf16.bf16_master_weights_and_grads")
-            else (Removal("fp16.fp16_master_weights_and_grads"),)
+            (Assignment("bf16.bf16_optimizer_states", True),) if c.on(BF16_MASTERS) else (Removal(FP16_MASTERS),)
         ),
         source="runtime/zero/stage_1_and_2.py:332, stage3.py:300",
     ),
     Rule(
         code="master-weights-without-bf16",
-        path="bf16.bf16_master_weights_and_grads",
-        when=lambda c: c.on("bf16.bf16_master_weights_and_grads") and c.get("bf16.enabled") in (None, False),
+        path=BF16_MASTERS,
+        when=lambda c: c.on(BF16_MASTERS) and c.get("bf16.enabled") in (None, False),
         message="bf16 master weights while bf16 is off",
         why="DeepSpeed does not look at bf16.enabled here and keeps 16-bit masters of an fp32 model",
         fix="enable bf16",
-        edits=(Assignment("bf16.enabled", True),),
+        edits=Assignment("bf16.enabled", True),
         source="runtime/base_optimizer.py:523",
     ),
     Rule(
         code="overflow-check-ignored",
         severity="warning",
         path="bf16.check_grad_overflow",
-        when=lambda c: c.get("bf16.check_grad_overflow") is False and (c.stage == 3 or bf16_optimizer(c)),
+        when=lambda c: c.off("bf16.check_grad_overflow") and (c.stage == 3 or bf16_optimizer(c)),
         message="bf16.check_grad_overflow false has no effect here",
         why="ZeRO-3, and stage 1 with fp32 accumulation, look for overflows in any case",
-        fix="remove it",
-        edits=(Removal("bf16.check_grad_overflow"),),
         source="runtime/zero/stage3.py:2816, runtime/bf16_optimizer.py",
     ),
     Rule(
         code="bf16-optimizer",
         severity="warning",
-        path="data_types.grad_accum_dtype",
+        path=ACCUMULATION,
         when=lambda c: bf16_optimizer(c) and c.get(f"{ZERO}.compute_grad_norm") is not False,
         message="bf16 at stage 1 with fp32 accumulation",
         why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
         "bucket sizes: 133 MB instead of 104 MB in a measured case",
         fix="take stage 2, which partitions that buffer",
+        edits=(),
         source="runtime/engine.py:2305, runtime/bf16_optimizer.py:191",
     ),
     Rule(
         code="accumulation-type",
-        path="data_types.grad_accum_dtype",
+        path=ACCUMULATION,
         when=_accumulates_otherwise,
         message="data_types.grad_accum_dtype {value} without ZeRO is another type than the model's",
         why='DeepSpeed stops: "unsupported mix of model_dtype and grad_accum_dtype"',
         fix="take ZeRO stage 1 or 2, or remove it",
-        edits=(Removal("data_types.grad_accum_dtype"),),
         source="runtime/engine.py:2323",
     ),
     Rule(
@@ -271,7 +265,6 @@ PRECISION = (
         message=lambda c: f"data_types.param_dtype {{value}} while the enabled precision is {_mode(c)}",
         why='DeepSpeed stops: "data_types.param_dtype=... conflicts with the enabled precision mode"',
         fix="remove it: the enabled precision says it",
-        edits=(Removal("data_types.param_dtype"),),
         source="runtime/engine.py:1827",
     ),
     Rule(
@@ -282,7 +275,7 @@ PRECISION = (
         message=lambda c: f"torch_autocast and {_mode(c)} are both on",
         why="DeepSpeed applies both: the parameters are cast too, and autocast's fp32 weights are gone",
         fix="keep one",
-        edits=(Assignment("torch_autocast.enabled", False),),
+        edits=Assignment("torch_autocast.enabled", False),
         source="runtime/torch_autocast.py:111",
     ),
     Rule(
@@ -293,7 +286,7 @@ PRECISION = (
         message="torch_autocast is on without a dtype",
         why="torch then takes the device's own (fp16 on CUDA), and DeepSpeed starts no gradient scaler for it",
         fix='set torch_autocast.dtype to "bfloat16" (or "float16")',
-        edits=(Assignment("torch_autocast.dtype", "bfloat16"),),
+        edits=Assignment("torch_autocast.dtype", "bfloat16"),
         source="runtime/config.py:194, runtime/torch_autocast.py:112",
     ),
     Rule(
@@ -303,7 +296,7 @@ PRECISION = (
         message="torch_autocast together with zero_quantized_weights",
         why='DeepSpeed stops: "Cannot enable both torch autocast and zero quantized weights"',
         fix="keep one",
-        edits=(Assignment(f"{ZERO}.zero_quantized_weights", False),),
+        edits=Assignment(f"{ZERO}.zero_quantized_weights", False),
         source="runtime/torch_autocast.py:32",
     ),
     Rule(
@@ -311,7 +304,7 @@ PRECISION = (
         severity="warning",
         path="fp16",
         when=lambda c: (
-            c.on("fp16.enabled")
+            c.fp16
             and c.stage == 0
             and any(c.changed(f"fp16.{key}") for key in ("hysteresis", "consecutive_hysteresis"))
         ),

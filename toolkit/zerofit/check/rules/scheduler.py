@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Assignment, Removal, Renaming
-from zerofit.check.finding import Finding
-from zerofit.check.rules.near import near
-from zerofit.check.rules.rule import Rule
+from zerofit.check.edit import Assignment, Removal
+from zerofit.check.finding import Finding, Rule, near, unknown_parameter
 from zerofit.check.subject import CheckSubject
 
 PARAMS = "scheduler.params"
+WARMUP = f"{PARAMS}.warmup_num_steps"
+TOTAL = f"{PARAMS}.total_num_steps"
 SYNONYMS = {
     "warmup_steps": "warmup_num_steps",
     "num_warmup_steps": "warmup_num_steps",
@@ -28,22 +28,12 @@ def _own(c: CheckSubject) -> bool:
 
 
 def _wrapped(c: CheckSubject) -> bool:
-    """Whether the engine hands schedulers an optimizer of its own, which is none of torch's."""
-    return c.stage > 0 or c.on("fp16.enabled") or c.on("bf16.enabled")
-
-
-def _plain(c: CheckSubject) -> bool:
-    name = c.word("scheduler.type")
-    return name in c.catalog.schedulers and not _own(c)
-
-
-def _peak(c: CheckSubject) -> bool:
-    lr, peak = c.number("optimizer.params.lr"), c.number(f"{PARAMS}.warmup_max_lr")
-    return c.word("scheduler.type") == "WarmupDecayLR" and lr is not None and peak is None and lr != 1e-3
+    """Return whether the engine hands schedulers an optimizer of its own, which is none of torch's."""
+    return c.stage > 0 or c.fp16 or c.bf16
 
 
 def _below(c: CheckSubject, lower: str, upper: str) -> bool:
-    """Whether both parameters are numbers and the first is the smaller one."""
+    """Return whether both parameters are numbers and the first is the smaller one."""
     first, second = c.number(f"{PARAMS}.{lower}"), c.number(f"{PARAMS}.{upper}")
     return first is not None and second is not None and first < second
 
@@ -52,11 +42,10 @@ SCHEDULER_RULES = (
     Rule(
         code="scheduler-no-type",
         path="scheduler",
-        when=lambda c: bool(c.section("scheduler")) and c.get("scheduler.type") is None,
+        when=lambda c: c.section("scheduler") and c.get("scheduler.type") is None,
         message="the scheduler block has no type",
         why="DeepSpeed then builds none, without a word: the learning rate stays constant",
         fix='name one, "WarmupDecayLR" say, or remove the block',
-        edits=(Removal("scheduler"),),
         source="runtime/config.py:326",
     ),
     Rule(
@@ -66,19 +55,19 @@ SCHEDULER_RULES = (
         message="the scheduler block has no params",
         why='DeepSpeed stops once the ranks run: "argument after ** must be a mapping, not NoneType"',
         fix='add "params": {}',
-        edits=lambda c: (
-            Assignment(PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")),
+        edits=lambda c: Assignment(
+            PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")
         ),
         source="runtime/engine.py:1934",
     ),
     Rule(
         code="scheduler-torch",
         path="scheduler.type",
-        when=lambda c: _plain(c) and _wrapped(c),
+        when=lambda c: c.word("scheduler.type") in c.catalog.schedulers and not _own(c) and _wrapped(c),
         message="torch's scheduler {value} with ZeRO, fp16 or bf16",
         why='DeepSpeed stops once the ranks run: "DeepSpeedZeroOptimizer is not an Optimizer"',
         fix="take one of DeepSpeed's own (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
-        edits=(Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
+        edits=Assignment("scheduler", {"type": "WarmupLR", "params": {}}),
         source="runtime/engine.py:1893",
     ),
     Rule(
@@ -88,24 +77,17 @@ SCHEDULER_RULES = (
         message="ReduceLROnPlateau in the JSON",
         why="DeepSpeed passes it the batch size as the metric: a constant, so that the learning rate falls for ever",
         fix="take one of DeepSpeed's own",
-        edits=(Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
+        edits=Assignment("scheduler", {"type": "WarmupLR", "params": {}}),
         source="runtime/engine.py:3543",
     ),
     Rule(
         code="scheduler-warmup",
-        path=f"{PARAMS}.warmup_num_steps",
-        when=lambda c: (
-            _own(c)
-            and c.has(f"{PARAMS}.warmup_num_steps")
-            and c.get(f"{PARAMS}.warmup_num_steps") != "auto"
-            and not _count(c.get(f"{PARAMS}.warmup_num_steps"))
-        ),
+        path=WARMUP,
+        when=lambda c: _own(c) and c.has(WARMUP) and c.get(WARMUP) != "auto" and not _count(c.get(WARMUP)),
         message="warmup_num_steps is {value}; allowed: a whole number from 1 on, without a decimal point",
         why='DeepSpeed stops once the ranks run: "warmup_num_steps must be a positive integer"',
         fix="take 1 for no warm-up",
-        edits=lambda c: (
-            Assignment(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.warmup_num_steps") or 1))),
-        ),
+        edits=lambda c: Assignment(WARMUP, max(1, int(c.number(WARMUP) or 1))),
         source="runtime/lr_schedules.py:733",
     ),
     Rule(
@@ -118,31 +100,31 @@ SCHEDULER_RULES = (
         message='warmup_type is {value}; allowed: "log" or "linear"',
         why="DeepSpeed warns and takes log",
         fix="take linear",
-        edits=(Assignment(f"{PARAMS}.warmup_type", "linear"),),
+        edits=Assignment(f"{PARAMS}.warmup_type", "linear"),
         source="runtime/lr_schedules.py:746",
     ),
     Rule(
         code="scheduler-total",
-        path=f"{PARAMS}.total_num_steps",
+        path=TOTAL,
         when=lambda c: _own(c) and _below(c, "total_num_steps", "warmup_num_steps"),
-        message=lambda c: (
-            f"total_num_steps {{value}} is below warmup_num_steps {c.number(f'{PARAMS}.warmup_num_steps')}"
-        ),
+        message=lambda c: f"total_num_steps {{value}} is below warmup_num_steps {c.number(WARMUP)}",
         why="DeepSpeed warns and goes on: the learning rate never reaches its peak",
         fix="give the optimizer steps of the whole run",
-        edits=lambda c: (
-            Assignment(f"{PARAMS}.warmup_num_steps", max(1, int(c.number(f"{PARAMS}.total_num_steps") or 1) // 20)),
-        ),
+        edits=lambda c: Assignment(WARMUP, max(1, int(c.number(TOTAL) or 1) // 20)),
         source="runtime/lr_schedules.py:826",
     ),
     Rule(
         code="scheduler-peak",
         path=PARAMS,
-        when=_peak,
+        when=lambda c: (
+            c.word("scheduler.type") == "WarmupDecayLR"
+            and c.number("optimizer.params.lr") not in (None, 1e-3)
+            and c.number(f"{PARAMS}.warmup_max_lr") is None
+        ),
         message=lambda c: f"WarmupDecayLR without warmup_max_lr beside lr {c.number('optimizer.params.lr')}",
         why="DeepSpeed takes 0.001 as the peak, not the optimizer's learning rate",
         fix="set warmup_max_lr",
-        edits=lambda c: (Assignment(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),),
+        edits=lambda c: Assignment(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),
         source="runtime/lr_schedules.py:818",
     ),
     Rule(
@@ -157,7 +139,7 @@ SCHEDULER_RULES = (
         message="OneCycle cycles the momentum too where cycle_momentum is not given",
         why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",
         fix="set cycle_momentum to false to keep your betas",
-        edits=(Assignment(f"{PARAMS}.cycle_momentum", False),),
+        edits=Assignment(f"{PARAMS}.cycle_momentum", False),
         source="runtime/lr_schedules.py:565",
     ),
     Rule(
@@ -169,7 +151,6 @@ SCHEDULER_RULES = (
         why="DeepSpeed builds it only if code brings an optimizer; Accelerate refuses a scheduler of the JSON beside "
         "an optimizer of the code",
         fix="move both into the JSON, or both into the code",
-        edits=(Removal("scheduler"),),
         source="runtime/engine.py:681",
     ),
     Rule(
@@ -183,7 +164,6 @@ SCHEDULER_RULES = (
         message="cycle_first_step_size is {value}; allowed: a number above 0",
         why='DeepSpeed stops once the ranks run: "cycle_first_step_size must be positive"',
         fix="take half of the run's steps, or remove it for 2000",
-        edits=(Removal(f"{PARAMS}.cycle_first_step_size"),),
         source="runtime/lr_schedules.py:526",
     ),
     Rule(
@@ -195,7 +175,6 @@ SCHEDULER_RULES = (
         message="cycle_second_step_size is {value}; allowed: a number from 0 on",
         why='DeepSpeed stops once the ranks run: "cycle_second_step_size must be non-negative"',
         fix="remove it: it is the first one's size then",
-        edits=(Removal(f"{PARAMS}.cycle_second_step_size"),),
         source="runtime/lr_schedules.py:528",
     ),
     Rule(
@@ -209,34 +188,28 @@ SCHEDULER_RULES = (
         message="lr_range_test_step_size is {value}; allowed: a whole number from 1 on, without a decimal point",
         why='DeepSpeed stops once the ranks run: "lr_range_test_step_size must be a positive integer"',
         fix="remove it for 2000",
-        edits=(Removal(f"{PARAMS}.lr_range_test_step_size"),),
         source="runtime/lr_schedules.py:370",
     ),
-    Rule(
-        code="scheduler-order",
-        path=f"{PARAMS}.warmup_max_lr",
-        when=lambda c: _below(c, "warmup_max_lr", "warmup_min_lr"),
-        message=lambda c: f"warmup_max_lr {{value}} is below warmup_min_lr {c.number(f'{PARAMS}.warmup_min_lr')}",
-        why="DeepSpeed does not look: the learning rate falls during the warm-up",
-        fix="exchange the two",
-        edits=lambda c: (
-            Assignment(f"{PARAMS}.warmup_max_lr", c.get(f"{PARAMS}.warmup_min_lr")),
-            Assignment(f"{PARAMS}.warmup_min_lr", c.get(f"{PARAMS}.warmup_max_lr")),
-        ),
-        source="runtime/lr_schedules.py:725",
-    ),
-    Rule(
-        code="scheduler-order",
-        path=f"{PARAMS}.cycle_max_lr",
-        when=lambda c: _below(c, "cycle_max_lr", "cycle_min_lr"),
-        message=lambda c: f"cycle_max_lr {{value}} is below cycle_min_lr {c.number(f'{PARAMS}.cycle_min_lr')}",
-        why="DeepSpeed does not look: the cycle starts high and falls",
-        fix="exchange the two",
-        edits=lambda c: (
-            Assignment(f"{PARAMS}.cycle_max_lr", c.get(f"{PARAMS}.cycle_min_lr")),
-            Assignment(f"{PARAMS}.cycle_min_lr", c.get(f"{PARAMS}.cycle_max_lr")),
-        ),
-        source="runtime/lr_schedules.py:483",
+    *(
+        Rule(
+            code="scheduler-order",
+            path=f"{PARAMS}.{upper}",
+            when=lambda c, lower=lower, upper=upper: _below(c, upper, lower),
+            message=lambda c, lower=lower, upper=upper: (
+                f"{upper} {{value}} is below {lower} {c.number(f'{PARAMS}.{lower}')}"
+            ),
+            why=f"DeepSpeed does not look: the {what}",
+            fix="exchange the two",
+            edits=lambda c, lower=lower, upper=upper: (
+                Assignment(f"{PARAMS}.{upper}", c.get(f"{PARAMS}.{lower}")),
+                Assignment(f"{PARAMS}.{lower}", c.get(f"{PARAMS}.{upper}")),
+            ),
+            source=source,
+        )
+        for lower, upper, what, source in (
+            ("warmup_min_lr", "warmup_max_lr", "learning rate falls during the warm-up", "runtime/lr_schedules.py:725"),
+            ("cycle_min_lr", "cycle_max_lr", "cycle starts high and falls", "runtime/lr_schedules.py:483"),
+        )
     ),
 )
 
@@ -246,7 +219,7 @@ def _count(value: object) -> bool:
 
 
 def scheduler(c: CheckSubject) -> Iterator[Finding]:
-    """The name, and the names of the parameters."""
+    """Check the name, and the names of the parameters."""
     name = c.word("scheduler.type")
     if name is None:
         return
@@ -256,7 +229,6 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
         better = near(name, own, TYPES) or near(name, known)
         yield Finding(
             code="scheduler-unknown",
-            severity="error",
             path="scheduler.type",
             message=f"DeepSpeed knows no scheduler {name!r}; its own: {', '.join(sorted(own))}",
             why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
@@ -271,23 +243,13 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
     taken = [*known[name]["required"], *known[name]["optional"]]
     for key in c.section(PARAMS):
         if key not in taken:
-            better = near(key, taken, SYNONYMS)
-            free = better is not None and not c.has(f"{PARAMS}.{better}")
-            yield Finding(
-                code="scheduler-param",
-                severity="error",
-                path=f"{PARAMS}.{key}",
-                message=f"{name} takes no parameter {key!r}; it takes: {', '.join(taken)}",
-                why=f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
-                fix=f"did you mean {better}?" if better else "remove it",
-                edits=(Renaming(f"{PARAMS}.{key}", better),) if free and better else (Removal(f"{PARAMS}.{key}"),),
-            )
+            path = f"{PARAMS}.{key}"
+            yield unknown_parameter(c, path, code="scheduler-param", owner=name, taken=taken, synonyms=SYNONYMS)
     renamed = {near(k, taken, SYNONYMS) for k in c.section(PARAMS) if k not in taken}
     for key in known[name]["required"]:
         if c.has(PARAMS) and not c.has(f"{PARAMS}.{key}") and key not in renamed:
             yield Finding(
                 code="scheduler-param-missing",
-                severity="error",
                 path=PARAMS,
                 message=f"{name} needs {key}",
                 why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
@@ -297,8 +259,8 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
 
 
 def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
-    """Numbers of DeepSpeed's own schedulers: as strings, or below what they can be."""
-    if not c.catalog.schedulers.get(c.word("scheduler.type") or "", {}).get("own"):
+    """Check numbers of DeepSpeed's own schedulers: strings, or below what they can be."""
+    if not _own(c):
         return
     for key, value in c.section(PARAMS).items():
         path = f"{PARAMS}.{key}"
@@ -309,7 +271,6 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
                 edit = Removal(path)
             yield Finding(
                 code="number-as-string",
-                severity="error",
                 path=path,
                 message=f"{key} is the string {value!r}",
                 why="DeepSpeed hands it on as it is, and the scheduler fails to reckon with it",
@@ -320,7 +281,6 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
         if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
             yield Finding(
                 code="scheduler-value",
-                severity="error",
                 path=path,
                 message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1} on",
                 why="DeepSpeed does not look, and trains with learning rates below 0 or without any",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding
-from zerofit.check.rules.rule import Rule
+from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
+ALLGATHER = f"{ZERO}.allgather_bucket_size"
 # optimizers that ZeRO takes without being told to (runtime/zero/utils.py:45); all others are "untested"
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
@@ -37,17 +37,12 @@ FEATURES_3 = {
 }
 
 
-def _odd_bucket(c: CheckSubject) -> bool:
-    size = c.number(f"{ZERO}.allgather_bucket_size")
-    return c.stage in (1, 2) and size is not None and size % 2 == 1
-
-
 def _hpz(c: CheckSubject) -> int:
     return int(c.number(f"{ZERO}.zero_hpz_partition_size") or 1) if c.stage == 3 else 1
 
 
 def _old_size(c: CheckSubject) -> dict[str, int]:
-    """The one size that stood beside `"zero_optimization": true`."""
+    """Return the one size that stood beside `"zero_optimization": true`."""
     size = c.number("allgather_size")
     return {"allgather_bucket_size": int(size)} if size and c.get(ZERO) is True else {}
 
@@ -69,22 +64,23 @@ ZERO_RULES = (
     Rule(
         code="zero-no-stage",
         path=ZERO,
-        when=lambda c: bool(c.section(ZERO)) and not c.has(f"{ZERO}.stage"),
+        when=lambda c: c.section(ZERO) and not c.has(f"{ZERO}.stage"),
         message="zero_optimization has no stage",
         why="DeepSpeed takes stage 0: the whole section has no effect",
         fix="give the stage: 1 optimizer states, 2 and gradients, 3 and parameters",
-        edits=lambda c: (Assignment(f"{ZERO}.stage", 3 if c.has(f"{ZERO}.offload_param") else 2),),
+        edits=lambda c: Assignment(f"{ZERO}.stage", 3 if c.has(f"{ZERO}.offload_param") else 2),
         source="runtime/zero/config.py:95",
     ),
-    Rule(
-        code="needs-cuda",
-        path=f"{ZERO}.zero_quantized_weights",
-        when=lambda c: c.on(f"{ZERO}.zero_quantized_weights") and c.stage == 3 and c.setting.accelerator == "cpu",
-        message="zero_quantized_weights without a GPU",
-        why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.zero_quantized_weights"),),
-        source="runtime/zero/partition_parameters.py:1153",
+    *(
+        Rule(
+            code="needs-cuda",
+            path=f"{ZERO}.{key}",
+            when=lambda c, key=key: c.on(f"{ZERO}.{key}") and c.stage == 3 and c.on_cpu,
+            message=f"{key} without a GPU",
+            why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
+            source="runtime/zero/partition_parameters.py:1153",
+        )
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
     ),
     Rule(
         code="legacy-stage1",
@@ -92,8 +88,6 @@ ZERO_RULES = (
         when=lambda c: c.on(f"{ZERO}.legacy_stage1") and c.stage > 0,
         message="legacy_stage1 asks for an implementation that is gone",
         why='DeepSpeed stops: "The deprecated version of ZeRO Stage 1 is not supported"',
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.legacy_stage1"),),
         source="runtime/engine.py:2650",
     ),
     Rule(
@@ -104,32 +98,25 @@ ZERO_RULES = (
         message="elastic_checkpoint at ZeRO stage 3",
         why="DeepSpeed warns and ignores it",
         fix="remove it; universal checkpoints change the number of ranks",
-        edits=(Removal(f"{ZERO}.elastic_checkpoint"),),
         source="runtime/zero/config.py:404, stage3.py:3460",
     ),
     Rule(
         code="allgather-bucket-odd",
-        path=f"{ZERO}.allgather_bucket_size",
-        when=_odd_bucket,
+        path=ALLGATHER,
+        when=lambda c: c.stage in (1, 2) and (c.number(ALLGATHER) or 0) % 2 == 1,
         message="allgather_bucket_size {value} is odd",
         why='DeepSpeed stops: "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2"',
         fix="take an even number",
-        edits=lambda c: (
-            Assignment(f"{ZERO}.allgather_bucket_size", int(c.number(f"{ZERO}.allgather_bucket_size") or 1) + 1),
-        ),
+        edits=lambda c: Assignment(ALLGATHER, int(c.number(ALLGATHER) or 1) + 1),
         source="runtime/zero/stage_1_and_2.py:389",
     ),
     Rule(
         code="contiguous-gradients",
         severity="warning",
         path=f"{ZERO}.contiguous_gradients",
-        when=lambda c: (
-            c.get(f"{ZERO}.contiguous_gradients") is False and c.stage in (1, 2) and c.offload("optimizer") is not None
-        ),
+        when=lambda c: c.off(f"{ZERO}.contiguous_gradients") and c.stage in (1, 2) and c.offload("optimizer"),
         message="contiguous_gradients false with the optimizer offloaded",
         why="DeepSpeed sets it to true",
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.contiguous_gradients"),),
         source="runtime/zero/stage_1_and_2.py:300",
     ),
     Rule(
@@ -138,18 +125,16 @@ ZERO_RULES = (
         when=lambda c: c.on(f"{ZERO}.pipeline_loading_checkpoint") and c.stage != 3,
         message=lambda c: f"pipeline_loading_checkpoint at ZeRO stage {c.stage}",
         why='DeepSpeed stops when a checkpoint is loaded: "Only stage3 support for pipeline checkpoint loading"',
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.pipeline_loading_checkpoint"),),
         source="runtime/engine.py:4738",
     ),
     Rule(
         code="hpz-ranks",
         path=f"{ZERO}.zero_hpz_partition_size",
-        when=lambda c: bool(c.ranks) and _hpz(c) > 1 and c.ranks % min(_hpz(c), c.ranks) != 0,
+        when=lambda c: c.ranks and _hpz(c) > 1 and c.ranks % min(_hpz(c), c.ranks) != 0,
         message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed stops by an assertion once the ranks run",
         fix="take the GPUs of one node",
-        edits=(Assignment(f"{ZERO}.zero_hpz_partition_size", 1),),
+        edits=Assignment(f"{ZERO}.zero_hpz_partition_size", 1),
         source="runtime/utils/groups.py:944",
     ),
     Rule(
@@ -159,12 +144,11 @@ ZERO_RULES = (
             c.stage == 3
             and c.optimizer != "muon"
             and c.on(f"{ZERO}.zero_quantized_gradients")
-            and c.get(f"{ZERO}.reduce_scatter") is False
+            and c.off(f"{ZERO}.reduce_scatter")
         ),
         message="zero_quantized_gradients with reduce_scatter off",
         why='DeepSpeed stops: "when enable all_to_all_reduce, reduce_scatter should also be enabled"',
         fix="remove reduce_scatter",
-        edits=(Removal(f"{ZERO}.reduce_scatter"),),
         source="runtime/zero/stage3.py:390",
     ),
     Rule(
@@ -179,7 +163,7 @@ ZERO_RULES = (
         message="optimizer {value} under ZeRO",
         why='DeepSpeed stops: "You are using an untested ZeRO Optimizer"',
         fix="set zero_allow_untested_optimizer to true",
-        edits=(Assignment("zero_allow_untested_optimizer", True),),
+        edits=Assignment("zero_allow_untested_optimizer", True),
         source="runtime/engine.py:2299",
     ),
     Rule(
@@ -189,7 +173,7 @@ ZERO_RULES = (
         message="Muon at ZeRO stage 3 with reduce_scatter, which is on where it is not given",
         why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false",
-        edits=(Assignment(f"{ZERO}.reduce_scatter", False),),
+        edits=Assignment(f"{ZERO}.reduce_scatter", False),
         source="runtime/zero/stage3.py:361",
     ),
     Rule(
@@ -200,7 +184,7 @@ ZERO_RULES = (
         why='DeepSpeed stops once every rank has built its engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline '
         'parallelism"',
         fix="take stage 1",
-        edits=(Assignment(f"{ZERO}.stage", 1),),
+        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/pipe/engine.py:73",
     ),
     Rule(
@@ -210,8 +194,6 @@ ZERO_RULES = (
         when=lambda c: c.pipeline > 1 and c.stage == 1 and c.on(f"{ZERO}.overlap_comm"),
         message="overlap_comm with a pipeline",
         why="DeepSpeed warns and switches it off",
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.overlap_comm"),),
         source="runtime/engine.py:2665",
     ),
     Rule(
@@ -220,27 +202,13 @@ ZERO_RULES = (
         when=lambda c: c.optimizer == "muon" and c.stage == 3 and c.on(f"{ZERO}.zero_quantized_gradients"),
         message="Muon with zero_quantized_gradients",
         why='DeepSpeed stops: "Muon and all2all process group cannot be used together"',
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.zero_quantized_gradients"),),
         source="runtime/zero/stage3.py:363",
-    ),
-    Rule(
-        code="needs-cuda",
-        path=f"{ZERO}.zero_quantized_nontrainable_weights",
-        when=lambda c: (
-            c.on(f"{ZERO}.zero_quantized_nontrainable_weights") and c.stage == 3 and c.setting.accelerator == "cpu"
-        ),
-        message="zero_quantized_nontrainable_weights without a GPU",
-        why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
-        fix="remove it",
-        edits=(Removal(f"{ZERO}.zero_quantized_nontrainable_weights"),),
-        source="runtime/zero/partition_parameters.py:1153",
     ),
 )
 
 
 def other_stages(c: CheckSubject) -> Iterator[Finding]:
-    """Keys that the configured stage does not read. At stage 0 the section is read by nobody."""
+    """Find keys that the configured stage does not read. At stage 0 the section is read by nobody."""
     zero = c.section(ZERO)
     if not zero or not c.has(f"{ZERO}.stage") or c.get(f"{ZERO}.stage") == "auto":
         return
@@ -248,7 +216,6 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
         if c.stage < 3 and c.changed(f"{ZERO}.{key}"):
             yield Finding(
                 code="feature-stage",
-                severity="error",
                 path=f"{ZERO}.{key}",
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed ignores it below stage 3: {lost}",

@@ -9,7 +9,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """As in its documentation, with data parallelism underneath."""
+    """Train as in Accelerate's documentation, with data parallelism underneath."""
     accelerator = Accelerator(cpu=work.device.type == "cpu")
     model = work.model()
     model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))

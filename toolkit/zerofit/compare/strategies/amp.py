@@ -6,7 +6,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """fp16 on a GPU, bf16 on a CPU, whose exponents are wide enough to do without a scaler."""
+    """Train in fp16 on a GPU, or on a CPU in bf16, whose exponents are wide enough to do without a scaler."""
     kind, dtype = work.device.type, torch.float16 if work.device.type == "cuda" else torch.bfloat16
     model = work.model()
     optimizer = work.optimizer(model.parameters())

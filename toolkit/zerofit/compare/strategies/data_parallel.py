@@ -8,7 +8,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Rank 0 reads the whole batch and deals it out."""
+    """Train on batches that rank 0 reads whole and deals out."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = work.model()
@@ -32,7 +32,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def scattered(whole, rank, ranks):
-    """This rank's share of rank 0's tensor."""
+    """Return this rank's share of rank 0's tensor."""
     shares = list(whole.chunk(ranks)) if rank == 0 else None
     mine = torch.empty_like(whole[: len(whole) // ranks])
     dist.scatter(mine, shares, src=0)

@@ -6,7 +6,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_st
 
 
 def train(work: BenchmarkTask):
-    """One line more than on one device."""
+    """Train with one line more than on one device."""
     if len(work.devices) < 2:
         raise NotHereError("needs two CUDA devices in one process, and finds fewer: on a CPU it would do nothing")
     model = torch.nn.DataParallel(work.model(), device_ids=work.devices)

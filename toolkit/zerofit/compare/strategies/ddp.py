@@ -7,7 +7,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Each rank reads its own share."""
+    """Train on batches of which each rank reads its own share."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(work.model())

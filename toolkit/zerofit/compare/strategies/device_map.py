@@ -7,7 +7,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_st
 
 
 def train(work: BenchmarkTask):
-    """An ordinary loop; what lies where is the map's business."""
+    """Train in an ordinary loop; what lies where is the map's business."""
     devices = work.devices
     if len(devices) < 2:
         raise NotHereError("needs two devices of a kind in one process, and finds one")

@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, tied
 
 
 def train(work: BenchmarkTask):
-    """Layers first, then what is left of the model; all of it at once where layers share parameters."""
+    """Shard layers first, then what is left of the model; all of it at once where layers share parameters."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(work.device.type, (ranks,))

@@ -8,7 +8,7 @@ it from source and stops in CMake, which wants the toolkit since torch is built 
 
 
 def train(work: BenchmarkTask):
-    """The ranks find each other through the variables that horovodrun sets."""
+    """Train on ranks that find each other through the variables that horovodrun sets."""
     try:
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports] - seldom installed: see HOW
     except ImportError as error:

@@ -3,15 +3,14 @@
 import torch.distributed as dist
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
-from zerofit.compare.gather_state import gathered
 from zerofit.compare.strategies.data_parallel import gradients
-from zerofit.compare.tensor_p2p import receive, send
+from zerofit.compare.tensor_p2p import gathered, receive, send
 
 STAGES = 2
 
 
 def train(work: BenchmarkTask):
-    """Model parallel within a pair; gradients are averaged with the ranks that hold the same layers elsewhere."""
+    """Train model parallel within a pair; average gradients with the ranks that hold the same layers elsewhere."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % STAGES:

@@ -6,12 +6,11 @@ The whole batch passes through, so that at any moment one rank works and all oth
 import torch.distributed as dist
 
 from zerofit.compare.benchmark_task import BenchmarkTask
-from zerofit.compare.gather_state import gathered
-from zerofit.compare.tensor_p2p import receive, send
+from zerofit.compare.tensor_p2p import gathered, receive, send
 
 
 def train(work: BenchmarkTask):
-    """Each rank's own layers, from its own point of view."""
+    """Train each rank's own layers, from its own point of view."""
     dist.init_process_group(work.backend)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     stage = work.stage(rank, last + 1)

@@ -11,7 +11,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """A server, or one of its workers."""
+    """Run a server, or one of its workers."""
     dist.init_process_group("gloo")  # gradients meet in the server's host memory
     server = dist.get_world_size() - 1
     return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
@@ -34,7 +34,7 @@ def serve(work: BenchmarkTask, workers: int):
 
 
 def push_and_pull(work: BenchmarkTask, server: int):
-    """The server is the only one that steps."""
+    """Send gradients and take weights back; the server is the only one that steps."""
     model = work.model()
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
@@ -47,7 +47,7 @@ def push_and_pull(work: BenchmarkTask, server: int):
 
 
 def gradients(model):
-    """All of them as one vector; zeros where a parameter was not used."""
+    """Return all gradients as one vector; zeros where a parameter was not used."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([part.flatten() for part in parts]).cpu()
 

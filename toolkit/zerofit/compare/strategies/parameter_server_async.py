@@ -12,7 +12,7 @@ from zerofit.compare.strategies.parameter_server import gradients, set_gradients
 
 
 def train(work: BenchmarkTask):
-    """A server, or one of its workers."""
+    """Run a server, or one of its workers."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
     return serve(work, server) if dist.get_rank() == server else push_and_pull(work, server)
@@ -32,14 +32,14 @@ def serve(work: BenchmarkTask, workers: int):
         optimizer.step()
         weights = parameters_to_vector(model.parameters()).detach()
         dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), worker)
-    work.note("staleness", staleness)
+    work.notes["staleness"] = staleness
     for statistics in running_statistics(model):  # of a worker: the server has seen no sample
         dist.recv(statistics, 0)
     return whole_state(model)
 
 
 def push_and_pull(work: BenchmarkTask, server: int):
-    """The version of the weights goes along with the gradient."""
+    """Send the version of the weights along with the gradient."""
     model, version = work.model(), torch.zeros(1)
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
@@ -54,5 +54,5 @@ def push_and_pull(work: BenchmarkTask, server: int):
 
 
 def running_statistics(model):
-    """What batch norm keeps besides parameters."""
+    """Return what batch norm keeps besides parameters."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -4,11 +4,11 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
-from zerofit.compare.gather_state import gathered
+from zerofit.compare.tensor_p2p import gathered
 
 
 def train(work: BenchmarkTask):
-    """Two micro batches a stage: the first and last of them find idle ranks, the bubble."""
+    """Train with two micro batches a stage: the first and last of them find idle ranks, the bubble."""
     dist.init_process_group(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     micro_batches = 2 * ranks

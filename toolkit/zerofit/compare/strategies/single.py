@@ -4,7 +4,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask):
-    """Forward, backward, step."""
+    """Run forward, backward and step."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     for x, y in work.batches():

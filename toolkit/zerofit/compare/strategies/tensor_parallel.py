@@ -10,7 +10,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, tied
 
 
 def train(work: BenchmarkTask):
-    """Outputs are gathered after each layer; the rest of the model is computed by every rank alike."""
+    """Gather outputs after each layer; every rank computes the rest of the model alike."""
     dist.init_process_group(work.backend)
     model, mesh = work.model(), init_device_mesh(work.device.type, (dist.get_world_size(),))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -29,5 +29,5 @@ def train(work: BenchmarkTask):
 
 
 def full(tensor):
-    """All columns, gathered where they are shared out."""
+    """Return all columns, gathered where they are shared out."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -7,7 +7,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
 
 
 def train(work: BenchmarkTask, stage: int, offload: bool = False):
-    """The engine owns backward and step."""
+    """Train with DeepSpeed's engine, which owns backward and step."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference alone needs that op of 45 s
     deepspeed.init_distributed(work.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,128 @@
+"""Batch sizes against each other and the ranks, sizes of buffers against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.check.edit import Assignment, Removal
+from zerofit.check.finding import Finding
+from zerofit.check.subject import ZERO, CheckSubject
+
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _whole(c: CheckSubject, path: str) -> int | None:
+    value = c.number(path)
+    return int(value) if value and value > 0 and value == int(value) else None
+
+
+def batch(c: CheckSubject) -> Iterator[Finding]:
+    """Check the three sizes against each other and against the ranks, degrees of model parallelism taken off."""
+    if not any(c.has(path) for path in (TOTAL, MICRO)):
+        yield Finding(
+            code="batch-missing",
+            severity="warning",
+            path=STEPS if c.has(STEPS) else "",
+            message=f"neither {TOTAL} nor {MICRO} is given",
+            why='DeepSpeed alone stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be '
+            'provided" (zerofit and Accelerate fill them in)',
+            fix='write "auto" if one of these fills it, else a number',
+            edits=(Assignment(MICRO, "auto"),),
+        )
+        return
+    total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
+    if total and c.tensor_parallel > 1:
+        degree = c.tensor_parallel
+        micro_edit = () if c.has(MICRO) else (Assignment(MICRO, max(1, total // degree // (steps or 1))),)
+        yield Finding(
+            code="batch-tensor-parallel",
+            path=TOTAL,
+            message=f"{TOTAL} {total} with tensor_parallel.autotp_size {degree}",
+            why=f"DeepSpeed counts all ranks as data parallel here, so that a step has {total}/{degree} samples of its "
+            "batch, or it refuses the right number",
+            fix=f"remove it and give {MICRO} and {STEPS}",
+            edits=(Removal(TOTAL), *micro_edit),
+        )
+    elif total and c.ranks:
+        yield from _against_ranks(c, total, micro, steps, c.ranks)
+    elif total and total % ((micro or 1) * (steps or 1)):
+        yield _identity(c, total, micro or 1, steps or 1, None)
+
+
+def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
+    dp = max(1, ranks // (c.pipeline * c.sequence_parallel))
+    known = (micro or 1) * (steps or 1) * dp
+    if micro and steps:
+        wrong = total != known
+    elif micro or steps:
+        wrong = total % known != 0 or total < known
+    else:
+        wrong = total % dp != 0
+    if wrong:
+        yield _identity(c, total, micro or 0, steps or 0, dp)
+
+
+def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | None) -> Finding:
+    """Return the finding; zero stands for a size that is not given, None for ranks that are not known."""
+    each = (micro or 1) * (steps or 1) * (dp or 1)
+    near = max(each, round(total / each) * each) if not (micro and steps and dp) else each
+    parts = [f"micro batch {micro}" if micro else "", f"gradient accumulation steps {steps}" if steps else ""]
+    parts.append(f"data parallel degree {dp}" if dp else "")
+    product = " x ".join(p for p in parts if p)
+    wrong = f"is not {product} = {each}" if micro and steps and dp else f"is not a multiple of {product}"
+    return Finding(
+        code="batch-identity",
+        path=TOTAL,
+        message=f"{TOTAL} {total} {wrong}",
+        why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
+        fix=f"take {TOTAL} {near}, or leave one of the three out",
+        edits=(Assignment(TOTAL, near),),
+    )
+
+
+FAR_ABOVE = 2  # times the parameters: more can never be filled
+
+
+def sizes(c: CheckSubject) -> Iterator[Finding]:
+    """Check buckets, persistence and swap buffers against the model, where it is known."""
+    facts = c.setting.facts
+    if facts is None or c.stage == 0:
+        return
+    bucket = c.get(f"{ZERO}.reduce_bucket_size")
+    size = c.number(f"{ZERO}.reduce_bucket_size") or (
+        c.catalog.default(f"{ZERO}.reduce_bucket_size") if not bucket else 0
+    )
+    if size and size > FAR_ABOVE * facts.parameters:
+        given = f"reduce_bucket_size {size:,.0f}" + ("" if bucket else ", DeepSpeed's default,")
+        yield Finding(
+            code="bucket-above-model",
+            severity="warning",
+            path=f"{ZERO}.reduce_bucket_size",
+            message=f"{given} for a model of {facts.parameters:,} parameters",
+            why=f"DeepSpeed allocates it whole, whatever the model: {size * 2 / 1e6:,.0f} MB a buffer in 16 bits",
+            fix='write "auto" if zerofit or Hugging Face fill it, else the number of parameters',
+            edits=(Assignment(f"{ZERO}.reduce_bucket_size", facts.parameters + facts.parameters % 2),),
+        )
+    threshold = c.number(f"{ZERO}.stage3_param_persistence_threshold")
+    if c.stage == 3 and threshold is not None and threshold >= facts.largest_parameter:
+        yield Finding(
+            code="persistence-above-model",
+            severity="warning",
+            path=f"{ZERO}.stage3_param_persistence_threshold",
+            message=f"stage3_param_persistence_threshold {threshold:,.0f} is not below the largest parameter "
+            f"({facts.largest_parameter:,} elements)",
+            why="DeepSpeed then partitions nothing: every rank holds all parameters, as at stage 2",
+            fix="take ten times the model's width",
+            edits=(Assignment(f"{ZERO}.stage3_param_persistence_threshold", 10 * facts.hidden_size),),
+        )
+    buffer = c.number(f"{ZERO}.offload_param.buffer_size")
+    if c.offload("param") == "nvme" and buffer is not None and buffer < facts.largest_parameter:
+        yield Finding(
+            code="swap-buffer",
+            path=f"{ZERO}.offload_param.buffer_size",
+            message=f"offload_param.buffer_size {buffer:,.0f} is below the largest parameter "
+            f"({facts.largest_parameter:,} elements)",
+            why='DeepSpeed stops when it swaps that one: "More elements ... than buffer size ..."',
+            fix="take the largest parameter's size",
+            edits=(Assignment(f"{ZERO}.offload_param.buffer_size", facts.largest_parameter),),
+        )

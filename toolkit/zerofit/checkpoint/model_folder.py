@@ -1,0 +1,225 @@
+"""A model's folder as it is written: whole or not at all, safetensors tensor by tensor, zerofit.json beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zerofit.checkpoint.store import sync_folders
+from zerofit.models.catalog import ModelSource
+from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
+from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.files import sync_file, sync_folder, write_json
+from zerofit.spec.model_facts import Task
+from zerofit.spec.run import Run
+from zerofit.spec.units import shown_bytes
+
+SPARE_BYTES = 1 << 24  # for what stands beside the weights
+PIECE = 1 << 24  # elements that are converted at a time
+CARD = "zerofit.json"  # which model it is, and what it was fed
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def refuse_existing(out: Path, where: str = "OUT") -> None:
+    """Raise UserError "output-exists" unless nothing, or an empty folder, stands at `out`."""
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        hint = "name a folder that does not exist yet"
+        raise UserError(Problem(kind="output-exists", message=f"{out} exists already", hint=hint, where=where))
+
+
+def refuse_small_disk(out: Path, needed_bytes: int, where: str = "OUT") -> None:
+    """Raise UserError "disk-full" where so many bytes would not fit on the disk of `out`."""
+    there = next(path for path in (out, *out.parents) if path.exists())
+    free, needed = shutil.disk_usage(there).free, needed_bytes + SPARE_BYTES
+    if free < needed:
+        message = f"{shown_bytes(needed)} are to be written, {shown_bytes(free)} are free at {there}"
+        raise UserError(Problem(kind="disk-full", message=message, hint="name a folder on another disk", where=where))
+
+
+@contextmanager
+def staged_folder(out: Path, where: str = "OUT") -> Iterator[Path]:
+    """Give a folder to write into; on success it is synced and becomes `out`, otherwise nothing is left of it."""
+    refuse_existing(out, where)
+    out = out.absolute()
+    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        yield staging
+        for path in staging.rglob("*"):
+            if path.is_file():
+                sync_file(path)
+        sync_folders(staging)
+        os.rename(staging, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        message = f"{out} cannot be written: {error.strerror or error}"
+        hint = "is there room on the disk, and may you write there?"
+        raise UserError(Problem(kind="output-unwritable", message=message, hint=hint, where=where)) from error
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a file that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
+    """Split the entries, in their order, into files of at most so many bytes; a larger tensor has a file of its own."""
+    files: list[list[TensorEntry]] = [[]]
+    room = most_bytes
+    for entry in entries:
+        if entry.bytes > room and files[-1]:
+            files.append([])
+            room = most_bytes
+        files[-1].append(entry)
+        room -= entry.bytes
+    return files
+
+
+def write_file(
+    path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
+) -> None:
+    """Write one safetensors file; `read` gives each tensor in its turn, `wrote` is called with bytes as they go out.
+
+    Wide types come first, so that every tensor is aligned. Raises UserError "overflow" where a number has none in the
+    narrower type.
+    """
+    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
+    with path.open("wb") as file:
+        file.write(_header(ordered))
+        for entry in ordered:
+            tensor = read(entry.name)
+            assert tuple(tensor.shape) == entry.shape, f"{entry.name} is {tuple(tensor.shape)}, not {entry.shape}"
+            for piece in _pieces(tensor, entry):
+                file.write(piece)
+                wrote(len(piece))
+
+
+def check_file(path: Path, entries: list[TensorEntry]) -> None:
+    """Open a file again and compare its header with what should be in it. Raises RunFailed "export-damaged"."""
+    expected = {e.name: (list(e.shape), SAFETENSORS_NAMES[e.dtype]) for e in entries}
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            found = {name: (list(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        found = str(error)
+    if found != expected:
+        message = f"{path.name} does not read back as it was written"
+        hint = "is the disk full or failing? Nothing was kept: export again"
+        raise RunFailed(Problem(kind="export-damaged", message=message, hint=hint, where=str(path)))
+
+
+def _header(entries: list[TensorEntry]) -> bytes:
+    """Return eight bytes of length, then JSON, padded so that the data begins at a multiple of eight."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        place = [offset, offset + entry.bytes]
+        dtype = SAFETENSORS_NAMES[entry.dtype]
+        described[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": place}
+        offset += entry.bytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _pieces(tensor: Tensor, entry: TensorEntry) -> Iterator[memoryview]:
+    for piece in tensor.reshape(-1).split(PIECE):
+        narrowed = piece.to(entry.dtype)
+        if entry.dtype == torch.float16 and (narrowed.isinf() & piece.isfinite()).any():
+            message = f"{entry.name} holds {piece.abs().max():g}; float16 ends at 65504"
+            raise UserError(Problem(kind="overflow", message=message, hint="--dtype bf16 or fp32", where="--dtype"))
+        yield narrowed.contiguous().view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """Facts that evaluating or using a saved model needs beside its weights."""
+
+    model: str  # as the run named it; the architecture of transformers models is in config.json
+    model_args: dict[str, Any]
+    task: Task
+    inputs: Inputs
+    loss: str | None  # of a user's own model that has none
+    data: str | None
+    text_field: str
+    tokenizer: str  # "bytes", or one of transformers', whose files then lie beside the model
+    seq_len: int | None  # tokens
+    image_size: int | None  # pixels
+    step: int  # optimizer steps that it was trained for
+    dtype: str  # of the saved parameters: "float32", "bfloat16" or "float16"
+    seed: int = 0  # of the run, which made-up data are drawn from
+
+    @classmethod
+    def of_run(cls, run: Run, task: Task, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
+        """Return what there is to say of a model that this run has trained for so many steps."""
+        same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
+        return cls(**{name: getattr(run, name) for name in same}, task=task, inputs=inputs, step=step, dtype=dtype)
+
+    def write(self, folder: Path) -> None:
+        """Write zerofit.json into a model's folder."""
+        write_json(folder / CARD, {**asdict(self), "inputs": inputs_to_dict(self.inputs)})
+
+
+def read_model_info(folder: Path) -> ModelInfo | None:
+    """Read zerofit.json in a model's folder; None where there is none. Raises UserError where it is not such a file."""
+    file = folder / CARD
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return TypeAdapter(ModelInfo).validate_python(content | {"inputs": inputs_from_dict(content["inputs"])})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        message = f"{file} is not what zerofit writes beside a model: {type(error).__name__}: {reason}"
+        hint = "export the checkpoint again with `zerofit ckpt export`"
+        raise UserError(Problem(kind="bad-about", message=message, hint=hint, where=str(file))) from None
+
+
+def refuse_untrusted_code(source: ModelSource, model_args: dict[str, Any], file: Path, trusted: bool) -> None:
+    """Raise UserError "untrusted-model" where `file` names a callable to import and call, unless that is trusted."""
+    if source.family != "custom" or trusted:
+        return
+    module, _, attribute = source.name.partition(":")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in model_args.items())
+    message = f"{file} asks to import the module {module} and to call {attribute}({arguments}), which runs its code"
+    hint = "--trust-model-code, if you know who wrote the folder and that module"
+    raise UserError(Problem(kind="untrusted-model", message=message, hint=hint, where=str(file)))

@@ -1,0 +1,128 @@
+"""`zerofit doctor` and `zerofit calibrate`: whether machines are fit for training, and what they reach."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from zerofit.cli.answer import answer
+from zerofit.cli.console import EventConsole, err, make_table, out, show_checks
+from zerofit.cli.options import AS_JSON, PATH
+from zerofit.doctor.check import Check
+from zerofit.launch.hostfile import Host, read_hostfile
+from zerofit.spec.events import Reporter
+
+FINDING = 1
+VERSIONS = ("zerofit", "torch")
+
+
+@click.command()
+@click.option("--hostfile", type=PATH, help="look at all its hosts, over ssh")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="of the hosts [default: as ssh is configured]")
+@click.option("--build-ops", is_flag=True, help="compile DeepSpeed's C++ ops now, for this environment")
+@click.option("--quick", is_flag=True, help="measure nothing")
+@AS_JSON
+def doctor(hostfile: Path | None, ssh_port: int | None, build_ops: bool, quick: bool, as_json: bool) -> None:
+    """Check this machine, or all hosts of a hostfile: devices, versions, ops, limits, speeds (about a minute).
+
+    Exit code 1: something fails.
+    """
+    found = answer(lambda: _examined(hostfile, ssh_port, build_ops=build_ops, quick=quick), as_json, _show_findings)
+    if any(check["status"] == "fail" for check in found["checks"]):
+        raise SystemExit(FINDING)
+
+
+def _examined(hostfile: Path | None, ssh_port: int | None, *, build_ops: bool, quick: bool) -> dict[str, Any]:
+    from zerofit.doctor.examine import ExamineOptions, examine
+    from zerofit.doctor.system import gpus
+    from zerofit.spec.local_machine import cpu_ranks, usable_cores
+
+    if hostfile:
+        hosts = read_hostfile(hostfile)
+    else:  # with the ranks that `zerofit train` would start on this machine
+        hosts = (Host("localhost", len(gpus()["gpus"]) or cpu_ranks(usable_cores())),)
+    with EventConsole() as console:
+        options = ExamineOptions(ssh_port=ssh_port, build_ops=build_ops, measure=not quick)
+        checks = examine(hosts, options, Reporter(console).status)
+    return {"checks": [check.as_dict() for check in checks], "hosts": len(hosts)}
+
+
+def _show_findings(result: dict[str, Any]) -> None:
+    checks = [Check(**check) for check in result["checks"]]
+    show_checks(checks, result["hosts"], out())
+    count = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail")}
+    warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
+    click.echo(f"{count['ok']} ok, {warnings}, {count['fail']} failed")
+    click.echo("`zerofit calibrate` measures longer and hands the figures to `zerofit plan`")
+
+
+@click.command()
+@click.option("--seconds", type=click.FloatRange(min=0), default=0.8, show_default=True, help="of each measurement")
+@AS_JSON
+def calibrate(seconds: float, as_json: bool) -> None:
+    """Measure matrix products, memory, collectives, host copies and the disk of this machine (half a minute).
+
+    `zerofit plan` uses the figures for this machine's kind of device.
+    """
+    answer(lambda: _calibrate(seconds), as_json, _show_speeds)
+
+
+def _calibrate(budget_s: float) -> dict[str, Any]:
+    from zerofit.spec.cluster import Cluster
+    from zerofit.spec.local_machine import Calibration, usable_cores, write_calibration
+
+    cluster = Cluster.here()
+    start = time.perf_counter()
+    found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
+    calibration = Calibration(
+        kind=cluster.device.kind,
+        device_name=found.pop("device_name") or f"CPU ({platform.machine()})",
+        devices=cluster.gpus,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={name: importlib.metadata.version(name) for name in VERSIONS},
+        **found,
+    )
+    path = write_calibration(calibration)
+    return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
+    """Return what the ranks have measured. Raises RunFailed."""
+    from zerofit.doctor.measured import MeasurementJob, measured, together
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s)
+        found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
+    return {**together(found), "device_name": found[0]["device_name"]}
+
+
+def _show_speeds(result: dict[str, Any]) -> None:
+    table = make_table(f"{result['device_name']} ({result['devices']} ranks)", "one rank reaches", right=(1,))
+    for precision, flops in result["matmul_flops"].items():
+        table.add_row(f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s")
+    rows = {
+        "memory_bandwidth": "memory",
+        "host_copy": "copies from host memory",
+        "host_bandwidth": "Adam in host memory, all ranks",
+        "link": "all-reduce, bus bandwidth",
+        "disk_read": "disk, read",
+        "disk_write": "disk, write",
+    }
+    for name, words in rows.items():
+        if result[name] is not None:
+            table.add_row(words, f"{result[name] / 1e9:.3g} GB/s")
+    for name, words in {"launch_s": "one op after the other", "link_latency_s": "small all-reduce"}.items():
+        if result[name] is not None:
+            table.add_row(words, f"{result[name] * 1e6:.3g} us")
+    out().print(table)
+    click.echo(f"written: {result['file']} in {result['seconds']:.0f} s")

@@ -1,0 +1,232 @@
+"""Decisions of a run and a DeepSpeed JSON together: degrees, batch sizes, precision and optimizer.
+
+A value may stand in either; where both give it and differ, that is an error which names both places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerofit.check.check import check
+from zerofit.check.document import Document
+from zerofit.check.dotted import get
+from zerofit.check.finding import Finding
+from zerofit.check.subject import TargetHardware
+from zerofit.config.batch import solve
+from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
+from zerofit.config.validate import check_combination, check_optimizer
+from zerofit.spec.errors import Problems
+from zerofit.spec.model_facts import Machine, ModelFacts
+from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Batch, Layout
+
+# findings about what a run fills, mends or checks against its own values (here, config.resolve, config.validate,
+# train.engines); all other errors of the JSON stop it
+SETTLED = frozenset(
+    {
+        "batch-missing",
+        "batch-identity",
+        "batch-tensor-parallel",
+        "optimizer-untested",
+        "muon-reduce-scatter",
+        "fp16-device",
+        "bf16-device",
+        "bf16-without-zero",
+        "sequence-parallel-alone",
+        "scheduler-without-optimizer",
+        "trailing-comma",
+        "activations-host",
+    }
+)
+# warnings about another machine that are errors on the one that trains
+FATAL = frozenset({"nvme-path"})
+
+# field of the run -> dotted path in the DeepSpeed JSON
+PAIRS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "global_batch": "train_batch_size",
+    "gradient_clipping": "gradient_clipping",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "momentum": "optimizer.params.momentum",
+    "tensor_parallel": "tensor_parallel.autotp_size",
+    "sequence_parallel": "sequence_parallel_size",
+}
+SIZES = ("global_batch", "micro_batch", "gradient_accumulation_steps")
+DEGREES = ("tensor_parallel", "sequence_parallel")
+OPTIMIZER_TYPES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A decision of run and JSON together, before the model and the data are known in detail."""
+
+    run: Run
+    layout: Layout
+    batch: Batch
+    open: frozenset[str] = frozenset()  # fields of the run that `with_recipe` settles
+    warnings: tuple[Finding, ...] = ()  # about the JSON
+
+
+def decide(
+    asked: RunRequest,
+    document: Document,
+    ds_place: str,
+    machine: Machine,
+    problems: Problems,
+    kind: Kind = "transformer",
+) -> Decision:
+    """Check the JSON, settle degrees, batch sizes, precision and optimizer; notes what is wrong in `problems`.
+
+    Where the JSON has errors of its own, those are noted, and the answer is of no use.
+    """
+    warnings = _check_json(document, asked.run, machine, ds_place, problems)
+    config = {} if warnings is None else document.config
+    merged = _merge(asked, config, ds_place, problems)
+    layout = _layout(asked, merged, config, machine, problems)
+    places = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
+    batch = solve(merged, layout.dp, layout.pp, places, problems)
+    run = _settled(asked.run, merged, config, layout, batch, kind)
+    check_combination(layout, problems)
+    if warnings is not None:
+        check_optimizer(run, layout, config, problems)
+    if "scheduler" in config:
+        for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
+            if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
+                continue  # run.json has them all
+            problems.add(
+                "conflict",
+                f"{asked.place(field)} and the scheduler block of {ds_place} both set the learning rate's curve",
+                "remove the scheduler block, or leave the schedule to it",
+                f"{asked.place(field)} and {ds_place}: scheduler",
+            )
+    unnamed = {field for field in ("lr", "weight_decay") if field not in merged}
+    if run.weight_decay is None:  # a block of the user's own keeps what it leaves out
+        unnamed.discard("weight_decay")
+    return Decision(run=run, layout=layout, batch=batch, open=frozenset(unnamed), warnings=tuple(warnings or ()))
+
+
+def with_recipe(decision: Decision, kind: Kind, facts: ModelFacts, steps: int) -> Decision:
+    """Return the decision with the learning rate and weight decay that the model, the batch and the steps suggest."""
+    run, values = decision.run, {}
+    if "lr" in decision.open:
+        values["lr"] = peak_lr(kind, run.optimizer or "adamw", decision.batch.total, facts.parameters)
+    if "weight_decay" in decision.open:
+        values["weight_decay"] = weight_decay(kind, run.optimizer, steps)
+    return replace(decision, run=run.model_copy(update=values), open=frozenset())
+
+
+def where(finding: Finding, document: Document, place: str) -> str:
+    """Return where a finding stands, for people: file, line and column if there is a file, and the key."""
+    line = "" if document.generated else f":{finding.line}:{finding.column}"
+    return f"{place}{line}: {finding.path}"
+
+
+def _check_json(document: Document, run: Run, machine: Machine, place: str, problems: Problems) -> list[Finding] | None:
+    """Return warnings about the JSON, or None where it has errors, which are noted in `problems`."""
+    precisions = ("fp32", *(name for name in ("bf16", "fp16") if getattr(machine, name)))
+    setting = TargetHardware(pipeline=run.pipeline, accelerator=machine.accelerator, precisions=precisions)
+    found = [f for f in check(document, setting) if f.code not in SETTLED]
+    fatal = FATAL if machine.here else frozenset()
+    errors = [f for f in found if f.severity == "error" or f.code in fatal]
+    for finding in errors:
+        problems.add(finding.code, f"{finding.message}. {finding.why}", finding.fix, where(finding, document, place))
+    return None if errors else found
+
+
+def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems: Problems) -> dict[str, Any]:
+    """Return what run and JSON say together, for the fields of PAIRS plus `optimizer` and `precision`.
+
+    Only definite values are in the answer; a value that both give and that differs is noted with both places.
+    """
+    theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
+    theirs |= {"optimizer": (_optimizer_of(config), "optimizer.type"), "precision": _precision_of(asked.run, config)}
+    merged: dict[str, Any] = {}
+    for field, (value, path) in theirs.items():
+        value = None if value == "auto" else value
+        if field in DEGREES and value == 0:
+            value = 1  # as DeepSpeed has it
+        if field in (*SIZES, *DEGREES) and isinstance(value, float):
+            value = int(value)  # the checker lets 16.0 pass
+        ours = getattr(asked.run, field) if field in asked.places else None
+        if ours is not None and value is not None and ours != value:
+            problems.add(
+                "conflict",
+                f"{field} is {ours} in {asked.place(field)} but {value} in {ds_place}: {path}",
+                f'make them equal, or write "auto" at {ds_place}: {path} so that the run decides',
+                f"{asked.place(field)} and {ds_place}: {path}",
+            )
+        value = value if ours is None else ours
+        if value is not None:
+            merged[field] = value
+    return merged
+
+
+def _optimizer_of(config: Mapping[str, Any]) -> str:
+    """Return the run's word for the JSON's optimizer; DeepSpeed compares its own names without regard to case."""
+    kind = str(get(config, "optimizer.type", "auto"))
+    return {t.lower(): name for name, t in OPTIMIZER_TYPES.items()}.get(kind.lower(), kind)
+
+
+def _precision_of(run: Run, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the precision that the JSON settles ("auto": the run decides), and where."""
+    bf16, fp16 = get(config, "bf16.enabled", "auto"), get(config, "fp16.enabled", "auto")
+    neither = bf16 is False and fp16 is False
+    for name, enabled in (("bf16", bf16), ("fp16", fp16)):
+        if enabled is True:
+            return name, f"{name}.enabled"
+        if enabled is False and run.precision == name:
+            return "fp32" if neither else f"not {name}", f"{name}.enabled"
+    return "fp32" if neither else "auto", "bf16.enabled and fp16.enabled"
+
+
+def _layout(
+    asked: RunRequest, merged: Mapping[str, Any], config: Mapping[str, Any], machine: Machine, problems: Problems
+) -> Layout:
+    run = asked.run
+    tp, pp, sp = merged.get("tensor_parallel", 1), run.pipeline, merged.get("sequence_parallel", 1)
+    inner = tp * pp * sp
+    ranks = run.ranks or max(machine.devices // inner * inner, inner)
+    if ranks % inner:
+        problems.add(
+            "ranks",
+            f"{ranks} ranks are not a multiple of tensor x pipeline x sequence degree {tp} x {pp} x {sp} = {inner}",
+            f"take --ranks {max(inner, ranks // inner * inner)}",
+            asked.place("ranks"),
+        )
+    stage = int(get(config, "zero_optimization.stage", 0))
+    return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
+
+
+def _settled(
+    run: Run, merged: Mapping[str, Any], config: Mapping[str, Any], layout: Layout, batch: Batch, kind: Kind
+) -> Run:
+    """Return the run with everything filled in that does not depend on the data."""
+    offloads = get(config, "zero_optimization.offload_optimizer.device", "none") != "none"  # which is for Adam
+    optimizer = merged.get("optimizer", "adamw" if offloads else OPTIMIZER[kind])
+    clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
+    defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}
+    if get(config, "optimizer.type", "auto") != "auto":  # a block of the user's own keeps what it leaves out
+        defaults = {k: v for k, v in defaults.items() if get(config, f"optimizer.params.{k}") == "auto"}
+    return run.model_copy(
+        update={
+            "ranks": layout.world_size,
+            "tensor_parallel": layout.tp,
+            "sequence_parallel": layout.sp,
+            "micro_batch": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+            "global_batch": batch.total,
+            "precision": merged.get("precision", "fp32"),
+            "activation_checkpointing": run.activation_checkpointing
+            or get(config, "activation_checkpointing.cpu_checkpointing") is True,
+            "compile": run.compile or get(config, "compile.deepcompile") is True,
+            "optimizer": optimizer if optimizer in OPTIMIZER_TYPES else None,
+            "lr": merged.get("lr"),
+            "momentum": merged.get("momentum", defaults.get("momentum")),
+            "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),
+            "gradient_clipping": merged.get("gradient_clipping", clipping),
+        }
+    )

@@ -1,0 +1,74 @@
+"""Guards around a running model: its failures as RunFailed that names the knob, and silence of the libraries."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerofit.spec.errors import Problem, RunFailed
+
+
+@contextmanager
+def failures(knob: str) -> Iterator[None]:
+    """Turn a lack of memory into RunFailed; `knob` is what makes the work smaller."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        message = "the host has no memory left"
+        if isinstance(error, torch.OutOfMemoryError):
+            message = str(error).splitlines()[0]
+        elif isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        hint = f"{knob}, less in --max-memory for that device, or --dtype bf16"
+        raise RunFailed(Problem(kind="out-of-memory", message=message, hint=hint, where="--max-memory")) from error
+
+
+def guarded(model: nn.Module) -> AbstractContextManager[Any]:
+    """Raise RunFailed where a module uses weights that are not there, if any of this model's are elsewhere."""
+    return _Guard() if any(parameter.is_meta for parameter in model.parameters()) else nullcontext()
+
+
+class _Guard(TorchDispatchMode):
+    """Stops where a module uses weights of another one, which lie elsewhere until that one runs.
+
+    torch 2.14's products and convolutions on the CPU take such a weight on the meta device without a word and give
+    back whatever lies in the memory of the result.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if "meta" in devices and len(devices) > 1:
+            message = "a module uses weights of another one, which lie on the disk (or in memory) until that one runs"
+            hint = "let all of it stay on one device: more in --max-memory, or --dtype bf16"
+            raise RunFailed(Problem(kind="offloaded-weights", message=message, hint=hint, where="CKPT"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence bars, reports and warnings of transformers and accelerate; zerofit tells what they would."""
+    from transformers.utils import logging as theirs
+
+    levels = {name: logging.getLogger(name).level for name in ("accelerate.big_modeling", "accelerate.utils.modeling")}
+    verbosity = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        theirs.enable_progress_bar()
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

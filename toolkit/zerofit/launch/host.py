@@ -1,0 +1,119 @@
+"""This host: its devices, the environment of its ranks, the way to other hosts, processes that a start has left."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from zerofit.spec.files import cache_root
+from zerofit.spec.local_machine import cpu_ranks, usable_cores
+from zerofit.spec.model_facts import Machine
+
+RUN_ID = "ZEROFIT_RUN"  # in the environment of every process of a start
+WAIT_S = 5.0
+
+
+def this_machine() -> Machine:
+    """Return what ranks can run on here: all GPUs, else the CPU."""
+    import torch
+
+    cores = usable_cores()
+    if torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability(0)
+        return Machine(
+            accelerator="cuda",
+            devices=torch.cuda.device_count(),
+            cores=cores,
+            device_name=torch.cuda.get_device_name(0),
+            fp16=True,
+            bf16=major >= 8,
+        )
+    return Machine(
+        accelerator="cpu",
+        devices=cpu_ranks(cores),
+        cores=cores,
+        device_name=f"CPU ({platform.machine()})",
+        fp16=torch.ops.mkldnn._is_mkldnn_fp16_supported(),  # what DeepSpeed's CPU accelerator asks
+        bf16=True,  # torch computes it everywhere, slowly where the processor has no instructions for it
+    )
+
+
+def environment(accelerator: str, cores: int, ranks: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of so many ranks on one host: accelerator, threads a rank, a place for compiled ops.
+
+    What is set already (in `base`, else here) stays.
+    """
+    env = dict(os.environ if base is None else base)
+    env.setdefault("DS_ACCELERATOR", accelerator)
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(ops_folder()))
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env["PYTHONSAFEPATH"] = "1"  # a user's profile.py must not stand in for the standard library's
+    if accelerator == "cpu":
+        env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        env.setdefault("LOCAL_SIZE", str(ranks))
+    return env
+
+
+def ops_folder() -> Path:
+    """Return where compiled C++ ops lie; two environments that shared one folder would rebuild each other's."""
+    versions = [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
+    key = hashlib.sha256("\n".join([sys.prefix, sys.version, *versions]).encode()).hexdigest()[:12]
+    return cache_root() / "ops" / key
+
+
+def address_to(other: str) -> str | None:
+    """Return this host's address on the way to another one (a name or an IPv4 address); None where there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # sends nothing
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def interface_to(other: str) -> str | None:
+    """Return this host's interface on the way to another one; None where there is no way but its own loopback."""
+    own = address_to(other)
+    return None if own is None or own.startswith("127.") else interface_of(own)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has this address of this host's."""
+    plain, rows = address.split("%")[0], psutil.net_if_addrs().items()
+    return next((name for name, found in rows if any(one.address.split("%")[0] == plain for one in found)), None)
+
+
+def others() -> Iterator[psutil.Process]:
+    """Return all processes on this host but this one and those that it descends from."""
+    spared = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    return (process for process in psutil.process_iter() if process.pid not in spared)
+
+
+def run_id_of(pid: int) -> str | None:
+    """Return the run id in a process's environment; None where there is none, or it is another user's process."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    key = f"{RUN_ID}=".encode()
+    values = [one[len(key) :] for one in raw.split(b"\0") if one.startswith(key)]
+    return os.fsdecode(values[0]) if values else None
+
+
+def end_all(run_id: str) -> int:
+    """Kill every process of a start on this host, but this one and those that it descends from; return how many."""
+    found = [process for process in others() if run_id_of(process.pid) == run_id]
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(found, timeout=WAIT_S)
+    return len(found)

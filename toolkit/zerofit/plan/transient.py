@@ -1,0 +1,152 @@
+"""Transient memory: what making the engine, and the optimizer step, hold besides the persistent memory.
+
+Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
+torch's AdamW for single tensors (torch/optim/adam.py, the CPU's) holds a square root and a quotient of the tensor it
+steps; FusedAdam and CPUAdam step in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.persistent import (
+    MASTER_BYTES,
+    STATES_BYTES,
+    SUB_GROUP_ELEMENTS,
+    in_bf16_optimizer,
+    overlap_in_partition,
+    parameter_shards,
+    partitions,
+    sharers,
+)
+from zerofit.plan.timeline import StageTimeline
+
+NORM_BYTES = 8  # gradients are lifted to float64 for their norm (zero/utils.py:59)
+
+
+def init_moments(
+    line: StageTimeline, layout: PlannedLayout, device: str, built_in_parts: bool
+) -> Iterator[dict[str, int]]:
+    """Yield device bytes by kind, where building the model and making the engine can exceed a training step.
+
+    `built_in_parts`: transformers enters zero.Init at stage 3 by itself.
+    """
+    if not built_in_parts or layout.zero_stage < 3:
+        # "cuda" gets the model when it is cast (engine.py:2094)
+        yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.parameters}
+    if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
+        yield from _init_flat_partitions(line, layout, device)
+    elif layout.zero_stage == 3:
+        yield from _init_shards(line, layout, device)
+    elif layout.element_bytes == 2:
+        # masters, and a step on zero gradients that makes the states (fp16/unfused_optimizer.py:425)
+        yield {
+            "parameters": 2 * line.parameters,
+            "master weights": MASTER_BYTES * line.parameters,
+            "gradients": 4 * line.parameters,
+            "optimizer state": STATES_BYTES * line.parameters,
+            "temporaries": 8 * line.largest if device == "cpu" else 0,
+        }
+
+
+def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
+    """Copy each group flat beside the originals, then its part to float32 (zero/stage_1_and_2.py:483, :560)."""
+    element, parameters = layout.element_bytes, layout.element_bytes * line.parameters
+    made = 0
+    here = layout.offload_optimizer == "none" or device == "cpu"
+    for size in partitions(line, layout.zero_ranks):
+        yield {"parameters": parameters, "temporaries": element * size * layout.zero_ranks, "master weights": made}
+        lifted = MASTER_BYTES * size if here else 0
+        yield {"parameters": parameters, "temporaries": element * size, "master weights": made + lifted}
+        made += lifted
+    if here:  # zero gradients (:941)
+        yield {"parameters": parameters, "master weights": made, "gradients": made}
+
+
+def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
+    """Convert masters, then clone them (zero/stage3.py:1170), and keep a zero gradient of a group (:1306)."""
+    if layout.offload_optimizer != "none" and device == "cuda":
+        return
+    parts = parameter_shards(line, sharers(layout))
+    kept = {"parameters": layout.element_bytes * sum(parts), "master weights": MASTER_BYTES * sum(parts)}
+    yield {**kept, "temporaries": MASTER_BYTES * max(parts) if layout.element_bytes == 2 else 0}
+    yield {**kept, "gradients": MASTER_BYTES * max(parts)}
+
+
+class StepMemory(NamedTuple):
+    """Bytes at one moment of the step."""
+
+    gradients: int = 0
+    temporaries: int = 0
+    host: int = 0
+
+
+def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
+    """Yield the moments that can be the step's peak."""
+    temporaries = 8 if device == "cpu" else 0
+    if in_bf16_optimizer(layout):
+        # float32 gradients of all partitions at once, beside the parameters' own (bf16_optimizer.py:325)
+        sizes = partitions(line, layout.zero_ranks)
+        gradients = layout.element_bytes * line.parameters + MASTER_BYTES * sum(sizes)
+        yield StepMemory(gradients, temporaries * max(sizes))
+    elif layout.zero_stage == 0:
+        yield from _step_whole(line, layout.element_bytes, device)
+    elif layout.offload_optimizer != "none":
+        yield StepMemory(temporaries=_gather_copy(line, layout, device))
+        ranks = layout.zero_ranks
+        parts = partitions(line, ranks) if layout.zero_stage < 3 else parameter_shards(line, sharers(layout))
+        yield StepMemory(host=temporaries * min(max(parts, default=0), SUB_GROUP_ELEMENTS))
+    elif layout.zero_stage == 3:
+        yield from _step_shards(line, layout, temporaries)
+    else:
+        yield from _step_flat_partitions(line, layout, temporaries)
+        yield StepMemory(temporaries=_gather_copy(line, layout, device))
+
+
+def _step_whole(line: StageTimeline, element: int, device: str) -> Iterator[StepMemory]:
+    gradients = element * line.parameters
+    if device == "cpu" or element == 4:
+        # in low precision a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
+        lifted = MASTER_BYTES * line.parameters if element == 2 else 0
+        # a parameter's square root and quotient; the quotient of the one before is dropped after them
+        numels = [0, *(numel for group in line.groups for numel in group)]
+        largest = max((4 * before + 8 * numel for before, numel in pairwise(numels)), default=0)
+        yield StepMemory(gradients + lifted, largest if device == "cpu" else 0)
+    else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
+        waiting, flat = gradients, 0
+        for group in line.groups:
+            lifted = MASTER_BYTES * sum(group)
+            yield StepMemory(waiting + flat + lifted, lifted)
+            waiting, flat = waiting - element * sum(group), flat + lifted
+
+
+def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, temporaries: int) -> Iterator[StepMemory]:
+    """Step group after group (zero/stage_1_and_2.py:3107); gradients go when the last group's are flattened."""
+    element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
+    kept = element * overlap_in_partition(line, layout.zero_ranks)
+    yield StepMemory(kept, NORM_BYTES * line.largest)
+    for n, size in enumerate(sizes):
+        lifted = MASTER_BYTES * size
+        yield StepMemory(kept + lifted, element * size if element == 2 else 0)
+        yield StepMemory((kept if n < len(sizes) - 1 else 0) + lifted, temporaries * size)
+
+
+def _step_shards(line: StageTimeline, layout: PlannedLayout, temporaries: int) -> Iterator[StepMemory]:
+    """Step sub-groups (zero/stage3.py:2686), after isinf of all gradients (:3012, low precision only)."""
+    element, parts = layout.element_bytes, parameter_shards(line, sharers(layout))
+    if element == 2:
+        yield StepMemory(0, (element + 1) * sum(parts))
+    yield StepMemory(0, NORM_BYTES * -(-line.largest // layout.zero_ranks))
+    for part in parts:
+        size = min(part, SUB_GROUP_ELEMENTS)
+        yield StepMemory(MASTER_BYTES * size, max(element * size if element == 2 else 0, temporaries * size))
+
+
+def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:
+    """Return gloo's copy of a group's gathered parameters (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
+    if device == "cuda" or layout.zero_stage == 3 or layout.zero_ranks == 1:
+        return 0
+    return layout.element_bytes * max(partitions(line, layout.zero_ranks)) * layout.zero_ranks

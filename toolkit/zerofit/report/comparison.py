@@ -1,0 +1,264 @@
+"""A comparison as files: results.json, a table as CSV, a picture, and one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.files import write_json
+from zerofit.spec.units import shown_bytes
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 78rem; padding: 1rem; color: #222; }
+h1 { font-size: 1.25rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .87rem; }
+th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+td.reason { text-align: left; white-space: normal; min-width: 18rem; color: #555; }
+tr.failed td:first-child { color: #b00020; }
+tr.not-here td:first-child { color: #777; }
+img { max-width: 100%; height: auto; }
+dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
+@media (max-width: 40rem) { body { padding: .5rem; } th, td { padding: .25rem .35rem; } }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>{{ words }}</p>
+<div class="wide"><table>
+<thead><tr>{% for name in columns %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in rows -%}
+<tr class="{{ row.status }}"><td title="{{ row.title }}">{{ row.name }}</td>
+{%- if row.reason %}<td class="reason" colspan="{{ columns | length - 1 }}">{{ row.reason }}</td>
+{%- else %}{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}{% endif %}</tr>
+{% endfor -%}
+</tbody></table></div>
+<p><img alt="{{ title }}, drawn" src="data:image/png;base64,{{ picture }}"></p>
+<dl>{% for name, meaning in meanings %}<dt>{{ name }}</dt><dd>{{ meaning }}</dd>{% endfor %}</dl>
+</body>
+</html>
+"""
+BLUE, GREEN, RED, SAND, GRAY = "#332288", "#117733", "#CC6677", "#DDCC77", "#999999"  # Paul Tol's "muted" scheme
+MIB = 2**20
+Column = tuple[str, str, Callable[[Any], str]]  # its name, the row's key, how to show the value
+Rows = Sequence[dict[str, Any]]
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+COLUMNS: dict[str, list[Column]] = {
+    "strategies": [
+        ("samples/s", "samples_per_s", _rate),
+        ("tokens/s", "tokens_per_s", _rate),
+        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
+        ("efficiency", "efficiency", _share),
+        ("memory a rank", "peak_bytes_per_rank", shown_bytes),
+        ("process", "host_bytes_per_rank", shown_bytes),
+        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
+        ("loss", "loss", lambda v: f"{v:.4f}"),
+        ("accuracy", "accuracy", _share),
+        ("weights differ by", "max_weight_difference", lambda v: f"{v:.1e}"),
+        ("lines", "lines", str),
+    ],
+    "batch-size": [
+        ("seed", "seed", str),
+        ("lr", "lr", lambda v: f"{v:.3g}"),
+        ("seconds", "seconds", lambda v: f"{v:.1f}"),
+        ("epochs to target", "epochs_to_target", str),
+        ("seconds to target", "seconds_to_target", lambda v: f"{v:.1f}"),
+        ("final accuracy", "final_accuracy", _share),
+        ("best accuracy", "best_accuracy", _share),
+        ("noise scale", "noise_scale", _rate),
+    ],
+    "scaling": [
+        ("ranks", "ranks", str),
+        ("batch", "global_batch", str),
+        ("samples/s", "samples_per_s", _rate),
+        ("speed-up", "speedup", lambda v: f"{v:.2f}"),
+        ("efficiency", "efficiency", _share),
+        ("sent a step", "comm_bytes_per_step", lambda v: shown_bytes(round(v))),
+    ],
+}
+FIRST = {"strategies": "strategy", "batch-size": "batch_size", "scaling": "mode"}
+MISSING = {"epochs_to_target": "not reached", "seconds_to_target": "not reached"}
+MEANINGS = {
+    "strategies": [
+        ("speed-up, efficiency", "against one device; efficiency is the speed-up by the number of ranks"),
+        ("memory a rank", "on a GPU what torch had allocated at most, on a CPU by how much the process grew at most"),
+        ("process", "the most host memory that a process had, libraries included"),
+        ("sent a step", "by all processes together, as the kernel counts bytes of their connections; not with NCCL"),
+        ("ranks", "one for those that take one device"),
+        ("weights differ by", "the largest difference of any weight to the single device's after the same samples"),
+        ("lines", "code of the strategy's own file, without imports and docstrings"),
+    ],
+    "batch-size": [
+        ("seconds", "of training, without evaluations"),
+        ("noise scale", "the batch size at which a gradient's noise is as large as the gradient (McCandlish 2018)"),
+    ],
+    "scaling": [
+        ("weak", "the batch grows with the ranks"),
+        ("strong", "the batch stays the same, each rank gets a smaller share"),
+    ],
+}
+
+
+def write_comparison(folder: Path, result: dict[str, Any]) -> list[str]:
+    """Write all files from the answer of `zerofit compare --json`; return their paths."""
+    paths = {name: folder / name for name in ("results.json", "results.csv", "comparison.png", "comparison.html")}
+    kind, about, rows = result["kind"], result["about"], result["rows"]
+    write_json(paths["results.json"], {name: value for name, value in result.items() if name != "written"})
+    _write_csv(paths["results.csv"], rows)
+    draw(kind, about, rows, paths["comparison.png"])
+    paths["comparison.html"].write_text(page(kind, about, rows, paths["comparison.png"]), encoding="utf-8")
+    return [str(path) for path in paths.values()]
+
+
+def _write_csv(path: Path, rows: Rows) -> None:
+    """Write one line a row; curves and the like are in results.json alone."""
+    flat = [name for row in rows for name, value in row.items() if not isinstance(value, list | dict)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(flat), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def cells(kind: str, row: dict[str, Any]) -> list[str]:
+    """Return a row's figures in the columns of its kind."""
+    return [show(row[key]) if row.get(key) is not None else MISSING.get(key, "-") for _, key, show in COLUMNS[kind]]
+
+
+def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
+    """Return the whole page."""
+    from jinja2 import Environment
+
+    named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
+    template = Environment(autoescape=True).from_string(PAGE)
+    return template.render(
+        title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
+        words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
+        columns=[FIRST[kind].replace("_", " "), *(label for label, _, _ in COLUMNS[kind])],
+        rows=[
+            {
+                "name": row[FIRST[kind]],
+                "title": row.get("title", ""),
+                "status": row["status"],
+                "reason": row["reason"],
+                "cells": cells(kind, row),
+            }
+            for row in rows
+        ],
+        picture=base64.b64encode(picture.read_bytes()).decode(),
+        meanings=MEANINGS[kind],
+    )
+
+
+def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
+    """Draw a comparison into a PNG."""
+    from matplotlib.figure import Figure
+
+    good = [row for row in rows if row["status"] == "ok"]
+    heights = {"strategies": 2.4 + 0.34 * len(good), "batch-size": 7.5, "scaling": 4.2}
+    figure = Figure(figsize=(11, heights[kind]), layout="constrained")
+    device, ranks = "GPU" if about["accelerator"] == "cuda" else "CPU rank", about.get("ranks", 1)
+    title = f"{about['model']} on {about['data']}, {ranks} {device}{'s' if ranks > 1 else ''}"
+    figure.suptitle(title, fontsize=11)
+    if good:
+        {"strategies": _strategies, "batch-size": _sizes, "scaling": _scaling}[kind](figure, about, good)
+    figure.savefig(out, dpi=120)
+
+
+def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+    """Draw speed, memory and traffic side by side; below them the staleness of asynchronous updates."""
+    stale = [row for row in rows if row.get("staleness")]
+    counted = all(row["comm_bytes_per_step"] is not None for row in rows)
+    heights = [max(3.0, 0.34 * len(rows)), 1.6]
+    grid = figure.add_gridspec(1 + bool(stale), 2 + counted, height_ratios=heights[: 1 + bool(stale)])
+    names = [row["strategy"] for row in rows]
+    places = list(range(len(rows)))[::-1]
+    columns = [
+        ("samples a second", [row["samples_per_s"] for row in rows], BLUE),
+        ("peak memory a rank (MiB)", [row["peak_bytes_per_rank"] / MIB for row in rows], GREEN),
+    ]
+    if counted:
+        columns.append(("sent a step, all ranks (MiB)", [row["comm_bytes_per_step"] / MIB for row in rows], RED))
+    for column, (label, values, colour) in enumerate(columns):
+        axes = figure.add_subplot(grid[0, column])
+        bars = axes.barh(places, values, color=colour)
+        axes.bar_label(bars, labels=[_rate(value) for value in values], padding=2, fontsize=7)
+        axes.set_yticks(places, names if column == 0 else [""] * len(names), fontsize=8)
+        axes.set_xlabel(label)
+        axes.margins(x=0.18, y=0.02)
+        _plain(axes)
+    if stale:
+        axes = figure.add_subplot(grid[1, :])
+        for row, colour in zip(stale, (SAND, RED), strict=False):
+            axes.step(range(1, len(row["staleness"]) + 1), row["staleness"], where="mid", color=colour)
+        axes.set(xlabel="update of the server, asynchronous parameter server", ylabel="staleness\n(updates between)")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        _plain(axes)
+
+
+def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+    """Draw time to the target, accuracy, time of all epochs and the gradient's noise against the batch size."""
+    sizes = sorted({row["batch_size"] for row in rows})
+    first, second = figure.subplots(2, 2)
+    words = f"seconds to {about['target']:.0%} accuracy"
+    _spread(first[0], sizes, rows, "seconds_to_target", words, BLUE)
+    missed = [n for n in sizes if not any(r["seconds_to_target"] for r in rows if r["batch_size"] == n)]
+    if missed:
+        first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
+    _spread(first[1], sizes, rows, "final_accuracy", f"accuracy after {about['epochs']} epochs", GREEN)
+    _spread(second[0], sizes, rows, "seconds", f"seconds for {about['epochs']} epochs", RED)
+    _spread(second[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
+
+
+def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str) -> None:
+    """Draw each run as a dot, medians joined."""
+    known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
+    axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5) if known else None
+    there = [size for size in sizes if any(size == one for one, _ in known)]
+    axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set(xlabel="batch size", ylabel=label)
+    _plain(axes)
+
+
+def _scaling(figure: Any, about: dict[str, Any], rows: Rows) -> None:
+    """Draw speed-up beside the ideal, and efficiency."""
+    speed, efficiency = figure.subplots(1, 2)
+    counts = sorted({row["ranks"] for row in rows})
+    speed.plot(counts, counts, ":", color=GRAY, label="ideal")
+    for mode, colour in (("weak", BLUE), ("strong", RED)):
+        mine = [row for row in rows if row["mode"] == mode and row.get("speedup")]
+        speed.plot([r["ranks"] for r in mine], [r["speedup"] for r in mine], "o-", color=colour, label=mode)
+        efficiency.plot([r["ranks"] for r in mine], [r["efficiency"] for r in mine], "o-", color=colour, label=mode)
+    speed.set(xlabel="ranks", ylabel="speed-up", xticks=counts)
+    efficiency.set(xlabel="ranks", ylabel="efficiency", xticks=counts, ylim=(0, 1.1))
+    for axes in (speed, efficiency):
+        axes.legend(frameon=False)
+        _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

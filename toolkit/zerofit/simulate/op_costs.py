@@ -1,0 +1,100 @@
+"""Costs of ops on tensors that hold nothing: FLOPs, and memory that kernels take while they run and give back.
+
+FLOPs are torch's own count, and what that does not know. Of scratch memory only what a source states exactly is here:
+oneDNN's convolutions and bf16 products take some that depends on the processor; `benchmarks/meter/scratch.py`
+measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return multiply-adds times two of one call of an op; 0 where it has no products."""
+    count = _MORE.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    return count(*args, **kwargs, out_val=out) if count else 0
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count attention; nothing is taken off for a causal mask."""
+    return sdpa_flop_count(query.shape, *_ungrouped(query, key, value))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, *_ungrouped(query, key, value))
+
+
+def _ungrouped(query: Tensor, *grouped: Tensor) -> list[tuple[int, ...]]:
+    """Return shapes of keys and values with a head for each of the queries': torch 2.11's counter knows no groups."""
+    return [(len(one), query.shape[1], *one.shape[2:]) for one in grouped]
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Count the (tokens, k) by (experts, k, n) product of a mixture of experts."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
+
+
+_MORE: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: _grouped}
+for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
+    _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of the tensors in a structure."""
+    return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _softmax_mask(args: Any, out: Any) -> int:
+    """Count the bytes of a bool for each element and each row of the scores."""
+    return args[0].numel() + args[0].numel() // args[0].shape[-1] + 4
+
+
+def _flash_backward(args: Any, out: Any) -> int:
+    """Count the bytes of dq's accumulator (float32, padded to blocks of 128 rows and 32 columns) and row sums.
+
+    ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: dq_accum and softmax_d. With fewer key than query
+    heads, dk and dv are first made for every query head.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows, columns = -(-length // 128) * 128, -(-width // 32) * 32
+    accumulated = 4 * batch * heads * rows * (columns + 1)
+    expanded = 2 * batch * heads * key.shape[2] * width * key.element_size() if key.shape[1] != heads else 0
+    return accumulated + expanded
+
+
+# Kind of device -> op -> bytes of (args, out). torch/csrc/distributed/c10d/ProcessGroupGloo.cpp: all-gather goes
+# through a flat copy of the output, reduce-scatter through a clone of the input that is all-reduced. aten:
+# batch_norm_cpu's backward multiplies into a copy of the input, _safe_softmax compares all scores with -inf.
+KERNEL_SCRATCH: dict[str, dict[str, Callable[[Any, Any], int]]] = {
+    "cpu": {
+        "c10d::_allgather_base_": lambda args, out: bytes_of(args[0]),
+        "c10d::allgather_": lambda args, out: bytes_of(args[0]),
+        "c10d::_reduce_scatter_base_": lambda args, out: bytes_of(args[1]),
+        "aten::native_batch_norm": lambda args, out: 8 * args[0].shape[1],
+        "aten::native_batch_norm_backward": lambda args, out: bytes_of(args[1]),
+        "aten::_safe_softmax": _softmax_mask,
+    },
+    "cuda": {"aten::_scaled_dot_product_flash_attention_backward": _flash_backward},
+}
+
+
+def scratch_on(device: str) -> Scratch:
+    """Return the scratch of ops on a kind of device, "cpu" or "cuda"."""
+    table = KERNEL_SCRATCH[device]
+
+    def scratch(op: str, args: Any, kwargs: Any, out: Any) -> int:
+        formula = table.get(op)
+        return formula(args, out) if formula else 0
+
+    return scratch
