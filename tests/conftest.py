@@ -6,10 +6,12 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 WHOLE_SUITE = 1000  # tests
+LONG = ("launch", "cli", "app", "train", "test_docs_python.py", "compare")  # first, so that workers end together
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait would slow a second worker down
 
@@ -60,8 +62,19 @@ def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
         one.close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any):
+    """With `-n 2`, a file's tests stay on one worker, whose ranks were started for them, and files keep their order."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none."""
+    """Long tests come first; those that need a GPU are skipped where there is none."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(LONG)))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

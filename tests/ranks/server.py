@@ -40,7 +40,7 @@ def main() -> None:
     while not (inbox / "stop").exists():
         job = inbox / f"{number:04}.job"
         if not job.exists():
-            time.sleep(0.01)
+            time.sleep(0.05)
             continue
         word = _do(RunFolder(Path(job.read_text())), rank)
         aside = inbox / f".{number:04}.rank{rank}"

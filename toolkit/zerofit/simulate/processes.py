@@ -55,8 +55,8 @@ def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None
         path = [os.path.abspath(entry) for entry in sys.path]
         (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
         server = _server()
-        server.ask(folder)
         try:
+            server.ask(folder)
             while not all((folder / f"{n}.ended").exists() for n in range(len(targets))):
                 server.refuse_if_ended()
                 show(_progress(folder, len(targets), time.monotonic() - start))
@@ -65,6 +65,8 @@ def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None
             with suppress(OSError, ValueError):  # not begun, or over
                 os.killpg(int((folder / GROUP).read_text()), signal.SIGKILL)
             raise
+        finally:
+            _release(server)
         return [_result(folder / f"{n}.result") for n in range(len(targets))]
 
 
@@ -73,6 +75,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
+        self.users = 0  # threads that wait for an answer
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
         # what the server imports is found as it is here; a session of its own: Ctrl-C is this process's to answer
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
@@ -105,22 +108,32 @@ _running: _Server | None = None
 
 
 def _server() -> _Server:
-    """Return the server of this process, started when it is first needed."""
+    """Return the server of this process, started when it is first needed, with one more user."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None:
             _running = _Server()
+        _running.users += 1
         return _running
 
 
+def _release(server: _Server) -> None:
+    with _lock:
+        server.users -= 1
+
+
 def end_server() -> None:
-    """End this process's server, which holds torch and DeepSpeed in memory; the next simulation starts another."""
+    """End this process's server, which holds torch and DeepSpeed in memory; the next simulation starts another.
+
+    It stays while another thread simulates.
+    """
     global _running
     with _lock:
-        if _running is not None and _running.owner == os.getpid():
-            assert _running.process.stdin
-            _running.process.stdin.close()
-            _running.process.wait()
+        if _running is None or _running.owner != os.getpid() or _running.users:
+            return
+        assert _running.process.stdin
+        _running.process.stdin.close()
+        _running.process.wait()
         _running = None
 
 
