@@ -51,10 +51,10 @@ def check_room(
     Raises DoesNotFit where memory or disk that is free on this machine is not enough.
     """
     job = resolved.job
-    simulations = _simulations(asked, resolved, report)
+    simulations = forecast_ranks(asked, resolved, report)
     problems = [_disk_problem(job, output, simulations)]
     if simulations:
-        worst = max(simulations, key=lambda one: (one.verdict == NOT, one.verdict != FITS, one.reserved_bytes))
+        worst = worst_of(simulations)
         if worst.verdict == NOT:
             problems.append(_memory_problem(asked, resolved, worst, report, anyway))
         elif worst.verdict != FITS:
@@ -66,14 +66,29 @@ def check_room(
     return _forecast(simulations) if simulations else None
 
 
-def _simulations(asked: RunRequest, resolved: ResolvedJob, report: Reporter) -> list[Simulation]:
-    """Return one rank of each pipeline stage, assessed against what is free; none where the job cannot be simulated."""
+def free_on(cluster: Cluster) -> Cluster:
+    """Return nodes like this machine with the memory that is free on it now."""
+    return replace(cluster, host_memory=free_host_bytes(), device_memory=free_gpu_bytes(cluster.gpus))
+
+
+def worst_of(simulations: Sequence[Simulation]) -> Simulation:
+    """Return the one that fits least, or needs most."""
+    return max(simulations, key=lambda one: (one.verdict == NOT, one.verdict != FITS, one.reserved_bytes))
+
+
+def forecast_ranks(
+    asked: RunRequest, resolved: ResolvedJob, report: Reporter, whole: Cluster | None = None
+) -> list[Simulation]:
+    """Return one rank of each pipeline stage, assessed against what is free; none where the job cannot be simulated.
+
+    `whole`: the nodes, which are like this machine; None: this machine.
+    """
     job, unknown = resolved.job, "the memory of this run is not forecast"
     if job.facts.task == "gan" or resolved.inputs is None:
         return []
     try:
-        whole = replace(Cluster.here(), gpus=job.layout.world_size)
-        free = replace(whole, host_memory=free_host_bytes(), device_memory=free_gpu_bytes(whole.gpus))
+        whole = whole or replace(Cluster.here(), gpus=job.layout.world_size)
+        free = free_on(whole)
     except UserError as error:  # a GPU that is not in the catalogue
         report.note(f"{unknown}: {error}")
         return []
@@ -157,8 +172,7 @@ def _memory_problem(
     message = f"{_needs(worst)}; {shown_bytes(worst.device_total_bytes)} are free {here}. {worst.because}"
     if anyway:
         return Problem(kind="does-not-fit", message=message)
-    whole = replace(Cluster.here(), gpus=ranks)
-    free = replace(whole, host_memory=free_host_bytes(), device_memory=free_gpu_bytes(ranks))
+    free = free_on(replace(Cluster.here(), gpus=ranks))
     rows = _prepared(asked, resolved, free).knobs(worst.rank)(lambda event: report.status(event.text))
     fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
     changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)

@@ -26,7 +26,7 @@ from zerofit.spec.files import atomic_write, write_json
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.run import Run, RunRequest, flag
-from zerofit.spec.run_folder import Job, Layout, MemoryForecast, RunFolder, Start
+from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
 
 MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, "loss", "data", "text_field", "tokenizer", "image_size", "seq_len", "seed", "optimizer")
@@ -34,6 +34,7 @@ UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "lo
 
 
 Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]
+Fitter = Callable[[RunRequest, RunFolder], tuple[RunRequest, FittedLayout | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +53,26 @@ def prepare(
     folder: RunFolder | None = None,
     model: nn.Module | None = None,
     gate: Gate | None = None,
+    fitter: Fitter | None = None,
 ) -> PreparedRun:
     """Resolve the run, prepare its data, find the checkpoint to go on from and make the run folder.
 
     `machine`: the devices of all hosts together; None: those of this one. `folder`: the run folder where this command
     holds it already. `model`: in place of the one that the run names. `gate`: forecasts memory, and raises where it is
-    not there; nothing is written then. Raises UserError with all that is wrong.
+    not there; nothing is written then. `fitter`: chooses the layout of a run that asks for it.
+    Raises UserError with all that is wrong.
     """
     problems = Problems()
     folder = folder or problems.attempt(lambda: find_folder(asked.run))
+    fit = None
+    if fitter and folder:
+        asked, fit = fitter(asked, folder)
+    elif fitter:  # what else is wrong is told, too
+        asked = replace(asked, run=asked.run.model_copy(update={"fit": False}))
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
     forecast = gate(asked, resolved, folder.path) if gate else None
-    job = replace(resolved.job, start=find_start(resolved.job, folder, report), forecast=forecast)
+    job = replace(resolved.job, start=find_start(resolved.job, folder, report), forecast=forecast, fit=fit)
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

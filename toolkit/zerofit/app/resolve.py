@@ -120,6 +120,10 @@ def _decide(
     Raises UserError with all that is wrong.
     """
     run, place, kind = asked.run, ds_place(asked.run), "transformer"
+    if run.fit:
+        message = f"{asked.place('fit')}: the layout is chosen where `zerofit train` or `launch` starts it, not here"
+        hint = "leave it out; `zerofit plan` ranks layouts for any hardware"
+        problems.add("conflict", message, hint, asked.place("fit"))
     found = problems.attempt(lambda: find_model(asked, model))
     document = problems.attempt(lambda: ds_document(run))
     if run.data is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from zerofit.app.fitting.fit import fitted, leaner_next
 from zerofit.app.gate import check_room
 from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.requests import as_request
@@ -79,7 +80,8 @@ def train(
         message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
         raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
-    prepared = prepare(as_request(run), report, gate=partial(check_room, report=report, anyway=anyway))
+    gate, fitter = partial(check_room, report=report, anyway=anyway), partial(fitted, report=report, anyway=anyway)
+    prepared = prepare(as_request(run), report, gate=gate, fitter=fitter)
     finished = finished_before(prepared.job, prepared.folder)
     if finished:
         report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
@@ -103,7 +105,8 @@ def _train(prepared: PreparedRun, report: Reporter, handle_signals: bool) -> Tra
     with closing(Watch("127.0.0.1")) as watch:
         site = local_site(job, machine)
         build_ops(needed_ops(job.ds_config, machine), site.env(""), report.phase)
-        return run_once(folder, site, watch, report, handle_signals=handle_signals)
+        with leaner_next(folder, site.again):
+            return run_once(folder, site, watch, report, handle_signals=handle_signals)
 
 
 class TrainingRun:

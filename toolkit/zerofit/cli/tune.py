@@ -12,6 +12,7 @@ from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, make_table, out
 from zerofit.cli.options import AS_JSON, HOST_FIELDS, PATH, given, host_arguments, host_options, run_options
 from zerofit.cli.train import DEFAULT_JOB
+from zerofit.spec.run import Run
 
 if TYPE_CHECKING:
     from zerofit.tune.search import Regret, TuneResult
@@ -28,7 +29,7 @@ REASON = 60  # characters
 @click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="at most so many in all")
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="at most so long")
 @click.option("--space", type=PATH, help="YAML: values that are allowed, by knob")
-@run_options()
+@run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options
 @AS_JSON
 def tune(target: str | None, trials: int, minutes: float, space: Path | None, as_json: bool, **options: Any) -> None:

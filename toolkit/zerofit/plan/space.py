@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.spec.cluster import Cluster
@@ -23,6 +23,7 @@ from zerofit.spec.profile import Profile, setting
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
 IMAGES = 8
+SIZES = ("bucket", "overlap", "prefetch", "persistence")  # knobs in which the members of a family differ
 MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
 
@@ -53,6 +54,7 @@ class PlanRequest:
     checkpointing: bool | None = None
     pipelines: bool = True  # whether the search may cut the model into pipeline stages
     every: bool = False  # each variant is ranked by itself, and stage 3 with larger sizes is one
+    keep: Mapping[str, Any] = field(default_factory=dict)  # further knobs of PlannedLayout that are decided
 
 
 @dataclass
@@ -82,7 +84,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
         batches = list(_batches(degrees, profile, cluster, request, space))
         asked = (False, True) if request.checkpointing is None else (request.checkpointing,)
         traced = [c for c in asked if setting(request.precision, c, degrees.tp, degrees.sp) in profile.costs]
-        options = product(_sharding(degrees, cluster, request.precision), traced, batches)
+        options = product(_sharding(degrees, cluster, request), traced, batches)
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
             first = PlannedLayout(
                 zero_stage=stage,
@@ -100,7 +102,12 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
             )
-            space.families.append([first, *_variants(first, profile, request.every)])
+            kept = {name: value for name, value in request.keep.items() if name in SIZES}
+            if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
+                space.leave_out(_decided(request.keep))
+                continue
+            family = [first, *_variants(first, profile, request.every)]
+            space.families.append(list(dict.fromkeys(replace(one, **kept) for one in family)))
     return space
 
 
@@ -132,17 +139,27 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
     return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
 
 
-def _sharding(degrees: Degrees, cluster: Cluster, precision: str) -> Iterator[tuple[int, Offload, Offload]]:
+def _decided(keep: Mapping[str, Any]) -> Problem:
+    knobs = ", ".join(f"{name} {value}" for name, value in keep.items())
+    message = f"layouts that differ from what is decided: {knobs}"
+    return Problem(kind="decided", message=message, hint="decide less, or other values")
+
+
+def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Iterator[tuple[int, Offload, Offload]]:
     """Yield ZeRO stage, where the optimizer's states are, where parameters are."""
-    if degrees.pp == 1 or precision != "fp32":  # clips by the first stage's norm alone (runtime/utils.py:394)
+    keep = request.keep
+    if "zero_stage" in keep and "offload_optimizer" in keep:  # a combination of the user's own
+        yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
+        return
+    if degrees.pp == 1 or request.precision != "fp32":  # clips by the first stage's norm alone (runtime/utils.py:394)
         yield 0, "none", "none"
     yield 1, "none", "none"
     if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)
         return
     yield 2, "none", "none"
     yield 3, "none", "none"
-    if cluster.on_cpu:  # host memory is the device's
-        return
+    if cluster.on_cpu and keep.keys().isdisjoint(("offload_optimizer", "offload_param")):
+        return  # host memory is the device's
     yield 2, "cpu", "none"
     yield 3, "cpu", "none"
     yield 3, "cpu", "cpu"

@@ -32,6 +32,7 @@ class TraceSetting(NamedTuple):
     checkpointing: bool = False
     tp: int = 1
     sp: int = 1
+    loss_chunk: int | None = None  # targets whose logits are in float32 at a time
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +61,7 @@ def profile_model(
     config: Any = None  # transformers' of the whole model
     for one in wanted:
         config, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
-        costs[setting(*one)] = costs_here
+        costs[setting(one.precision, one.checkpointing, one.tp, one.sp)] = costs_here
         layers = layers_here if one.tp == 1 or not layers else layers
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(inputs, ImageInputs):
@@ -190,5 +191,5 @@ def _loss(model: Any, x: Tensor, labels: Tensor, task: Task, one: TraceSetting, 
     logits, aux = forward_logits(model, x, **extra)
     logits = output_part(logits, "logits")
     recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
-    loss = weighted_cross_entropy(logits, labels, 1.0)
+    loss = weighted_cross_entropy(logits, labels, 1.0, one.loss_chunk)
     return loss if aux is None else loss + aux

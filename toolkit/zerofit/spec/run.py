@@ -109,6 +109,9 @@ class Run(BaseModel):
     ds_config: str | dict[str, Any] | None = _option(
         None, "DeepSpeed JSON: a file, or a name from ds_configs/ (default zero2; pipeline with --pipeline)"
     )
+    fit: bool = _option(
+        False, "choose what is not given: the fastest layout, batch split and DeepSpeed JSON that fit what is free"
+    )
     ranks: PositiveInt | None = _option(None, "ranks to start (default: all local devices)")
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: PositiveInt = _option(1, "pipeline parallel degree")

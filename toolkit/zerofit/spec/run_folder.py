@@ -109,6 +109,17 @@ class MemoryForecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FittedLayout:
+    """What `--fit` has chosen; it holds for the run folder until a rank runs out of memory with it."""
+
+    given: dict[str, Any]  # fields of the run that were not free, the DeepSpeed JSON as it was written
+    chosen: dict[str, Any]  # fields of the run, the whole DeepSpeed JSON included
+    why: tuple[str, ...]  # in words
+    reserved_bytes: int  # a rank's forecast: of the device, as in `MemoryForecast`
+    ran_out: bool = False  # a rank ran out of memory all the same: the next start takes a leaner one
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """The job of a run, all that its ranks need to know; kept in the run folder as files that a person can open."""
 
@@ -120,6 +131,7 @@ class Job:
     ds_config: dict[str, Any]
     start: Start | None = None
     forecast: MemoryForecast | None = None  # None where memory was not forecast
+    fit: FittedLayout | None = None  # None where the layout was not chosen by `--fit`
 
     @property
     def precision(self) -> Precision:
@@ -132,7 +144,7 @@ class Job:
         return samples + (step - done) * self.batch.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `start` and `forecast` as JSON."""
+        """Return all but `start`, `forecast` and `fit` as JSON."""
         return {
             "run": self.run.model_dump(mode="json"),
             "layout": asdict(self.layout),
@@ -165,7 +177,7 @@ class Job:
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
         plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps}
-        for name in ("start", "forecast"):
+        for name in ("start", "forecast", "fit"):
             value = getattr(self, name)
             plan[name] = asdict(value) if value else None
         write_json(folder.plan, plan)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.clusters.hosts import HostRequest, build_ops_on, cluster_site, examine_hosts, filled, machine_of
+from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
 from zerofit.app.prepare_folder import find_folder, make_ready, prepare
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
 from zerofit.checkpoint.store import Store
@@ -63,7 +65,7 @@ class RestartingRun:
                         raise
                     if self.folder.stop_request.exists():
                         _stop_after(failure.problem, self.folder)
-                    if attempt > self.max_restarts or failure.problem.kind in NOT_AGAIN:
+                    if attempt > self.max_restarts or self._would_recur(failure):
                         raise
                     message = f"{failure.problem.message}; starting again from the newest checkpoint"
                     self.report.warning(f"{message} (restart {attempt} of {self.max_restarts})")
@@ -79,7 +81,8 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
-            prepared = prepare(self.asked, self.report, machine, self.folder)
+            fitter = partial(fitted, report=self.report, machine=machine, hosts=self.hosts)
+            prepared = prepare(self.asked, self.report, machine, self.folder, fitter=fitter)
             job, folder = prepared.job, prepared.folder
             if found:
                 room = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
@@ -101,7 +104,14 @@ class RestartingRun:
             if self.options.over_ssh:
                 used = list(dict.fromkeys(site.hosts))
                 build_ops_on(used, needed_ops(job.ds_config, machine), self.options.ssh_port, self.report.phase)
-            return run_once(folder, site, watch, self.report, attempt=attempt, handle_signals=self.handle_signals)
+            with leaner_next(folder, self.options.again):
+                signals = {"handle_signals": self.handle_signals}
+                return run_once(folder, site, watch, self.report, attempt=attempt, **signals)
+
+    def _would_recur(self, failure: RunFailed) -> bool:
+        """Return whether the next start would fail as this one did; one with a chosen layout gets a leaner one."""
+        fitted_layout = self.job is not None and self.job.fit is not None
+        return failure.problem.kind in NOT_AGAIN and not (fitted_layout and failure.problem.kind == OUT_OF_MEMORY)
 
     def _ready(self, port: int) -> Preflight | None:
         """Examine all hosts; None where they cannot be asked. Raises UserError with everything that is wrong."""
@@ -183,13 +193,13 @@ class RestartingRun:
         ranks, smaller = fewer
         self.report.note(f"going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
         self.hosts = filled(there, ranks)
-        self.asked = _with(
-            self.asked,
-            ranks=ranks,
-            micro_batch=smaller.micro,
-            gradient_accumulation_steps=smaller.accumulation,
-            global_batch=smaller.total,
-        )
+        sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
+        fewer_ranks = {"ranks": ranks, "global_batch": smaller.total}
+        if self.asked.run.fit:  # the layout is chosen anew
+            self.asked = replace(self.asked, places={**self.asked.places, **dict.fromkeys(fewer_ranks, "--min-nodes")})
+        else:
+            fewer_ranks |= sizes
+        self.asked = _with(self.asked, **fewer_ranks)
 
 
 def _stop_after(problem: Problem, folder: RunFolder) -> None:

@@ -43,6 +43,7 @@ class ProfileRequest:
     model_args: dict[str, Any] = field(default_factory=dict)
     checkpointings: tuple[bool, ...] = (False, True)
     degrees: tuple[Degrees, ...] | None = None  # None: all that are worth it
+    loss_chunk: int | None = None
 
 
 def read_profile(path: Path) -> Profile:
@@ -94,7 +95,8 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
         while True:
             # the largest first: where one does not divide every layer, it shows at once
             ordered = sorted(degrees, reverse=True)
-            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp) for d in ordered for c in checkpointings]
+            pairs = [(degree, c) for degree in ordered for c in checkpointings]
+            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, wanted.loss_chunk) for d, c in pairs]
             try:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
@@ -148,7 +150,7 @@ def _place(wanted: ProfileRequest) -> Path | None:
         "model": content,
         "args": wanted.model_args,
         "inputs": [wanted.seq_len, wanted.image],
-        "settings": [wanted.precision, wanted.checkpointings, wanted.degrees],
+        "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.loss_chunk],
         "device": wanted.device,
         "versions": {name: importlib.metadata.version(name) for name in names},
         "code": code_digest(__name__),  # a profile of older code is made anew

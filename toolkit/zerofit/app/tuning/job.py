@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ import yaml
 from zerofit.app.clusters.hosts import filled, machine_of
 from zerofit.app.planning.answers import ds_config as planned_config
 from zerofit.app.planning.answers import layout_fields
+from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.planner import forecast_of
-from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.resolve import ResolvedJob, resolve_job
+from zerofit.app.resolve import resolve_job
 from zerofit.launch.hostfile import Host, read_hostfile
-from zerofit.models.inputs import ImageInputs
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
-from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
@@ -138,9 +136,9 @@ class TuneJob:
         resolved = resolve_job(asked, machine=machine, report=report)
         job, run = resolved.job, resolved.job.run
         used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
-        cluster = _cluster(job.layout.world_size, used)
+        cluster = cluster_of(job.layout.world_size, used)
         precisions = allowed.get("precision") or [job.precision]
-        profiles = {precision: _profile(resolved, cluster, precision, report) for precision in precisions}
+        profiles = {precision: profile_of(resolved, cluster, precision, report) for precision in precisions}
         candidates, considered = list[Candidate](), 0
         calibration = read_calibration(cluster.device.kind)
         degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
@@ -196,28 +194,3 @@ class TuneJob:
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
         degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
         return {**run, **QUIET, **drop, **degrees, **self.run_fields(candidate), "ds_config": self.ds_config(candidate)}
-
-
-def _cluster(ranks: int, hosts: Sequence[Host]) -> Cluster:
-    """Return this machine, or hosts like it. Raises UserError where they differ in slots."""
-    nodes = max(1, len(hosts))
-    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
-        message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
-        hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
-        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
-    return replace(Cluster.here(), gpus=ranks // nodes, nodes=nodes)
-
-
-def _profile(resolved: ResolvedJob, cluster: Cluster, precision: str, report: Reporter) -> Profile:
-    run, inputs, image = resolved.job.run, resolved.inputs, None
-    if resolved.job.facts.task == "image" and isinstance(inputs, ImageInputs):
-        image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
-    request = ProfileRequest(
-        model=run.model,
-        precision=precision,
-        device="cpu" if cluster.on_cpu else "cuda",
-        seq_len=run.seq_len,
-        image=image,
-        model_args=dict(run.model_args),
-    )
-    return get_profile(request, report)[0]

@@ -1,0 +1,233 @@
+"""`--fit`: what is chosen for the memory that is free, what stays as given, what a resume or a failure makes of it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zerofit as zf
+from zerofit.app import gate
+from zerofit.app.clusters.hosts import HostRequest
+from zerofit.app.clusters.restarts import RestartingRun
+from zerofit.app.fitting import fit
+from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
+from zerofit.app.fitting.options import LayoutOption, decided
+from zerofit.app.requests import as_request
+from zerofit.launch.hostfile import Host
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.simulate.verdict import FITS, NOT, WITHIN
+from zerofit.spec.events import Event, Reporter
+from zerofit.spec.overhead import CPU_PROCESS_BYTES
+from zerofit.spec.run_folder import FittedLayout, RunFolder
+
+MIB = 2**20
+RANKS = 2
+LLAMA = {"model": "llama-tiny", "data": "pysource", "seq_len": 256, "ranks": RANKS, "steps": 2}
+
+
+@pytest.fixture
+def with_free(monkeypatch):
+    """A machine with so many bytes free for the tensors of each rank, beside its process."""
+
+    def set_free(tensors: int, ranks: int = RANKS) -> zf.Cluster:
+        host = ranks * (CPU_PROCESS_BYTES + tensors)
+        monkeypatch.setattr(gate, "free_host_bytes", lambda: host)
+        return replace(zf.Cluster("cpu", gpus=ranks), host_memory=host)
+
+    return set_free
+
+
+def chosen(run: zf.Run, folder: Path, on_event=None) -> tuple[zf.Run, FittedLayout]:
+    asked, found = fit.fitted(as_request(run), RunFolder(folder), report=Reporter(on_event))
+    assert found is not None
+    return asked.run, found
+
+
+def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path, with_free):
+    runs = []
+    for tensors in (4096 * MIB, 200 * MIB, 100 * MIB):
+        cluster, told = with_free(tensors), list[Event]()
+        run, found = chosen(zf.Run(**LLAMA, fit=True), tmp_path, told.append)
+        simulated = zf.simulate(run, cluster)
+        assert simulated.fits and simulated.reserved_bytes == found.reserved_bytes
+        assert run.global_batch == run.micro_batch * run.gradient_accumulation_steps * RANKS == 8 * RANKS
+        assert not run.fit and [event.text for event in told if event.kind == "note"] == list(found.why)
+        assert len(found.why) == 5
+        runs.append((run, simulated.reserved_bytes))
+    (ample, most), (_, less), (_, least) = runs
+    assert most > less > least
+    plain = (ample.ds_config["zero_optimization"]["stage"], ample.activation_checkpointing, ample.loss_chunk)
+    assert plain == (0, False, None) and ample.micro_batch == 8
+
+
+def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path, with_free):
+    with_free(MIB)
+    with pytest.raises(zf.DoesNotFit) as caught:
+        zf.train(zf.Run(**LLAMA, fit=True, output=tmp_path / "run"))
+    problem = caught.value.problem
+    assert problem.kind == "does-not-fit" and "layouts of llama-tiny fits; the leanest, ZeRO-" in problem.message
+    assert "are missing" in problem.message and "zerofit plan" in problem.hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_given_stays_as_it_is(tmp_path, with_free):
+    with_free(4096 * MIB)
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 123456, "allgather_bucket_size": "auto"}}
+    run, found = chosen(
+        zf.Run(**LLAMA, fit=True, ds_config=config, micro_batch=2, activation_checkpointing=True, loss_chunk=64),
+        tmp_path,
+    )
+    zero = run.ds_config["zero_optimization"]
+    assert (zero["stage"], zero["reduce_bucket_size"]) == (2, 123456) and "offload_optimizer" not in zero
+    assert (run.micro_batch, run.activation_checkpointing, run.loss_chunk) == (2, True, 64)
+    assert run.global_batch == 2 * RANKS  # the run's own without --fit
+    assert found.given == {
+        "ranks": RANKS,
+        "micro_batch": 2,
+        "activation_checkpointing": True,
+        "loss_chunk": 64,
+        "ds_config": config,
+    }
+    with pytest.raises(zf.UserError, match=r"zero_stage 3.*pp 2|ZeRO|stage"):
+        chosen(zf.Run(**LLAMA, fit=True, ds_config="zero3", pipeline=2), tmp_path)
+
+
+def test_flags_and_the_json_s_keys_decide_knobs():
+    config = {
+        "train_micro_batch_size_per_gpu": 4.0,
+        "gradient_accumulation_steps": "auto",
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "offload_param": {"device": "cpu"}},
+    }
+    assert decided({"ds_config": config, "pipeline": 1}) == {
+        "micro_batch": 4,
+        "zero_stage": 3,
+        "overlap": False,
+        "offload_param": "cpu",
+        "checkpointing": True,
+        "pp": 1,
+    }
+
+
+def test_a_training_takes_it_and_a_resume_keeps_it(tmp_path, with_free, monkeypatch):
+    with_free(100 * MIB)
+    given = {**LLAMA, "fit": True, "output": tmp_path / "run", "eval_samples": 8}
+    first = zf.train(zf.Run(**given))
+    folder = RunFolder(Path(first.run_dir))
+    plan, run = (json.loads(path.read_text()) for path in (folder.plan, folder.run))
+    assert run["fit"] is False and plan["batch"]["micro"] == run["micro_batch"] == plan["fit"]["chosen"]["micro_batch"]
+    assert plan["fit"]["chosen"]["ds_config"] == run["ds_config"] and len(plan["fit"]["why"]) == 5
+    assert plan["forecast"]["reserved_bytes"] == plan["fit"]["reserved_bytes"]
+    with_free(8192 * MIB)
+    monkeypatch.setattr(fit, "options_of", lambda *args: pytest.fail("chosen anew"))
+    again = zf.train(zf.Run(**{**given, "steps": 3}))
+    further = zf.train(as_request(folder.path), on_event=None)
+    assert again.layout == further.layout == first.layout and (again.steps, further.steps) == (3, 3)
+    kept = json.loads(folder.plan.read_text())
+    assert kept["fit"] == plan["fit"] and kept["batch"] == plan["batch"]
+
+
+def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    """The forecast is wrong here on purpose: the ranks of a training fail where no simulation does."""
+    (tmp_path / "greedy.py").write_text(
+        textwrap.dedent("""
+        import os, torch
+        class Net(torch.nn.Module):
+            calls = 0
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(64, 10)
+            def forward(self, x):
+                Net.calls += "RANK" in os.environ
+                if len(x) > 4 and Net.calls > 3:
+                    raise torch.OutOfMemoryError("out of memory: tried to allocate 1.00 GiB")
+                wide = torch.sigmoid(x.flatten(1).repeat(1, 512) * self.head.weight.mean())
+                return self.head(wide.view(len(x), 512, 64).mean(1))
+        """)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = {"model": "greedy:Net", "data": "digits", "loss": "cross-entropy", "steps": 5, "save_every": "2"}
+    told: list[Event] = []
+    result = RestartingRun(
+        asked=as_request(zf.Run(**run, fit=True, output=tmp_path / "run", eval_samples=8)),
+        hosts=(Host("node-0", RANKS),),
+        options=HostRequest(no_ssh=True, nodes=1, slots=RANKS, node_rank=0, master_addr="127.0.0.1"),
+        report=Reporter(told.append),
+        run_file=None,
+        max_restarts=1,
+    ).run()
+    assert result.steps == 5 and result.resumed_from and result.resumed_from.endswith("step-00000002")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["batch"]["micro"] * plan["batch"]["accumulation"] * RANKS == 8 * RANKS and plan["batch"]["micro"] <= 4
+    assert not plan["fit"]["ran_out"] and "ran out of memory" in plan["fit"]["why"][3]
+    warnings = [event.text for event in told if event.kind == "warning"]
+    assert any("out of memory" in text and "restart 1 of 1" in text for text in warnings)
+
+
+def test_commands_that_start_nothing_refuse_it():
+    with pytest.raises(zf.UserError, match="the layout is chosen where `zerofit train` or `launch` starts it"):
+        zf.simulate(zf.Run(model="mlp", fit=True), zf.Cluster("cpu", gpus=1))
+
+
+class Found:
+    """What a search reads of a simulation."""
+
+    host_node_bytes, overheads = 0, ()
+
+    def __init__(self, reserved_bytes: int, verdict: str):
+        self.reserved_bytes, self.verdict = reserved_bytes, verdict
+
+
+def option(speed: float, peak: int, **knobs) -> LayoutOption:
+    layout = PlannedLayout(**{"zero_stage": 0, "micro_batch": 1, **knobs})
+    memory = LayoutMemory(peak, "backward", 0, 0, 0, {"activations": peak})
+    return LayoutOption(layout=layout, loss_chunk=None, memory=memory, samples_per_s=speed)
+
+
+def searched(options, real, free=1000 * MIB, **more):
+    """Search where `real` gives each peak's factor; what it does not hold is refused."""
+    cluster = replace(zf.Cluster("cpu", gpus=1), host_memory=CPU_PROCESS_BYTES + free)
+
+    def simulate(one):
+        if one not in real:
+            raise Refused
+        needed = round(one.memory.peak_bytes * real[one])
+        return [Found(needed, NOT if needed > free else WITHIN if needed > 0.9 * free else FITS)]
+
+    search = FitSearch(options, cluster, simulate, **more)
+    return search.run(), search
+
+
+def test_the_search_takes_the_plainest_of_the_nearly_fastest_that_fit():
+    large, fast, plainer, slow = (
+        option(400, 2000 * MIB),
+        option(100, 300 * MIB, zero_stage=2),
+        option(100 * (1 - ALIKE) + 1, 500 * MIB, zero_stage=1),
+        option(80, 100 * MIB),
+    )
+    every = [large, fast, plainer, slow]
+    found, search = searched(every, dict.fromkeys(every, 1.0))
+    assert found is plainer and list(search.seen) == [plainer] and search.faster_than(found) == [large]
+
+
+def test_the_search_follows_the_simulations_where_plan_is_wrong():
+    every = [option(500 - n, (1000 - 100 * n) * MIB, zero_stage=n % 4) for n in range(9)]
+    optimistic, search = searched(every, dict.fromkeys(every, 2.0))  # what plan says is half of what it takes
+    assert optimistic and 2 * optimistic.memory.peak_bytes <= 900 * MIB < 4 * optimistic.memory.peak_bytes
+    pessimistic, _ = searched(every, dict.fromkeys(every, 0.1))
+    assert pessimistic is every[0]
+    assert len(search.seen) <= 3
+
+
+def test_the_search_passes_over_what_is_refused_and_takes_what_is_within_the_margin_last():
+    refused, within, lean = option(300, 100 * MIB), option(200, 840 * MIB, tp=2), option(10, 200 * MIB, zero_stage=3)
+    assert searched([refused, lean], {lean: 1.0})[0] is lean
+    tight = {within: 1.1, lean: 6.0}
+    assert searched([within, lean], tight)[0] is within
+    assert searched([within, lean], {within: 2.0, lean: 6.0})[0] is None
+    assert searched([within, lean], {within: 1.0, lean: 1.0}, most_bytes=300 * MIB)[0] is lean

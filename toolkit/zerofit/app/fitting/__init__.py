@@ -1,0 +1,1 @@
+"""`--fit`: the layout of a run that is chosen where it starts."""

@@ -1,0 +1,243 @@
+"""`--fit`: the request of a run with everything chosen that was not given, and what is kept of it in the run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from zerofit.app.clusters.hosts import filled
+from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused, needed_bytes
+from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
+from zerofit.app.gate import forecast_ranks, free_on
+from zerofit.app.planning.of_run import cluster_of
+from zerofit.app.resolve import ResolvedJob, resolve_job
+from zerofit.checkpoint.compatible import obstacles
+from zerofit.checkpoint.store import Store
+from zerofit.config.batch import shown
+from zerofit.launch.host import this_machine
+from zerofit.launch.hostfile import Host
+from zerofit.plan.fit import check_fit, explain
+from zerofit.simulate.result import Simulation
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_json
+from zerofit.spec.model_facts import Machine
+from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run_folder import Batch, FittedLayout, RunFolder
+from zerofit.spec.units import shown_bytes
+
+PLACE = "--fit"
+LEANER = 0.9  # of what a rank was forecast to need that ran out of memory: more would be the same again
+HINT = "give less of the layout, take shorter sequences or fewer --ranks; `zerofit plan` names devices that would do; "
+HINT += "--anyway starts the leanest all the same"
+OUT_OF_MEMORY = "out-of-memory"
+
+
+def fitted(
+    asked: RunRequest,
+    folder: RunFolder,
+    *,
+    report: Reporter,
+    machine: Machine | None = None,
+    hosts: Sequence[Host] = (),
+    anyway: bool = False,
+) -> tuple[RunRequest, FittedLayout | None]:
+    """Return the request with everything chosen that was not given, and the choice; as it was without `--fit`.
+
+    What was chosen for this run folder before is taken again, unless a rank has run out of memory with it: then the
+    fastest leaner layout is. `machine`, `hosts`: None and none for this machine. `anyway`: where no layout fits, the
+    leanest is taken.
+
+    Raises UserError and ModelError, and DoesNotFit where no layout fits.
+    """
+    known = read_choice(folder)
+    if known and not asked.run.fit and _goes_on(asked, folder):
+        if not known.ran_out:
+            return asked, known
+        asked = _as_given(asked, known)
+    if not asked.run.fit:
+        return asked, None
+    given = given_fields(asked)
+    if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
+        report.note(f"the layout is the one that was chosen for {folder.path}: {known.why[0]}")
+        return _settled(asked, known.chosen), known
+    return _Fit(asked, folder, report, machine, hosts, given, known).run(anyway)
+
+
+def read_choice(folder: RunFolder) -> FittedLayout | None:
+    """Return what was chosen for this run folder; None where nothing was."""
+    try:
+        kept = json.loads(folder.plan.read_text(encoding="utf-8")).get("fit")
+        return TypeAdapter(FittedLayout).validate_python(kept) if kept else None
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def leaner_next(folder: RunFolder, again: str) -> Iterator[None]:
+    """Note in the run folder where a rank runs out of memory with a chosen layout, so that the next start is leaner.
+
+    `again`: the command that goes on with a run folder.
+    """
+    try:
+        yield
+    except RunFailed as failure:
+        choice = read_choice(folder)
+        if choice is None or failure.problem.kind != OUT_OF_MEMORY:
+            raise
+        plan = json.loads(folder.plan.read_text(encoding="utf-8"))
+        write_json(folder.plan, {**plan, "fit": asdict(replace(choice, ran_out=True))})
+        hint = f"`{again} {folder.path}` goes on from the newest checkpoint with a leaner layout"
+        raise RunFailed(replace(failure.problem, hint=hint)) from None
+
+
+def _goes_on(asked: RunRequest, folder: RunFolder) -> bool:
+    """Return whether a request is that of the run folder itself, and no flag takes the layout into the user's hands."""
+    places = [Path(asked.places[name].rpartition(":")[0]).absolute() for name in CHOSEN if name in asked.places]
+    return bool(places) and all(place == folder.run for place in places)
+
+
+def _as_given(asked: RunRequest, known: FittedLayout) -> RunRequest:
+    """Return the request of a run folder as it was before its layout was chosen."""
+    free = {name: Run.model_fields[name].default for name in ("ranks", *CHOSEN)} | known.given
+    run = asked.run.model_copy(update={**free, "fit": True})
+    places = {name: place for name, place in asked.places.items() if name not in free or name in known.given}
+    return RunRequest(run=run, places=places)
+
+
+def _has_ranks(known: FittedLayout, machine: Machine | None) -> bool:
+    return "ranks" in known.given or known.chosen["ranks"] <= (machine or this_machine()).devices
+
+
+def _settled(asked: RunRequest, chosen: Mapping[str, Any]) -> RunRequest:
+    run = asked.run.model_copy(update={**chosen, "fit": False})
+    return RunRequest(run=run, places={**dict.fromkeys(chosen, PLACE), **asked.places})
+
+
+@dataclass
+class _Fit:
+    """One choice for a run that asks for it."""
+
+    asked: RunRequest
+    folder: RunFolder
+    report: Reporter
+    machine: Machine | None
+    hosts: Sequence[Host]
+    given: dict[str, Any]
+    known: FittedLayout | None  # what was chosen for this folder before, and is not taken again
+
+    def run(self, anyway: bool) -> tuple[RunRequest, FittedLayout]:
+        """Return the settled request and the choice. Raises DoesNotFit."""
+        resolved = self._resolved(self._with_kept_batch())
+        ranks = resolved.job.layout.world_size
+        cluster = cluster_of(ranks, filled(self.hosts, ranks) if self.hosts else ())
+        profile, options = options_of(resolved, self.given, cluster, self.report)
+        optimizer = resolved.job.run.optimizer
+
+        def chosen(option: LayoutOption) -> dict[str, Any]:
+            return chosen_fields(option, profile, self.given, optimizer)
+
+        def simulate(option: LayoutOption) -> Sequence[Simulation]:
+            return self._simulations(option, _settled(self.asked, chosen(option)), cluster)
+
+        most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
+        search = FitSearch(options, free_on(cluster), simulate, most_bytes=most)
+        option = search.run() or (search.leanest if anyway else None)
+        if option is None:
+            raise DoesNotFit(_nothing_fits(self.asked.run.model, search))
+        why = (*_reasons(option, search), self._as_asked())
+        for line in why:
+            self.report.note(line)
+        worst, fields = search.seen.get(option), chosen(option)
+        reserved = worst.reserved_bytes if worst else option.memory.peak_bytes
+        fit = FittedLayout(given=self.given, chosen=fields, why=why, reserved_bytes=reserved)
+        return _settled(self.asked, fields), fit
+
+    def _with_kept_batch(self) -> RunRequest:
+        """Return the request with the global batch that this run folder began with, unless another one was given."""
+        run = self.asked.run
+        sizes = ("micro_batch", "gradient_accumulation_steps")
+        if self.known is None or "global_batch" in self.given or all(name in self.given for name in sizes):
+            return self.asked
+        run = run.model_copy(update={"global_batch": self.known.chosen["global_batch"]})
+        return RunRequest(run=run, places={**self.asked.places, "global_batch": PLACE})
+
+    def _resolved(self, asked: RunRequest) -> ResolvedJob:
+        """Resolve a run without a word on what is told again when the settled one is."""
+        heard = ("status", "task")
+        report = Reporter(lambda event: self.report.on_event(event) if event.kind in heard else None)
+        settled = replace(asked, run=asked.run.model_copy(update={"fit": False}))
+        return resolve_job(settled, machine=self.machine, report=report)
+
+    def _simulations(self, option: LayoutOption, request: RunRequest, cluster: Cluster) -> Sequence[Simulation]:
+        """Simulate an option on the nodes. Raises Refused where this run, or its newest checkpoint, cannot take it."""
+        self.report.status(f"fit: simulating {option}")
+        try:
+            resolved = self._resolved(request)
+        except UserError as error:
+            raise Refused(str(error)) from None
+        there = [entry.manifest for entry in Store(self.folder.checkpoints).entries() if entry.manifest]
+        if there and obstacles(there[-1].job, resolved.job):
+            raise Refused("the checkpoint")
+        return forecast_ranks(request, resolved, self.report, cluster)
+
+    def _as_asked(self) -> str:
+        if not self.given:
+            return "nothing was given, all of it is chosen; this run folder keeps it, and a resume takes it again"
+        names = ", ".join(self.asked.place(name) for name in self.given)
+        return f"as given: {names}; the rest is chosen, this run folder keeps it, and a resume takes it again"
+
+
+def _reasons(option: LayoutOption, search: FitSearch) -> list[str]:
+    """Return what was chosen and why: layout, time, memory, and what would be faster."""
+    layout, worst = option.layout, search.seen.get(option)
+    batch = shown(Batch(micro=layout.micro_batch, accumulation=layout.accumulation, dp=layout.dp))
+    speed = f"{option.step_s:.3g} s a step, {option.samples_per_s:,.3g} samples/s"
+    best = f"the plainest within {ALIKE:.0%} of the fastest that fits, of {len(search.options):,}"
+    sizes = f"; buckets of {layout.bucket:,} elements" + ", overlapped" * layout.overlap if layout.zero_stage else ""
+    lines = [f"--fit takes {option}: {batch}{sizes}", f"by plan's times {best}: {speed}"]
+    there = f"a rank, of {shown_bytes(search.free.device.memory_bytes)} that are free"
+    if worst:
+        lines.append(
+            f"simulated, it {worst.verdict}: {shown_bytes(needed_bytes(worst))} {there}, the most in {worst.peak_phase}"
+        )
+    else:
+        lines.append(f"memory by plan, since it cannot be simulated: {shown_bytes(option.memory.peak_bytes)} {there}")
+    return [*lines, _faster(option, search)]
+
+
+def _faster(option: LayoutOption, search: FitSearch) -> str:
+    faster = search.faster_than(option)
+    if not faster:
+        return "no layout that would be faster needs more memory"
+    first = faster[0]
+    tried = search.seen.get(first)
+    size = needed_bytes(tried) if tried else check_fit(first.memory, first.layout, search.free).device_bytes
+    why = f"faster ones that do not fit: {len(faster):,}; the fastest, {first}, needs {shown_bytes(size)} a rank"
+    if search.most_bytes < math.inf:
+        why += f" (one that reserves {shown_bytes(search.most_bytes / LEANER)} ran out of memory)"
+    return why
+
+
+def _nothing_fits(model: str, search: FitSearch) -> Problem:
+    """Return why no layout fits: the leanest one, and what it lacks."""
+    leanest, count = search.leanest, f"{len(search.options):,} layouts"
+    if leanest is None:
+        return Problem(kind="does-not-fit", message=f"{model} can run in none of {count} as it was given", hint=HINT)
+    worst = search.seen.get(leanest)
+    if search.most_bytes < math.inf:
+        taken, wanted = search.most_bytes / LEANER, worst.reserved_bytes if worst else leanest.memory.peak_bytes
+        because = f"a rank that reserves {shown_bytes(taken)} ran out of memory, and it takes {shown_bytes(wanted)}"
+    else:
+        fit = check_fit(leanest.memory, leanest.layout, search.free)
+        because = worst.because if worst else explain(leanest.memory, fit)
+    message = f"none of {count} of {model} fits; the leanest, {leanest}: {because}"
+    return Problem(kind="does-not-fit", message=message, hint=HINT)

@@ -1,0 +1,173 @@
+"""What `--fit` may choose of a run, and every layout that it can choose, the fastest first."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.planning.answers import ds_config as planned_config
+from zerofit.app.planning.answers import layout_fields
+from zerofit.app.planning.of_run import profile_of
+from zerofit.app.planning.planner import forecast_of
+from zerofit.app.resolve import ResolvedJob, ds_document
+from zerofit.check.dotted import get
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.result import plain
+from zerofit.plan.search import search
+from zerofit.plan.space import Degrees, PlanRequest, stage3_sizes
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.model_facts import is_text
+from zerofit.spec.profile import Profile
+from zerofit.spec.run import RunRequest
+
+CHUNK = 1024  # targets of a loss in chunks
+ALL, AMPLE = 10**6, 10**18  # layouts; bytes of a memory in which everything fits
+# knob of a layout -> the run's field, the DeepSpeed JSON's key
+FIELDS = {
+    "micro_batch": "micro_batch",
+    "accumulation": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "tp": "tensor_parallel",
+    "pp": "pipeline",
+    "sp": "sequence_parallel",
+}
+KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "tp": "tensor_parallel.autotp_size",
+    "sp": "sequence_parallel_size",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "bucket": "zero_optimization.reduce_bucket_size",
+    "overlap": "zero_optimization.overlap_comm",
+    "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
+    "persistence": "zero_optimization.stage3_param_persistence_threshold",
+}
+CHOSEN = (*FIELDS.values(), "global_batch", "loss_chunk", "ds_config")  # fields of the run
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutOption:
+    """A layout that a run may take, with its forecast by plan."""
+
+    layout: PlannedLayout
+    loss_chunk: int | None
+    memory: LayoutMemory
+    samples_per_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one optimizer step."""
+        return self.layout.global_batch / self.samples_per_s
+
+    def __str__(self) -> str:
+        return f"{self.layout}, loss in chunks of {self.loss_chunk}" if self.loss_chunk else str(self.layout)
+
+
+def given_fields(asked: RunRequest) -> dict[str, Any]:
+    """Return the fields that `--fit` leaves as they were given; the DeepSpeed JSON as it was written."""
+    given = {name: getattr(asked.run, name) for name in ("ranks", *CHOSEN) if name in asked.places}
+    given = {name: value for name, value in given.items() if value is not None}
+    return given | ({"ds_config": ds_document(asked.run).config} if "ds_config" in given else {})
+
+
+def decided(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a layout that these fields decide, the keys of the DeepSpeed JSON among them."""
+    config = given.get("ds_config", {})
+    found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
+        found["checkpointing"] = True
+    values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
+    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()}
+
+
+def options_of(
+    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter
+) -> tuple[Profile, tuple[LayoutOption, ...]]:
+    """Return the model's profile and all layouts with the run's global batch, by plan's time, the fastest first.
+
+    Of equally fast ones the plainest is first. Raises UserError and ModelError.
+    """
+    job, knobs = resolved.job, decided(given)
+    degrees = {name: knobs[name] for name in ("tp", "pp", "sp") if knobs.get(name, 1) > 1}
+    own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing") if name in knobs}
+    keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
+    keep |= {name: max(1, keep[name]) for name in ("tp", "sp") if name in keep}  # 0 is DeepSpeed's word for 1
+    request = PlanRequest(
+        precision=job.precision, global_batch=job.batch.total, every=True, keep=keep, **own, **degrees
+    )
+    traced = None if not degrees else (Degrees(), Degrees(degrees.get("tp", 1), 1, degrees.get("sp", 1)))
+    ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=_disk_bytes(given))
+    profiles = {
+        chunk: profile_of(resolved, cluster, job.precision, report, degrees=traced, loss_chunk=short)
+        for chunk, short in _chunks(resolved, given)
+    }
+    profile = next(iter(profiles.values()))  # times are those of the first: chunks do the same arithmetic
+    calibration, found = read_calibration(cluster.device.kind), []
+    for chunk, memory in profiles.items():
+        result = search(profile, ample, request, forecast_of(memory, cluster), calibration, top=ALL)
+        for one in result.layouts:
+            if one.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
+                option = {"layout": one.layout, "memory": one.memory, "samples_per_s": one.samples_per_s}
+                found.append(LayoutOption(loss_chunk=chunk, **option))
+    found.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout), one.loss_chunk is not None))
+    return profile, tuple(found)
+
+
+def _chunks(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[tuple[int | None, int | None]]:
+    """Return the chunks of the loss that may be taken, and what each is profiled with: a sample's targets at most."""
+    run, facts = resolved.job.run, resolved.job.facts
+    able = is_text(facts.task) and run.loss != "mse" and not (facts.own and run.loss is None)
+    chunks = [given["loss_chunk"]] if "loss_chunk" in given else [None, CHUNK] if able else [None]
+    return [(chunk, chunk and min(chunk, run.seq_len or chunk)) for chunk in chunks]
+
+
+def _disk_bytes(given: Mapping[str, Any]) -> int | None:
+    """Return what is free where the DeepSpeed JSON offloads to; None where it names no disk."""
+    path = _nvme_path(given)
+    there = next((place for place in (path, *path.absolute().parents) if place.is_dir()), None) if path else None
+    return shutil.disk_usage(there).free if there else None
+
+
+def _nvme_path(given: Mapping[str, Any]) -> Path | None:
+    zero = given.get("ds_config", {}).get("zero_optimization", {})
+    parts = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    return next((Path(part["nvme_path"]) for part in parts if part.get("nvme_path")), None)
+
+
+def chosen_fields(
+    option: LayoutOption, profile: Profile, given: Mapping[str, Any], optimizer: str | None
+) -> dict[str, Any]:
+    """Return the fields of the run that an option stands for, the whole DeepSpeed JSON included.
+
+    `optimizer`: the run's; some offloading would bring another default with it.
+    """
+    config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
+    degrees = {FIELDS[name]: getattr(option.layout, name) for name in ("tp", "pp", "sp")}
+    return {
+        **degrees,
+        **layout_fields(option.layout),
+        "global_batch": option.layout.global_batch,
+        "loss_chunk": option.loss_chunk,
+        "optimizer": optimizer,
+        "ds_config": _merged(config, given.get("ds_config", {})),
+    }
+
+
+def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed JSON of one's own, filled with what was planned."""
+    merged = dict(copy.deepcopy(planned))
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value)
+        elif value != "auto" or key not in merged:
+            merged[key] = copy.deepcopy(value)
+    return merged

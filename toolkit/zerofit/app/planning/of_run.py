@@ -1,0 +1,52 @@
+"""The plan of a run that was resolved: the profile of its model, and the nodes that its ranks are on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.resolve import ResolvedJob
+from zerofit.launch.hostfile import Host
+from zerofit.models.inputs import ImageInputs
+from zerofit.plan.space import Degrees
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.profile import Profile
+
+
+def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
+    """Return this machine, or hosts like it. Raises UserError where they differ in slots."""
+    nodes = max(1, len(hosts))
+    if len({host.slots for host in hosts}) > 1 or ranks % nodes:
+        message = f"{ranks} ranks on {nodes} hosts of {', '.join(str(host.slots) for host in hosts)} slots"
+        hint = "forecasts need as many ranks on every host: take --include, --exclude or --ranks"
+        raise UserError(Problem(kind="hostfile", message=message, hint=hint, where="--hostfile"))
+    return replace(Cluster.here(), gpus=ranks // nodes, nodes=nodes)
+
+
+def profile_of(
+    resolved: ResolvedJob,
+    cluster: Cluster,
+    precision: str,
+    report: Reporter,
+    *,
+    degrees: tuple[Degrees, ...] | None = None,
+    loss_chunk: int | None = None,
+) -> Profile:
+    """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
+    run, inputs, image = resolved.job.run, resolved.inputs, None
+    if resolved.job.facts.task == "image" and isinstance(inputs, ImageInputs):
+        image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
+    request = ProfileRequest(
+        model=run.model,
+        precision=precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=run.seq_len,
+        image=image,
+        model_args=dict(run.model_args),
+        degrees=degrees,
+        loss_chunk=loss_chunk,
+    )
+    return get_profile(request, report)[0]
