@@ -2,9 +2,9 @@
 
 python -m benchmarks.fit [--out FILE.json]
 
-The sweeps are those of results/tune_regret.json, which measured every configuration of a run. Forecasts are today's, the
-choice is that of `zerofit.app.fitting.choose`, and memory is limited in turn to LIMITS sizes between what the leanest and
-what the largest configuration needs. Nothing is started.
+The sweeps are those of results/tune_regret.json, which measured every configuration of a run. Forecasts are today's,
+and the choice is that of `zerofit.app.fitting.choose`. Memory is limited in turn to LIMITS sizes, from what the leanest
+to what the largest configuration needs. Nothing is started.
 """
 
 from __future__ import annotations

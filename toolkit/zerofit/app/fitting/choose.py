@@ -29,7 +29,11 @@ class Refused(Exception):
 
 def needed_bytes(simulation: Simulation) -> float:
     """Return what a device must have for the verdict that a rank fits."""
-    return (1 + REPLAYED) * simulation.reserved_bytes + sum(one.high_bytes for one in simulation.overheads)
+    return _kept_bytes(simulation) + sum(one.high_bytes for one in simulation.overheads)
+
+
+def _kept_bytes(simulation: Simulation) -> float:
+    return (1 + REPLAYED) * simulation.reserved_bytes
 
 
 @dataclass
@@ -42,8 +46,7 @@ class FitSearch:
     most_bytes: float = math.inf  # reserved by a rank; one with more has run out of memory
     seen: dict[LayoutOption, Simulation | None] = field(default_factory=dict)  # None: it cannot be simulated
     _refused: set[tuple] = field(default_factory=set)
-    _factor: float = 1.0  # by which the last simulation differs from plan's forecast
-    _host_factor: float = 1.0
+    _last: tuple[LayoutOption, Simulation] | None = None  # what was simulated last: it corrects plan's forecasts
 
     def run(self) -> LayoutOption | None:
         """Return the option to take; one that is within the margin where none is sure to fit; None where none fits."""
@@ -83,9 +86,16 @@ class FitSearch:
             return worst.verdict in verdicts and worst.reserved_bytes <= self.most_bytes
         if option not in self.seen and _kind(option) in self._refused:
             return False
-        fit = check_fit(option.memory, option.layout, self.free)
-        corrected = {"device_bytes": fit.device_bytes * self._factor, "host_bytes": fit.host_bytes * self._host_factor}
-        return replace(fit, **corrected).exceeded is None and option.memory.peak_bytes * self._factor <= self.most_bytes
+        peak_bytes, fit = option.memory.peak_bytes, check_fit(option.memory, option.layout, self.free)
+        if self._last is None:
+            return fit.exceeded is None and peak_bytes <= self.most_bytes
+        before, found = self._last
+        planned = check_fit(before.memory, before.layout, self.free)
+        ratio = _kept_bytes(found) / before.memory.peak_bytes
+        host = found.host_node_bytes / planned.host_bytes if planned.host_bytes else 1.0
+        device_bytes = ratio * peak_bytes + needed_bytes(found) - _kept_bytes(found)
+        corrected = replace(fit, device_bytes=device_bytes, host_bytes=host * fit.host_bytes)
+        return corrected.exceeded is None and ratio * peak_bytes <= self.most_bytes
 
     def _look(self, option: LayoutOption) -> None:
         try:
@@ -95,9 +105,7 @@ class FitSearch:
             return
         worst = self.seen[option] = worst_of(found) if found else None
         if worst:
-            planned = check_fit(option.memory, option.layout, self.free)
-            self._factor = needed_bytes(worst) / planned.device_bytes
-            self._host_factor = worst.host_node_bytes / planned.host_bytes if planned.host_bytes else 1.0
+            self._last = (option, worst)
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
