@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import zerofit as zf
 from zerofit.app import gate
@@ -17,7 +18,7 @@ from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
 from zerofit.app.fitting.options import LayoutOption, decided
-from zerofit.app.requests import as_request
+from zerofit.app.requests import as_request, read_request
 from zerofit.launch.hostfile import Host
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
@@ -42,7 +43,7 @@ def with_free(monkeypatch):
     return set_free
 
 
-def chosen(run: zf.Run, folder: Path, on_event=None) -> tuple[zf.Run, FittedLayout]:
+def chosen(run: zf.Run | Path, folder: Path, on_event=None) -> tuple[zf.Run, FittedLayout]:
     asked, found = fit.fitted(as_request(run), RunFolder(folder), report=Reporter(on_event))
     assert found is not None
     return asked.run, found
@@ -81,22 +82,15 @@ def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path
 def test_what_was_given_stays_as_it_is(tmp_path, with_free):
     with_free(4096 * MIB)
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 123456, "allgather_bucket_size": "auto"}}
-    run, found = chosen(
-        zf.Run(**LLAMA, fit=True, ds_config=config, micro_batch=2, activation_checkpointing=True, loss_chunk=64),
-        tmp_path,
-    )
+    own = {"ds_config": config, "micro_batch": 2, "activation_checkpointing": True, "loss_chunk": 64}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**LLAMA, "fit": True, **own}))
+    run, found = chosen(tmp_path / "run.yaml", tmp_path)
     zero = zero_of(run)
     assert (zero["stage"], zero["reduce_bucket_size"]) == (2, 123456) and "offload_optimizer" not in zero
     assert (run.micro_batch, run.activation_checkpointing, run.loss_chunk) == (2, True, 64)
     assert run.global_batch == 2 * RANKS  # the run's own without --fit
-    assert found.given == {
-        "ranks": RANKS,
-        "micro_batch": 2,
-        "activation_checkpointing": True,
-        "loss_chunk": 64,
-        "ds_config": config,
-    }
-    with pytest.raises(zf.UserError, match=r"zero_stage 3.*pp 2|ZeRO|stage"):
+    assert found.given == {"ranks": RANKS, **own}
+    with pytest.raises(zf.UserError, match="ZeRO stage 3 with a pipeline"):
         chosen(zf.Run(**LLAMA, fit=True, ds_config="zero3", pipeline=2), tmp_path)
 
 
@@ -133,6 +127,13 @@ def test_a_training_takes_it_and_a_resume_keeps_it(tmp_path, with_free, monkeypa
     assert again.layout == further.layout == first.layout and (again.steps, further.steps) == (3, 3)
     kept = json.loads(folder.plan.read_text())
     assert kept["fit"] == plan["fit"] and kept["batch"] == plan["batch"]
+    taken_over = read_request(str(folder.path), {"micro_batch": 4})
+    assert fit.fitted(taken_over, folder, report=Reporter()) == (taken_over, None)
+    with pytest.raises(zf.RunFailed) as caught, fit.leaner_next(folder, "zerofit train"):
+        raise zf.RunFailed(zf.Problem(kind=fit.OUT_OF_MEMORY, message="out of memory"))
+    assert caught.value.problem.hint.startswith(f"`zerofit train {folder.path}` goes on")
+    with pytest.raises(pytest.fail.Exception, match="chosen anew"):
+        fit.fitted(as_request(folder.path), folder, report=Reporter())
 
 
 def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_checkpoint(tmp_path, monkeypatch):
