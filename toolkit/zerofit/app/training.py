@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from zerofit.app.gate import check_room
+from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.requests import as_request
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
@@ -79,12 +78,13 @@ def train(
         message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
         raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
-    prepared = prepare(as_request(run), report, gate=partial(check_room, report=report, anyway=anyway))
-    finished = finished_before(prepared.job, prepared.folder)
-    if finished:
-        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
-        return finished if wait else TrainingRun(prepared.folder, lambda: finished)
     with ExitStack() as stack:
+        gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway)))
+        prepared = prepare(as_request(run), report, gate=gate)
+        finished = finished_before(prepared.job, prepared.folder)
+        if finished:
+            report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
+            return finished if wait else TrainingRun(prepared.folder, lambda: finished)
         stack.enter_context(held(prepared.folder, report.status))
         for note in make_ready(prepared.folder, prepared.job.start):
             report.note(note)

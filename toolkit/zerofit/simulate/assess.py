@@ -40,6 +40,7 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
         host_bytes=record.host,
+        host_phases=record.host_phases,
         host_node_bytes=host_node_bytes,
         host_total_bytes=cluster.host_bytes,
         nvme_bytes=record.nvme_bytes,

@@ -11,9 +11,10 @@ MIB = 2**20
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# A CPU rank's Python, torch and DeepSpeed: measured, what a rank of `zerofit train llama-tiny` has resident beside the
-# 124 MiB of its tensors (917 MiB; torch 2.14, Linux x86-64), rounded up
-CPU_PROCESS_BYTES = 1024 * MIB
+# A CPU rank's Python, torch and DeepSpeed, beside its tensors: what is its own, and pages of libraries that all ranks
+# of a host share. TODO
+CPU_PROCESS_BYTES = 640 * MIB
+CPU_LIBRARY_BYTES = 400 * MIB
 # The host process of a GPU rank: the CUDA libraries lie in host memory too. pytorch#113326: 2.0 GB
 HOST_PROCESS_BYTES = 3072 * MIB
 
