@@ -16,8 +16,9 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.local_machine import memory_groups
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
-# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up
-RESERVED_BYTES = 1 << 30
+# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, and the
+# stack of a thread for each core
+RESERVED_BYTES = (1 << 30) + (os.cpu_count() or 1) * (8 << 20)
 FIRST_TO_END = "1000"  # proc(5), oom_score_adj
 LIMIT, PROCESSES, EVENTS, HANDED_DOWN = "memory.max", "cgroup.procs", "memory.events", "cgroup.subtree_control"
 
