@@ -11,7 +11,7 @@ MIB = 2**20
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# A CPU rank's Python, torch and DeepSpeed beside its tensors. Measured: RssAnon and RssFile of /proc/PID/status at their
+# A CPU rank's Python, torch and DeepSpeed beside its tensors. Measured: RssAnon and RssFile of /proc/PID/status at the
 # highest, sampled 20 times a second over `zerofit train llama-tiny --ranks 2` (torch 2.14, Linux x86-64, 2 cores): 539
 # MiB beside 23 MiB of tensors, and 351 MiB of library pages, which all ranks of a host share. Rounded up.
 CPU_PROCESS_BYTES = 576 * MIB
