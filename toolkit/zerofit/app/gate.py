@@ -77,7 +77,7 @@ class MemoryGate:
             return None
         with one_at_a_time():
             rooms = self._rooms(job, output)
-            worst = max((_judge(found, room) for room in rooms), key=lambda one: ORDER.index(one.word))
+            worst = max((judge(found, room) for room in rooms), key=lambda one: ORDER.index(one.word))
             if worst.word != NOT or self._anyway:
                 self._reserve(output, found, job)
         if worst.word == NOT:
@@ -101,7 +101,7 @@ class MemoryGate:
         except UserError as error:  # a GPU that is not in the catalogue
             self._report.note(f"{UNKNOWN}: {error}")
             return None
-        found = forecast(_prepared(asked, resolved, cluster), self._report)
+        found = forecast(simulated(asked, resolved, cluster), self._report)
         if isinstance(found, Problem):
             self._report.note(f"{UNKNOWN}: {found.message}")
             return None
@@ -147,7 +147,7 @@ class MemoryGate:
         free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
         if not cluster.on_cpu:
             free = replace(free, device_memory=room.gpu_bytes)
-        rows = _prepared(asked, resolved, free).knobs(worst.rank)(lambda event: self._report.status(event.text))
+        rows = simulated(asked, resolved, free).knobs(worst.rank)(lambda event: self._report.status(event.text))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         hint = "no single change of this run would fit: see `zerofit plan`"
         if fitting:
@@ -166,14 +166,15 @@ class MemoryGate:
 ORDER = (FITS, WITHIN, NOT)
 
 
-def _prepared(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
+def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
+    """Return a resolved run as one to be simulated on these devices."""
     fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
     asked = replace(asked, run=asked.run.model_copy(update=fields))
     found: dict[str, Any] = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
     return PreparedSimulation(asked=asked, cluster=cluster, image=None, **found)
 
 
-def _judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
+def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
     """Return whether the ranks of one host fit: their devices, and beside GPUs the host's memory."""
     verdicts = [_device_verdict(found, room)]
     if not found.cluster.on_cpu:
