@@ -19,12 +19,13 @@ from zerofit.app.resolve import resolve_job
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES, HOST_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.reservations import host_claims
 from zerofit.spec.run_folder import MemoryForecast
 
-LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 8, "seq_len": 128, "ranks": 1}
+LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 64, "seq_len": 128, "ranks": 1}
 GIB = 2**30
+PROCESS = (CPU_PROCESS_LOW_BYTES + CPU_PROCESS_HIGH_BYTES) // 2
 H100 = {"name": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "total_bytes": 80 * GIB}
 
 
@@ -56,7 +57,7 @@ def tight(monkeypatch, tmp_path):
     """A machine that has four fifths of what a rank needs free, beside the rank's process."""
     needed = held_against(zf.Run(**LLAMA), tmp_path / "any")
     assert needed
-    free = CPU_PROCESS_BYTES + CPU_LIBRARY_BYTES + needed.reserved_bytes * 4 // 5
+    free = CPU_PROCESS_LOW_BYTES + CPU_LIBRARY_BYTES + needed.reserved_bytes * 4 // 5
     monkeypatch.setattr(room, "host_memory", lambda: (free, free))
 
 
@@ -108,7 +109,7 @@ def test_rank_0_puts_the_model_together_where_ranks_hold_parts_of_it():
     weights = resolve_job(as_request(run)).job.facts.weight_bytes("fp32")
     (other,) = found.stages
     after = found.phases["save"] - weights
-    assert found.first_bytes == CPU_PROCESS_BYTES + max(other - CPU_PROCESS_BYTES, after + weights)
+    assert found.first_bytes == PROCESS + max(other - PROCESS, after + weights)
     assert 0 < after < found.phases["step"]
 
 

@@ -26,7 +26,7 @@ from zerofit.compare.worker import Noise
 from zerofit.report.comparison import page
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
-from zerofit.spec.overhead import CPU_PROCESS_BYTES as PROCESS
+from zerofit.spec.overhead import CPU_PROCESS_LOW_BYTES as PROCESS
 
 SOURCE = '''"""What it is.
 

@@ -11,11 +11,10 @@ MIB = 2**20
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# A CPU rank's Python, torch and DeepSpeed beside its tensors. Measured: RssAnon and RssFile of /proc/PID/status at the
-# highest, sampled 20 times a second over `zerofit train llama-tiny --ranks 2` (torch 2.14, Linux x86-64, 2 cores): 539
-# MiB beside 23 MiB of tensors, and 351 MiB of library pages, which all ranks of a host share. Rounded up.
-CPU_PROCESS_BYTES = 576 * MIB
-CPU_LIBRARY_BYTES = 384 * MIB
+# A CPU rank's Python, torch and DeepSpeed beside its tensors: least and most. Measured: RssAnon and RssFile of
+# /proc/PID/status, sampled at their highest over runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores).
+CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 512 * MIB, 640 * MIB
+CPU_LIBRARY_BYTES = 384 * MIB  # pages of libraries, which all ranks of a host share
 # The host process of a GPU rank: the CUDA libraries lie in host memory too. pytorch#113326: 2.0 GB
 HOST_PROCESS_BYTES = 3072 * MIB
 

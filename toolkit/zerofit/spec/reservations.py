@@ -38,8 +38,14 @@ class Reservation:
 
 
 def read_forecast(run: Path) -> dict[str, Any] | None:
-    """Return the `spec.run_folder.MemoryForecast` of a run folder's plan.json as plain data, without pydantic."""
-    return json.loads((run / "plan.json").read_text(encoding="utf-8")).get("forecast")
+    """Return the `spec.run_folder.MemoryForecast` of a run folder's plan.json as plain data, without pydantic.
+
+    None where memory was not forecast.
+    """
+    try:
+        return json.loads((run / "plan.json").read_text(encoding="utf-8")).get("forecast")
+    except OSError:
+        return None
 
 
 def needed_by(ranks: Iterable[int], world_size: int, forecast: Mapping[str, Any]) -> list[int]:

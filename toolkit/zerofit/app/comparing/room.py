@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerofit.app.room import room_here
 from zerofit.compare.job import CompareJob, Strategy
-from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_LOW_BYTES
 from zerofit.spec.units import shown_bytes
 
 STATE_BYTES = 12  # of a parameter: weight, gradient and momentum in fp32
@@ -32,7 +32,7 @@ class StateGate:
             place, beside = f"on each of {ranks} GPUs", ""
         else:
             processes = strategy.processes(job.ranks)
-            own = CPU_PROCESS_BYTES * processes + CPU_LIBRARY_BYTES
+            own = CPU_PROCESS_LOW_BYTES * processes + CPU_LIBRARY_BYTES
             needed, free = own + state * (processes if strategy.replicas else 1), room.host_bytes
             place, beside = room.place, f", with {shown_bytes(own)} of {processes} processes"
         if free is None or needed <= free:
