@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 import zerofit as zf
-from zerofit.app import forecasts, gate, room
+from zerofit.app import forecasts, gate
 from zerofit.app.clusters.hosts import machine_of
 from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
+from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.reservations import host_claims
@@ -58,7 +59,7 @@ def tight(monkeypatch, tmp_path):
     needed = held_against(zf.Run(**LLAMA), tmp_path / "any")
     assert needed
     free = CPU_PROCESS_LOW_BYTES + CPU_LIBRARY_BYTES + needed.reserved_bytes * 4 // 5
-    monkeypatch.setattr(room, "host_memory", lambda: (free, free))
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
 
 
 def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
@@ -163,7 +164,7 @@ def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkey
     found = first(asked, resolved, tmp_path / "first")
     assert found and host_claims() == found.first_bytes and host_claims(but=tmp_path / "first") == 0
     free = CPU_LIBRARY_BYTES + found.first_bytes * 3 // 2  # for one of two
-    monkeypatch.setattr(room, "host_memory", lambda: (free, free))
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
     with pytest.raises(zf.DoesNotFit):
         held_against(zf.Run(**LLAMA), tmp_path / "second")
     first.close()

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zerofit.spec.reservations import gpu_claims, host_claims, is_reserved, release, reserve
+from zerofit.spec import reservations
+from zerofit.spec.reservations import free_for, gpu_claims, host_claims, is_reserved, release, reserve
 
 MIB = 2**20
 # stands for a rank: its command line, and memory of its own
@@ -17,6 +18,7 @@ RANK = "import sys, time; kept = bytearray(b'x') * (64 << 20); print(flush=True)
 KEEPER = """
 import sys, time
 from pathlib import Path
+from zerofit.spec import reservations
 from zerofit.spec.reservations import reserve
 reserve(Path(sys.argv[1]), 512 << 20, {"GPU-1": 1 << 30})
 print(flush=True)
@@ -35,7 +37,7 @@ def started(*argv: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_what_its_ranks_have_taken_is_no_longer_claimed(tmp_path):
+def test_what_its_ranks_have_taken_is_no_longer_claimed(tmp_path, monkeypatch):
     run = tmp_path / "run"
     reserve(run, 512 * MIB, {"GPU-0": 3, "GPU-1": 4})
     reserve(tmp_path / "other", 100, {"GPU-1": 1})
@@ -46,6 +48,9 @@ def test_what_its_ranks_have_taken_is_no_longer_claimed(tmp_path):
         memory = psutil.Process(rank.pid).memory_info()
         assert host_claims() == 512 * MIB + 100 - (memory.rss - memory.shared)
         assert host_claims() < (512 - 64) * MIB
+        monkeypatch.setattr(reservations, "host_memory", lambda: (0, 1000 * MIB))
+        assert free_for(run) == 1000 * MIB + (memory.rss - memory.shared) - 100
+        assert free_for(tmp_path / "third") == 1000 * MIB - host_claims()
     finally:
         rank.kill()
         rank.wait()

@@ -19,10 +19,9 @@ from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
-from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory, out_of_memory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
-from zerofit.spec.reservations import host_claims, needed_by, read_forecast
+from zerofit.spec.reservations import free_for, needed_by, read_forecast
 from zerofit.spec.run_folder import RunFolder
 from zerofit.train.heartbeat import Heartbeat, RankProgress
 from zerofit.train.stop_signals import SignalNotes
@@ -81,7 +80,7 @@ def _limit_memory(folder: RunFolder, rank: int) -> None:
     """
     end_first()
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        free = host_memory()[1] - host_claims(but=folder.path) - CPU_LIBRARY_BYTES
+        free = free_for(folder.path) - CPU_LIBRARY_BYTES
         limit_memory(max(0, int(free * _share(folder, rank))), rank_group(os.environ.get(RUN_ID, ""), rank))
 
 

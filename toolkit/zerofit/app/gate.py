@@ -55,8 +55,9 @@ class MemoryGate:
         hosts: Sequence[Host] | None = None,
         facts: Mapping[str, Facts] | None = None,
     ):
-        """Take the hosts in the order of their ranks, with what each has said; None: this machine.
+        """Take the hosts in the order of their ranks (None: this machine) and what each of them has said.
 
+        Without `facts` this machine is the first of the hosts and the others are not known; with empty ones none is.
         `anyway`: warn where a job would be refused.
         """
         self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
@@ -77,12 +78,13 @@ class MemoryGate:
             return None
         with one_at_a_time():
             rooms = self._rooms(job, output)
-            worst = max((judge(found, room) for room in rooms), key=lambda one: ORDER.index(one.word))
-            if worst.word != NOT or self._anyway:
+            verdicts = [judge(found, room) for room in rooms]
+            worst = max(verdicts, key=lambda one: ORDER.index(one.word), default=None)
+            if worst is None or worst.word != NOT or self._anyway:
                 self._reserve(output, found, job)
-        if worst.word == NOT:
+        if worst and worst.word == NOT:
             problems.append(self._memory_problem(asked, resolved, found.cluster, worst))
-        elif worst.word == WITHIN:
+        elif worst and worst.word == WITHIN:
             self._report.warning(f"{worst.message} It is within the margin of the forecast.")
         self._refuse(problems)
         return found.summary
@@ -121,9 +123,10 @@ class MemoryGate:
         ranks = job.layout.world_size
         if self._hosts is None:
             return [room_here(range(ranks), output)]
-        if not self._facts:  # nodes that start by themselves: this one has the first ranks
+        if self._facts is None:
             return [room_here(range(min(ranks, self._hosts[0].slots)), output)]
-        rooms = [room for room in rooms_of(self._hosts, self._facts) if room.ranks.start < ranks]
+        asked = [host for host in self._hosts if self._facts]
+        rooms = [room for room in rooms_of(asked, self._facts) if room.ranks.start < ranks]
         return [replace(room, ranks=range(room.ranks.start, min(ranks, room.ranks.stop))) for room in rooms]
 
     def _reserve(self, output: Path, found: RankForecasts, job: Job) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.launch.hostfile import Host
-from zerofit.spec.local_machine import gpu_memory, host_memory
-from zerofit.spec.reservations import gpu_claims, host_claims
+from zerofit.spec.local_machine import gpu_memory
+from zerofit.spec.reservations import free_for, gpu_claims
 
 Facts = Mapping[str, Any]  # of one host: `zerofit.doctor.facts`
 
@@ -33,8 +33,7 @@ def room_here(ranks: range, run: Path) -> HostRoom:
     """Return what this machine has for the ranks of a run."""
     claims = gpu_claims(but=run)
     gpus = [min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid]) for gpu in gpu_memory(len(ranks))]
-    host = host_memory()[1] - host_claims(but=run)
-    return HostRoom(name="", ranks=ranks, host_bytes=max(0, host), gpu_bytes=min(gpus, default=None))
+    return HostRoom(name="", ranks=ranks, host_bytes=free_for(run), gpu_bytes=min(gpus, default=None))
 
 
 def rooms_of(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> list[HostRoom]:

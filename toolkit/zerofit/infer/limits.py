@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.local_machine import gpu_memory, host_memory
+from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import blas_workspace_bytes
-from zerofit.spec.reservations import gpu_claims, host_claims
+from zerofit.spec.reservations import free_for, gpu_claims
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
@@ -48,7 +48,7 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
         free: dict[Device, int] = {
             n: int(SHARE * max(0, min(torch.cuda.mem_get_info(n)[0], most[n]))) for n in range(gpus)
         }
-        return MemoryLimits(memory={**free, "cpu": int(SHARE * max(0, host_memory()[1] - host_claims()))}, named=False)
+        return MemoryLimits(memory={**free, "cpu": int(SHARE * free_for())}, named=False)
     found: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())

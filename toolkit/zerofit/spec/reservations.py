@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.local_machine import host_memory
 
 RANK = "zerofit.worker"  # in the command line of each rank, which ends with its run folder
 CLOCK_S = 2.0  # by which two looks at a start can differ where the clock is set
@@ -82,6 +83,15 @@ def host_claims(but: Path | None = None) -> int:
     kept = [one for one in _living() if one.run != str(but)]
     taken = _taken() if kept else Counter[str]()
     return sum(max(0, one.host_bytes - taken[one.run]) for one in kept)
+
+
+def free_for(run: Path | None = None) -> int:
+    """Return the bytes of host memory that a run may take: what is free, and what its ranks have taken already.
+
+    What other runs have reserved and not taken yet is not free.
+    """
+    taken = _taken()[str(run)] if run else 0
+    return max(0, host_memory()[1] + taken - host_claims(but=run))
 
 
 def gpu_claims(but: Path | None = None) -> Counter[str]:

@@ -83,7 +83,7 @@ class RestartingRun:
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
             # what was let through once is started again, whatever else has come since
-            anyway, facts = self.anyway or attempt > 1, found.facts if found else None
+            anyway, facts = self.anyway or attempt > 1, found.facts if found else None if self.options.no_ssh else {}
             gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
             try:
                 prepared = prepare(self.asked, self.report, machine, self.folder, gate=gate)
