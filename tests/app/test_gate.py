@@ -156,6 +156,8 @@ def test_a_gpu_that_others_have_taken_is_not_free():
         taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**20}]}
         with pytest.raises(zf.DoesNotFit, match=r"1.00 MiB are free on n1\. Of the device's"):
             held_on({"n1": taken}, run, slots=1)
+    with pytest.raises(zf.DoesNotFit, match=r"1 B are free on n1\."):
+        held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)
 
 
 def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch):

@@ -148,8 +148,8 @@ class MemoryGate:
         ranks, room = resolved.job.layout.world_size, worst.room
         nodes = -(-ranks // len(room.ranks))
         free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
-        if not cluster.on_cpu:
-            free = replace(free, device_memory=room.gpu_bytes)
+        if not cluster.on_cpu and room.gpu_bytes is not None:
+            free = replace(free, device_memory=max(1, room.gpu_bytes))
         rows = simulated(asked, resolved, free).knobs(worst.rank)(lambda event: self._report.status(event.text))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         hint = "no single change of this run would fit: see `zerofit plan`"
@@ -188,14 +188,14 @@ def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
 def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
     """Return the verdict on the devices; on a CPU each rank's is the host's memory in the proportion of the needs."""
     representing = {id(rank): rank for rank in map(found.of, room.ranks)}.values()
-    cluster, shares = replace(found.cluster, gpus=len(room.ranks), host_memory=ANY), dict[int, int | None]()
+    cluster, shares = replace(found.cluster, gpus=len(room.ranks), host_memory=ANY), dict[int, int]()
     if found.cluster.on_cpu:
         total = sum(found.host_need(found.of(rank)) for rank in room.ranks)
         free = max(0, room.host_bytes - CPU_LIBRARY_BYTES)
         shares = {id(rank): max(1, free * found.host_need(rank) // total) for rank in representing}
-    assessed = [
-        assess(rank, replace(cluster, device_memory=shares.get(id(rank), room.gpu_bytes))) for rank in representing
-    ]
+    elif room.gpu_bytes is not None:
+        shares = {id(rank): max(1, room.gpu_bytes) for rank in representing}
+    assessed = [assess(rank, replace(cluster, device_memory=shares.get(id(rank)))) for rank in representing]
     worst = max(assessed, key=lambda one: (ORDER.index(one.verdict), one.reserved_bytes))
     here = room.place if len(room.ranks) == 1 else f"for each of {len(room.ranks)} ranks {room.place}"
     there = f"{shown_bytes(worst.device_total_bytes)} are free {here}"

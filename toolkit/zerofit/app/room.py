@@ -32,7 +32,7 @@ class HostRoom:
 def room_here(ranks: range, run: Path) -> HostRoom:
     """Return what this machine has for the ranks of a run."""
     claims = gpu_claims(but=run)
-    gpus = [min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid]) for gpu in gpu_memory(len(ranks))]
+    gpus = [max(0, min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid])) for gpu in gpu_memory(len(ranks))]
     return HostRoom(name="", ranks=ranks, host_bytes=free_for(run), gpu_bytes=min(gpus, default=None))
 
 
