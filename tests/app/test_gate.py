@@ -16,6 +16,7 @@ from zerofit.app.clusters.hosts import machine_of
 from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
+from zerofit.app.simulation import KnobSimulations
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.spec import reservations
@@ -51,6 +52,12 @@ def host(free_bytes: int, gpus: int = 0, reserved_bytes: int = 0) -> dict:
     memory = {"total_bytes": 64 * GIB, "free_bytes": free_bytes, "reserved_bytes": reserved_bytes}
     devices = [{**H100, "index": n, "uuid": f"GPU-{n}", "used_bytes": 0, "reserved_bytes": 0} for n in range(gpus)]
     return {"memory": memory, "gpus": devices}
+
+
+@pytest.fixture
+def unhinted(monkeypatch):
+    """Refusals that simulate no changes, which takes seconds for each."""
+    monkeypatch.setattr(KnobSimulations, "__call__", lambda self, on_event=None: ())
 
 
 @pytest.fixture
@@ -115,7 +122,7 @@ def test_rank_0_puts_the_model_together_where_ranks_hold_parts_of_it():
     assert 0 < after < found.phases["step"]
 
 
-def test_a_host_whose_memory_is_not_enough_is_named():
+def test_a_host_whose_memory_is_not_enough_is_named(unhinted):
     found = held_on({"n1": host(8 * GIB)}, zf.Run(**{**LLAMA, "ranks": 2}), slots=2)
     assert found
     needed = sum([found.first_bytes, *found.stages]) + CPU_LIBRARY_BYTES
@@ -131,7 +138,7 @@ def test_a_host_whose_memory_is_not_enough_is_named():
     assert [event.kind for event in told if "started all the same" in event.text] == ["warning"]
 
 
-def test_beside_gpus_the_memory_of_their_host_is_held_too():
+def test_beside_gpus_the_memory_of_their_host_is_held_too(unhinted):
     run = zf.Run(**{**LLAMA, "ranks": 2, "ds_config": "zero2_offload", "precision": "bf16"})
     simulated = zf.simulate(run, zf.Cluster("h100-80gb", gpus=2, host_memory="64GiB"))
     kept = simulated.host_phases
@@ -147,7 +154,7 @@ def test_beside_gpus_the_memory_of_their_host_is_held_too():
     assert "are free on n1." in caught.value.problem.message
 
 
-def test_a_gpu_that_others_have_taken_is_not_free():
+def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
     run = zf.Run(**{**LLAMA, "precision": "bf16"})
     there = host(32 * GIB, gpus=1)
     assert held_on({"n1": there}, run, slots=1)
@@ -160,7 +167,7 @@ def test_a_gpu_that_others_have_taken_is_not_free():
         held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)
 
 
-def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch):
+def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch, unhinted):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     asked, first = as_request(zf.Run(**LLAMA)), MemoryGate(Reporter())
     resolved = resolve_job(asked)
