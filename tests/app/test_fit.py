@@ -12,18 +12,20 @@ import pytest
 import yaml
 
 import zerofit as zf
-from zerofit.app import gate
 from zerofit.app.clusters.hosts import HostRequest
 from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.fitting import fit
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused
 from zerofit.app.fitting.options import LayoutOption, decided
+from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request, read_request
 from zerofit.launch.hostfile import Host
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
+from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.overhead import CPU_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES
+from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import FittedLayout, RunFolder
 
 MIB = 2**20
@@ -36,15 +38,21 @@ def with_free(monkeypatch):
     """A machine with so many bytes free for the tensors of each rank, beside its process."""
 
     def set_free(tensors: int, ranks: int = RANKS) -> zf.Cluster:
-        host = ranks * (CPU_PROCESS_BYTES + tensors)
-        monkeypatch.setattr(gate, "free_host_bytes", lambda: host)
-        return replace(zf.Cluster("cpu", gpus=ranks), host_memory=host)
+        rank = CPU_PROCESS_HIGH_BYTES + tensors
+        free = CPU_LIBRARY_BYTES + ranks * rank
+        monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
+        return replace(zf.Cluster("cpu", gpus=ranks), device_memory=rank)
 
     return set_free
 
 
+def fitted(asked: RunRequest, folder: RunFolder, on_event=None) -> tuple[RunRequest, FittedLayout | None]:
+    report = Reporter(on_event)
+    return fit.fitted(asked, folder, report=report, gate=MemoryGate(report))
+
+
 def chosen(run: zf.Run | Path, folder: Path, on_event=None) -> tuple[zf.Run, FittedLayout]:
-    asked, found = fit.fitted(as_request(run), RunFolder(folder), report=Reporter(on_event))
+    asked, found = fitted(as_request(run), RunFolder(folder), on_event)
     assert found is not None
     return asked.run, found
 
@@ -128,12 +136,12 @@ def test_a_training_takes_it_and_a_resume_keeps_it(tmp_path, with_free, monkeypa
     kept = json.loads(folder.plan.read_text())
     assert kept["fit"] == plan["fit"] and kept["batch"] == plan["batch"]
     taken_over = read_request(str(folder.path), {"micro_batch": 4})
-    assert fit.fitted(taken_over, folder, report=Reporter()) == (taken_over, None)
+    assert fitted(taken_over, folder) == (taken_over, None)
     with pytest.raises(zf.RunFailed) as caught, fit.leaner_next(folder, "zerofit train"):
         raise zf.RunFailed(zf.Problem(kind=fit.OUT_OF_MEMORY, message="out of memory"))
     assert caught.value.problem.hint.startswith(f"`zerofit train {folder.path}` goes on")
     with pytest.raises(pytest.fail.Exception, match="chosen anew"):
-        fit.fitted(as_request(folder.path), folder, report=Reporter())
+        fitted(as_request(folder.path), folder)
 
 
 def test_a_rank_that_runs_out_of_memory_gets_a_leaner_layout_from_the_newest_checkpoint(tmp_path, monkeypatch):
@@ -182,7 +190,7 @@ def test_commands_that_start_nothing_refuse_it():
 class Found:
     """What a search reads of a simulation."""
 
-    host_node_bytes, overheads = 0, (Overhead("process", CPU_PROCESS_BYTES, CPU_PROCESS_BYTES, "test"),)
+    host_node_bytes, overheads = 0, (Overhead("process", CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_HIGH_BYTES, "test"),)
 
     def __init__(self, reserved_bytes: int, verdict: str):
         self.reserved_bytes, self.verdict = reserved_bytes, verdict
@@ -197,7 +205,7 @@ def option(speed: float, peak: int, **knobs) -> LayoutOption:
 
 def searched(options, real, free=1000 * MIB, **more):
     """Search where `real` gives each peak's factor; what it does not hold is refused."""
-    cluster = replace(zf.Cluster("cpu", gpus=1), host_memory=CPU_PROCESS_BYTES + free)
+    cluster = replace(zf.Cluster("cpu", gpus=1), device_memory=CPU_PROCESS_HIGH_BYTES + free)
 
     def simulate(one) -> list[Any]:
         if one not in real:

@@ -1,4 +1,4 @@
-"""Nothing starts that cannot fit: the memory gate before a training, and the limit of each CPU rank."""
+"""Nothing starts that cannot fit: the memory gate before a training, on this machine and on hosts that were asked."""
 
 from __future__ import annotations
 
@@ -11,20 +11,53 @@ import psutil
 import pytest
 
 import zerofit as zf
-from zerofit.app import gate
+from zerofit.app import forecasts, gate
+from zerofit.app.clusters.hosts import machine_of
+from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
+from zerofit.app.simulation import KnobSimulations
+from zerofit.doctor.preflight import Preflight
+from zerofit.launch.hostfile import Host
+from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.overhead import CPU_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
+from zerofit.spec.reservations import host_claims
 from zerofit.spec.run_folder import MemoryForecast
 
-LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 8, "seq_len": 128, "ranks": 1}
+LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 64, "seq_len": 128, "ranks": 1}
 GIB = 2**30
+PROCESS = (CPU_PROCESS_LOW_BYTES + CPU_PROCESS_HIGH_BYTES) // 2
+H100 = {"name": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "total_bytes": 80 * GIB}
 
 
 def held_against(run: zf.Run, output: Path, on_event=None, **options) -> MemoryForecast | None:
-    asked = as_request(run)
-    return gate.check_room(asked, resolve_job(asked), output, report=Reporter(on_event), **options)
+    asked, held = as_request(run), MemoryGate(Reporter(on_event), **options)
+    try:
+        return held(asked, resolve_job(asked), output)
+    finally:
+        held.close()
+
+
+def held_on(hosts: dict[str, dict], run: zf.Run, slots: int, **options) -> MemoryForecast | None:
+    """Hold a run against hosts that have said what they have."""
+    asked, listed = as_request(run), [Host(name, slots) for name in hosts]
+    resolved = resolve_job(asked, machine=machine_of(listed, Preflight(facts=hosts)))
+    return MemoryGate(Reporter(options.pop("on_event", None)), hosts=listed, facts=hosts, **options)(
+        asked, resolved, Path("runs/many")
+    )
+
+
+def host(free_bytes: int, gpus: int = 0, reserved_bytes: int = 0) -> dict:
+    memory = {"total_bytes": 64 * GIB, "free_bytes": free_bytes, "reserved_bytes": reserved_bytes}
+    devices = [{**H100, "index": n, "uuid": f"GPU-{n}", "used_bytes": 0, "reserved_bytes": 0} for n in range(gpus)]
+    return {"memory": memory, "gpus": devices}
+
+
+@pytest.fixture
+def unhinted(monkeypatch):
+    """Refusals that simulate no changes, which takes seconds for each."""
+    monkeypatch.setattr(KnobSimulations, "__call__", lambda self, on_event=None: ())
 
 
 @pytest.fixture
@@ -32,15 +65,16 @@ def tight(monkeypatch, tmp_path):
     """A machine that has four fifths of what a rank needs free, beside the rank's process."""
     needed = held_against(zf.Run(**LLAMA), tmp_path / "any")
     assert needed
-    monkeypatch.setattr(gate, "free_host_bytes", lambda: CPU_PROCESS_BYTES + needed.reserved_bytes * 4 // 5)
+    free = CPU_PROCESS_LOW_BYTES + CPU_LIBRARY_BYTES + needed.reserved_bytes * 4 // 5
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
 
 
 def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
     simulated = zf.simulate(zf.Run(**LLAMA), zf.Cluster("cpu", gpus=1))
     found = held_against(zf.Run(**LLAMA), tmp_path)
     assert found is not None and found.reserved_bytes == simulated.peak_bytes == max(found.phases.values())
-    assert list(found.phases) == ["build", "init", "forward", "backward", "step"]
-    monkeypatch.setattr(gate, "simulate_ranks", lambda targets, show: [] if not targets else pytest.fail("simulated"))
+    assert list(found.phases) == ["build", "init", "forward", "backward", "step", "save"]
+    monkeypatch.setattr(forecasts, "simulate_ranks", lambda targets, show: pytest.fail("simulated"))
     assert held_against(zf.Run(**{**LLAMA, "steps": 9, "lr": 1e-2, "seed": 5}), tmp_path) == found
 
 
@@ -64,12 +98,88 @@ def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp
     assert plan["forecast"]["reserved_bytes"] == max(plan["forecast"]["phases"].values())
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
+def test_a_disk_without_room_for_the_model_and_a_checkpoint_is_refused(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, 1 << 20))
-    with pytest.raises(zf.DoesNotFit, match=r"a checkpoint takes .* MiB, and .* has 1.00 MiB free"):
+    facts = resolve_job(as_request(zf.Run(**LLAMA))).job.facts
+    monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32")))
+    with pytest.raises(zf.DoesNotFit, match=r"the model with a checkpoint takes .* MiB, and .* MiB free"):
         held_against(zf.Run(**LLAMA), tmp_path / "new" / "run")
     assert held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
+    monkeypatch.setattr(gate.shutil, "disk_usage", lambda path: usage(GIB, GIB, facts.weight_bytes("fp32") - 1))
+    with pytest.raises(zf.DoesNotFit, match="the model takes"):
+        held_against(zf.Run(**LLAMA, save_every="0"), tmp_path / "new" / "run")
+
+
+def test_rank_0_puts_the_model_together_where_ranks_hold_parts_of_it():
+    run = zf.Run(**{**LLAMA, "ranks": 2, "ds_config": "zero3"})
+    found = held_on({"n1": host(8 * GIB)}, run, slots=2)
+    assert found
+    weights = resolve_job(as_request(run)).job.facts.weight_bytes("fp32")
+    (other,) = found.stages
+    after = found.phases["save"] - weights
+    beside = found.beside_bytes
+    assert found.first_bytes == beside + max(other - beside, after + weights) and beside >= PROCESS
+    assert 0 < after < found.phases["step"]
+
+
+def test_a_host_whose_memory_is_not_enough_is_named(unhinted):
+    found = held_on({"n1": host(8 * GIB)}, zf.Run(**{**LLAMA, "ranks": 2}), slots=2)
+    assert found
+    needed = sum([found.first_bytes, *found.stages]) + CPU_LIBRARY_BYTES
+    run = zf.Run(**{**LLAMA, "ranks": 4})
+    with pytest.raises(zf.DoesNotFit) as caught:
+        held_on({"n1": host(8 * GIB), "n2": host(needed // 2)}, run, slots=2)
+    assert "are free for each of 2 ranks on n2" in caught.value.problem.message
+    assert caught.value.problem.where == "n2"
+    with pytest.raises(zf.DoesNotFit, match="on n1"):  # what others there have reserved is not free
+        held_on({"n1": host(8 * GIB, reserved_bytes=8 * GIB - needed // 2), "n2": host(8 * GIB)}, run, slots=2)
+    told: list[Event] = []
+    assert held_on({"n1": host(8 * GIB), "n2": host(needed // 2)}, run, slots=2, anyway=True, on_event=told.append)
+    assert [event.kind for event in told if "started all the same" in event.text] == ["warning"]
+
+
+def test_beside_gpus_the_memory_of_their_host_is_held_too(unhinted):
+    run = zf.Run(**{**LLAMA, "ranks": 2, "ds_config": "zero2_offload", "precision": "bf16"})
+    simulated = zf.simulate(run, zf.Cluster("h100-80gb", gpus=2, host_memory="64GiB"))
+    kept = simulated.host_phases
+    assert max(kept.values()) == sum(simulated.host_bytes.values()) and kept["build"] > 0
+    weights = resolve_job(as_request(run)).job.facts.parameters * 2
+    needed = 2 * (max(*kept.values(), kept["step"] + weights) + HOST_PROCESS_BYTES)
+    found = held_on({"n1": host(2 * needed, gpus=2)}, run, slots=2)
+    assert found and found.first_bytes + sum(found.stages) == needed
+    with pytest.raises(zf.DoesNotFit) as caught:
+        held_on({"n1": host(needed - 1, gpus=2)}, run, slots=2)
+    assert "of host memory for 2 ranks in " in caught.value.problem.message
+    assert " pinned, and 6.00 GiB of processes" in caught.value.problem.message
+    assert "are free on n1." in caught.value.problem.message
+
+
+def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
+    run = zf.Run(**{**LLAMA, "precision": "bf16"})
+    there = host(32 * GIB, gpus=1)
+    assert held_on({"n1": there}, run, slots=1)
+    for name in ("used_bytes", "reserved_bytes"):
+        (gpu,) = there["gpus"]
+        taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**20}]}
+        with pytest.raises(zf.DoesNotFit, match=r"1.00 MiB are free on n1\. Of the device's"):
+            held_on({"n1": taken}, run, slots=1)
+    with pytest.raises(zf.DoesNotFit, match=r"1 B are free on n1\."):
+        held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)
+
+
+def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch, unhinted):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+    asked, first = as_request(zf.Run(**LLAMA)), MemoryGate(Reporter())
+    resolved = resolve_job(asked)
+    found = first(asked, resolved, tmp_path / "first")
+    assert found and host_claims() == found.first_bytes and host_claims(but=tmp_path / "first") == 0
+    free = CPU_LIBRARY_BYTES + found.first_bytes * 3 // 2  # for one of two
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
+    with pytest.raises(zf.DoesNotFit):
+        held_against(zf.Run(**LLAMA), tmp_path / "second")
+    first.close()
+    assert host_claims() == 0
+    assert held_against(zf.Run(**LLAMA), tmp_path / "second")
 
 
 def test_what_cannot_be_simulated_starts_with_a_note(tmp_path, monkeypatch):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from zerofit.app.comparing import room as comparing_room
+from zerofit.app.comparing.room import StateGate
 from zerofit.app.comparing.rows import (
     RowStore,
     SizeRow,
@@ -12,13 +16,17 @@ from zerofit.app.comparing.rows import (
     against_single,
     curve_figures,
     status_of,
+    strategy_row,
     summarize_sizes,
 )
+from zerofit.app.room import HostRoom
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
-from zerofit.compare.job import STRATEGIES, code_lines
+from zerofit.compare.job import STRATEGIES, CompareJob, code_lines
 from zerofit.compare.worker import Noise
 from zerofit.report.comparison import page
 from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES
+from zerofit.spec.overhead import CPU_PROCESS_LOW_BYTES as PROCESS
 
 SOURCE = '''"""What it is.
 
@@ -134,6 +142,28 @@ def test_the_reason_is_that_of_whoever_knew():
     assert status_of([{"ended": "gone"}, {"error": "ValueError: x"}]) == ("failed", "ValueError: x")
     assert status_of([{"error": "lost its peer"}, {"not_here": "no GPU"}])[0] == "not-here"
     assert status_of([{"loss": 1.0}]) == ("ok", None)
+
+
+def test_only_what_cannot_fit_is_refused(tmp_path, monkeypatch):
+    parameters, job = 10**8, CompareJob(strategy="", model="mlp", ranks=4)
+    gate = StateGate(parameters=parameters, folder=tmp_path, anyway=False)
+
+    def lacks(name: str, free_bytes: int, one: StateGate = gate, job: CompareJob = job) -> str | None:
+        there = HostRoom(name="", ranks=range(4), host_bytes=free_bytes, gpu_bytes=free_bytes)
+        monkeypatch.setattr(comparing_room, "room_here", lambda ranks, run: there)
+        return one.lacks(STRATEGIES[name], job)
+
+    state = 12 * parameters
+    needed = {"single": state + PROCESS, "ddp": 4 * (state + PROCESS), "zero3": state + 4 * PROCESS}
+    for name, size in needed.items():
+        assert lacks(name, size + CPU_LIBRARY_BYTES) is None
+        words = lacks(name, size + CPU_LIBRARY_BYTES - 1)
+        assert words and words.startswith("does not fit: weights, gradients and momentum take")
+        assert lacks(name, 0, replace(gate, anyway=True)) is None
+    gpus = replace(job, accelerator="cuda")
+    assert lacks("zero3", state // 4, job=gpus) is None and lacks("zero3", state // 4 - 1, job=gpus)
+    assert lacks("ddp", state, job=gpus) is None and lacks("ddp", state - 1, job=gpus)
+    assert strategy_row(STRATEGIES["ddp"], job, [{"does_not_fit": "why"}], 0.0).status == "does-not-fit"
 
 
 def strategy(name, **figures):

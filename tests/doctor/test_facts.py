@@ -21,6 +21,7 @@ from zerofit.doctor import system
 from zerofit.doctor.facts import collect
 from zerofit.doctor.serve import MARK
 from zerofit.doctor.software import code_hash, model_code
+from zerofit.spec import local_machine
 
 
 def ask(*questions: dict[str, object], env: dict[str, str] | None = None) -> list[dict]:
@@ -80,10 +81,10 @@ def test_memory_is_the_control_groups(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
     (tmp_path / "memory.current").write_text(f"{2**29}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**28}\n")
-    monkeypatch.setattr(system, "_groups", lambda: [tmp_path])
-    assert system.memory() == {"total_bytes": 2**30, "free_bytes": 2**29 + 2**28}
+    monkeypatch.setattr(local_machine, "memory_groups", lambda: [tmp_path])
+    assert local_machine.host_memory() == (2**30, 2**29 + 2**28)
     (tmp_path / "memory.max").write_text("max\n")
-    assert system.memory()["total_bytes"] == psutil.virtual_memory().total
+    assert local_machine.host_memory()[0] == psutil.virtual_memory().total
 
 
 def test_hashes_follow_the_bytes(tmp_path):

@@ -14,6 +14,7 @@ from zerofit.infer.placement import compact_names, place, refuse_misfit, table_l
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.spec.errors import DoesNotFit, UserError
+from zerofit.spec.reservations import reserve
 
 WORKING = 5 << 20
 ROOM, GPU_ROOM = room("cpu"), room(0)
@@ -96,6 +97,9 @@ def test_the_least_that_is_needed(llama, spare):
             refuse_misfit(placement, "a smaller --micro-batch")
         assert "--max-memory cpu=" in found.value.problem.hint
         assert "--micro-batch" in found.value.problem.hint
+        with pytest.raises(DoesNotFit, match=r"and may take .*, 95% of what is free") as found:
+            refuse_misfit(placement, "a smaller --micro-batch", named=False)
+        assert "MiB starts it all the same" in found.value.problem.hint
 
 
 def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
@@ -121,7 +125,13 @@ def test_limits():
     assert read_limits("cpu=2GiB, disk=0") == MemoryLimits(memory={"cpu": 2 << 30}, disk=0)
     free = read_limits(None)
     assert free.memory["cpu"] > 0
-    assert free.disk is None
+    assert free.disk is None and not free.named
+
+
+def test_what_runs_have_reserved_is_not_free(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
+    reserve(tmp_path / "run", 2**50, {})
+    assert read_limits(None).memory["cpu"] == 0
 
 
 def test_everything_wrong_with_limits_at_once():

@@ -10,6 +10,7 @@ from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import cpu_device
 from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 GIB = 2**30
 
@@ -30,15 +31,15 @@ def test_host_memory_follows_the_devices_unless_it_is_given():
 def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
     monkeypatch.setattr(cluster, "memory_bytes", lambda: 64 * GIB)
     two = Cluster("cpu", gpus=2)
-    assert two.on_cpu and two.host_bytes == 64 * GIB and two.device.memory_bytes == 32 * GIB
-    assert replace(two, gpus=4).device.memory_bytes == 16 * GIB
-    assert Cluster("cpu", gpus=2, host_memory="8GiB").device.memory_bytes == 4 * GIB
+    assert two.on_cpu and two.host_bytes == 64 * GIB and two.device.memory_bytes == (64 * GIB - CPU_LIBRARY_BYTES) // 2
+    assert replace(two, gpus=4).device.memory_bytes == (64 * GIB - CPU_LIBRARY_BYTES) // 4
+    assert Cluster("cpu", gpus=2, host_memory="8GiB").device.memory_bytes == (8 * GIB - CPU_LIBRARY_BYTES) // 2
     assert Cluster("cpu", gpus=2, device_memory="1GiB").device.memory_bytes == GIB
 
 
 def test_a_device_of_ones_own():
     own = Cluster(cpu_device(2, 64 * GIB, 1), gpus=2, host_memory=128 * GIB)
-    assert own.on_cpu and own.device.memory_bytes == 64 * GIB
+    assert own.on_cpu and own.device.memory_bytes == 64 * GIB - CPU_LIBRARY_BYTES
 
 
 def test_all_problems_at_once():

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.tune.search import Search
+from zerofit.tune.search import NO_ROOM, Search
 from zerofit.tune.step_time_model import forecast_errors
 from zerofit.tune.trial import Candidate, Trial
 
@@ -64,13 +64,14 @@ LEAST = {"bert": 0.9}  # of the best: other work ran beside three of its recorde
 
 
 @pytest.mark.parametrize("job", JOBS)
-@pytest.mark.parametrize("status", ["oom", "crash", "hang"])
+@pytest.mark.parametrize("status", ["oom", "does-not-fit", "crash", "hang"])
 def test_a_favourite_that_fails_does_not_spoil_the_rest(job, status):
     found, measured = candidates(JOBS[job])
     favourite = Search(found).next()
     search = replay(found, measured, fail=lambda c: status if c.key == favourite.key else None)
     assert search.trials[0].status == status
-    allowed = [c for c in found if c.key != favourite.key and (status != "oom" or c.peak_bytes < favourite.peak_bytes)]
+    most = favourite.peak_bytes if status in NO_ROOM else math.inf
+    allowed = [c for c in found if c.key != favourite.key and c.peak_bytes < most]
     if not allowed:  # the favourite was the leanest of all
         assert (search.best, len(search.trials)) == (None, 1)
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import resource
 import socket
 import sys
 import time
@@ -15,24 +14,24 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
+from zerofit.launch.host import RUN_ID
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.run_lock import alive
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
-from zerofit.spec.local_machine import free_host_bytes
+from zerofit.spec.memory_limit import end_first, limit_memory, out_of_memory
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES
+from zerofit.spec.reservations import free_for, needed_by, read_forecast
 from zerofit.spec.run_folder import RunFolder
 from zerofit.train.heartbeat import Heartbeat, RankProgress
 from zerofit.train.stop_signals import SignalNotes
-from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, rank_group
 from zerofit.watch.rank_guard import listen_for_dumps
 
 # what gloo, NCCL and torch's store say in a RuntimeError when another rank is gone
 PEER_LOST = ("Connection closed by", "Connection reset by peer", "Connection was likely closed", "Broken pipe")
 PEER_LOST += ("Timed out waiting", "Watchdog caught", "remote process exited", "ncclRemoteError", "Connection refused")
 BACKENDS = ("gloo", "NCCL")
-# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up
-RESERVED_BYTES = 1 << 30
-LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc")
 LINES = 3  # of a library's message: validators name the key in the second
 
@@ -42,7 +41,7 @@ def main() -> NoReturn:
     folder, rank = RunFolder(Path(sys.argv[-1])), int(os.environ["RANK"])
     end_with_parent()
     _log_to(folder.rank_log(rank))
-    _limit_memory()
+    _limit_memory(folder, rank)
     place = f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ.get(HOST_NAME, socket.gethostname())}"
     print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {place}, process {os.getpid()}", flush=True)
     signals = SignalNotes()
@@ -73,24 +72,26 @@ def _log_to(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _limit_memory() -> None:
+def _limit_memory(folder: RunFolder, rank: int) -> None:
     """Limit a CPU rank to its share of the memory that is free now, beside what was there when it started.
 
     An allocation beyond it fails in this rank, with a message, before the host runs out. If the host runs out all the
     same, the kernel ends ranks first, and no other process.
     """
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.environ.get("DS_ACCELERATOR") == "cpu" and sys.platform == "linux":
-        share = free_host_bytes() // _ranks_here() + RESERVED_BYTES
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limits = [limit for limit in (share, soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    end_first()
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        free = free_for(folder.path) - CPU_LIBRARY_BYTES
+        limit_memory(max(0, int(free * _share(folder, rank))), rank_group(os.environ.get(RUN_ID, ""), rank))
 
 
-def _ranks_here() -> int:
-    """Return the ranks of this host, as DeepSpeed's launcher or MPI says it; 1 where nobody does."""
-    return int(next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), 1))
+def _share(folder: RunFolder, rank: int) -> float:
+    """Return this rank's share of what its host has free: by the forecast, since ranks differ, else an equal one."""
+    here, forecast = int(os.environ["LOCAL_SIZE"]), read_forecast(folder.path)
+    if forecast is None:
+        return 1 / here
+    first = rank - int(os.environ["LOCAL_RANK"])
+    needs = needed_by(range(first, first + here), int(os.environ["WORLD_SIZE"]), forecast)
+    return needs[rank - first] / sum(needs)
 
 
 def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> None:
@@ -130,9 +131,7 @@ def translate(error: BaseException, log: Path) -> Problem:
     first = "; ".join(line.strip() for line in text.splitlines()[:LINES])
     no_memory = any(sign.lower() in text.lower() for sign in NO_MEMORY)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or no_memory:
-        hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
-        hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
-        return Problem(kind="out-of-memory", message=f"out of memory: {first}", hint=hint, where=str(log))
+        return out_of_memory(first, log)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room there; the same command goes on from the newest checkpoint"
         message = f"no room on the disk: {first}"

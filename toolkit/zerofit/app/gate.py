@@ -1,158 +1,220 @@
-"""The memory gate: what the ranks of a job need, held against what is free on this machine, before any rank starts."""
+"""The memory gate: what the ranks of a job need, held against what is free on their hosts, before any rank starts."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from zerofit.app.planning.profiles import code_digest
+from zerofit.app.forecasts import RankForecasts, forecast
 from zerofit.app.resolve import ResolvedJob
-from zerofit.app.simulation import PreparedSimulation, first_ranks
+from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
+from zerofit.app.simulation import PreparedSimulation
 from zerofit.check.dotted import get
+from zerofit.launch.hostfile import Host
 from zerofit.simulate.assess import assess
-from zerofit.simulate.processes import end_server
-from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
-from zerofit.simulate.run import SimulatedRank
-from zerofit.simulate.run import simulate as simulate_ranks
-from zerofit.simulate.verdict import FITS, NOT
+from zerofit.simulate.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import by_name
 from zerofit.spec.errors import DoesNotFit, Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import cache_root, write_json
-from zerofit.spec.local_machine import free_gpu_bytes, free_host_bytes, versions
+from zerofit.spec.local_machine import gpu_memory
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES, HOST_RESERVE
+from zerofit.spec.reservations import needed_by, one_at_a_time, release, reserve
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, MemoryForecast
 from zerofit.spec.units import shown_bytes
 
 ANYWAY = "--anyway starts it all the same"
 CHANGES = 3  # that a refusal names
-# fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
-_INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
-_INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
-_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer"}
+ANY = 1 << 62  # bytes: of what is looked at by itself
+UNKNOWN = "the memory of this run is not forecast"
 
 
-def check_room(
-    asked: RunRequest, resolved: ResolvedJob, output: Path, *, report: Reporter, anyway: bool = False
-) -> MemoryForecast | None:
-    """Return the memory that a rank of this job will need; None where it cannot be known, which is said.
+@dataclass(frozen=True, kw_only=True)
+class RoomVerdict:
+    """One host's memory against what its ranks need."""
 
-    A job that was simulated before is answered from what was kept, in a fraction of a second. `output`: the run
-    folder. `anyway`: warn where the job would be refused.
-
-    Raises DoesNotFit where memory or disk that is free on this machine is not enough.
-    """
-    job = resolved.job
-    simulations = forecast_ranks(asked, resolved, report)
-    problems = [_disk_problem(job, output, simulations)]
-    if simulations:
-        worst = worst_of(simulations)
-        if worst.verdict == NOT:
-            problems.append(_memory_problem(asked, resolved, worst, report, anyway))
-        elif worst.verdict != FITS:
-            report.warning(f"{_needs(worst)}: within the margin of the forecast. {worst.because}")
-    for problem in filter(None, problems):
-        if not anyway:
-            raise DoesNotFit(problem)
-        report.warning(f"{problem.message}; started all the same")
-    return _forecast(simulations) if simulations else None
+    room: HostRoom
+    word: str  # FITS, WITHIN or NOT
+    message: str  # what is needed, in which phase, what is there
+    rank: int  # that needs most
 
 
-def free_on(cluster: Cluster) -> Cluster:
-    """Return nodes like this machine with the memory that is free on it now."""
-    return replace(cluster, host_memory=free_host_bytes(), device_memory=free_gpu_bytes(cluster.gpus))
+class MemoryGate:
+    """The gate of one run: refuses what has no room, and keeps what is let through reserved until it closes."""
+
+    def __init__(
+        self,
+        report: Reporter,
+        *,
+        anyway: bool = False,
+        hosts: Sequence[Host] | None = None,
+        facts: Mapping[str, Facts] | None = None,
+    ):
+        """Take the hosts in the order of their ranks (None: this machine) and what each of them has said.
+
+        Without `facts` this machine is the first of the hosts and the others are not known; with empty ones none is.
+        `anyway`: warn where a job would be refused.
+        """
+        self._report, self._anyway, self._hosts, self._facts = report, anyway, hosts, facts
+        self._run: Path | None = None
+
+    def __call__(self, asked: RunRequest, resolved: ResolvedJob, output: Path) -> MemoryForecast | None:
+        """Return the memory that a rank of this job will need; None where it cannot be known, which is said.
+
+        A job that was simulated before is answered from what was kept, in a fraction of a second. `output`: the run
+        folder.
+
+        Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
+        """
+        job, found = resolved.job, self._forecast(asked, resolved)
+        problems = [disk_problem(job, output, found)]
+        if found is None:
+            self._refuse(problems)
+            return None
+        with one_at_a_time():
+            rooms = self._rooms(job.layout.world_size, output)
+            verdicts = [judge(found, room) for room in rooms]
+            worst = max(verdicts, key=lambda one: ORDER.index(one.word), default=None)
+            if worst is None or worst.word != NOT or self._anyway:
+                self._reserve(output, found, job)
+        if worst and worst.word == NOT:
+            problems.append(self._memory_problem(asked, resolved, found.cluster, worst))
+        elif worst and worst.word == WITHIN:
+            self._report.warning(f"{worst.message} It is within the margin of the forecast.")
+        self._refuse(problems)
+        return found.summary
+
+    def free_on(self, cluster: Cluster, output: Path) -> Cluster:
+        """Return nodes with the memory that is free on the host with least of it for a rank."""
+        rooms = self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)]
+        least = min(rooms, key=lambda room: room.host_bytes // len(room.ranks))
+        device = min((room.gpu_bytes for room in rooms if room.gpu_bytes is not None), default=None)
+        if cluster.on_cpu:
+            device = (least.host_bytes - CPU_LIBRARY_BYTES) // len(least.ranks)
+        device_memory = None if device is None else max(1, device)
+        return replace(cluster, host_memory=max(1, least.host_bytes), device_memory=device_memory)
+
+    def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
+        """Return the ranks that differ, held against this memory; none where the job cannot be simulated."""
+        found = self._forecast(asked, resolved)
+        return [assess(rank, free) for rank in (found.first, *found.stages)] if found else []
+
+    def close(self) -> None:
+        """Give back what this process has reserved."""
+        if self._run:
+            release(self._run)
+
+    def _forecast(self, asked: RunRequest, resolved: ResolvedJob) -> RankForecasts | None:
+        job = resolved.job
+        if job.facts.task == "gan" or resolved.inputs is None:
+            return None
+        try:
+            cluster = self._cluster(resolved)
+        except UserError as error:  # a GPU that is not in the catalogue
+            self._report.note(f"{UNKNOWN}: {error}")
+            return None
+        found = forecast(simulated(asked, resolved, cluster), self._report)
+        if isinstance(found, Problem):
+            self._report.note(f"{UNKNOWN}: {found.message}")
+            return None
+        return found
+
+    def _cluster(self, resolved: ResolvedJob) -> Cluster:
+        """Return as many devices as there are ranks, of the hosts' kind. Raises UserError for an unknown one."""
+        ranks = resolved.job.layout.world_size
+        if resolved.machine.accelerator == "cpu":
+            return Cluster("cpu", gpus=ranks)
+        gpus = [gpu for facts in (self._facts or {}).values() for gpu in facts["gpus"]]
+        device = by_name(gpus[0]["name"], gpus[0]["total_bytes"]) if gpus else None
+        return Cluster(device.kind, gpus=ranks) if device else replace(Cluster.here(), gpus=ranks)
+
+    def _rooms(self, ranks: int, output: Path) -> list[HostRoom]:
+        """Return the memory of every host that was asked and has some of the ranks."""
+        if self._hosts is None:
+            return [room_here(range(ranks), output)]
+        if self._facts is None:
+            return [room_here(range(min(ranks, self._hosts[0].slots)), output)]
+        asked = [host for host in self._hosts if self._facts]
+        rooms = [room for room in rooms_of(asked, self._facts) if room.ranks.start < ranks]
+        return [replace(room, ranks=range(room.ranks.start, min(ranks, room.ranks.stop))) for room in rooms]
+
+    def _reserve(self, output: Path, found: RankForecasts, job: Job) -> None:
+        """Reserve memory on this machine; on other hosts the guards of the ranks do."""
+        if self._hosts is not None:
+            return
+        self._run, ranks = output, job.layout.world_size
+        each = found.summary.reserved_bytes + found.summary.beside_bytes
+        gpus = [] if found.cluster.on_cpu else gpu_memory(ranks)
+        needs = needed_by(range(ranks), ranks, asdict(found.summary))
+        reserve(output, sum(needs), {gpu.uuid: each for gpu in gpus})
+
+    def _memory_problem(
+        self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster, worst: RoomVerdict
+    ) -> Problem:
+        """Return the refusal, with the nearest changes that would fit, each simulated."""
+        if self._anyway:
+            return Problem(kind="does-not-fit", message=worst.message, where=worst.room.name)
+        ranks, room = resolved.job.layout.world_size, worst.room
+        nodes = -(-ranks // len(room.ranks))
+        free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
+        if not cluster.on_cpu and room.gpu_bytes is not None:
+            free = replace(free, device_memory=max(1, room.gpu_bytes))
+        rows = simulated(asked, resolved, free).knobs(worst.rank)(lambda event: self._report.status(event.text))
+        fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
+        hint = "no single change of this run would fit: see `zerofit plan`"
+        if fitting:
+            changes = [f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting]
+            hint = f"these would fit: {'; '.join(changes)}"
+        return Problem(kind="does-not-fit", message=worst.message, hint=f"{hint}; {ANYWAY}", where=room.name)
+
+    def _refuse(self, problems: Sequence[Problem | None]) -> None:
+        for problem in filter(None, problems):
+            if not self._anyway:
+                self.close()
+                raise DoesNotFit(problem)
+            self._report.warning(f"{problem.message}; started all the same")
 
 
-def worst_of(simulations: Sequence[Simulation]) -> Simulation:
-    """Return the one that fits least, or needs most."""
-    return max(simulations, key=lambda one: (one.verdict == NOT, one.verdict != FITS, one.reserved_bytes))
+ORDER = (FITS, WITHIN, NOT)
 
 
-def forecast_ranks(
-    asked: RunRequest, resolved: ResolvedJob, report: Reporter, whole: Cluster | None = None
-) -> list[Simulation]:
-    """Return one rank of each pipeline stage, assessed against what is free; none where the job cannot be simulated.
-
-    `whole`: the nodes, which are like this machine; None: this machine.
-    """
-    job, unknown = resolved.job, "the memory of this run is not forecast"
-    if job.facts.task == "gan" or resolved.inputs is None:
-        return []
-    try:
-        whole = whole or replace(Cluster.here(), gpus=job.layout.world_size)
-        free = free_on(whole)
-    except UserError as error:  # a GPU that is not in the catalogue
-        report.note(f"{unknown}: {error}")
-        return []
-    prepared = _prepared(asked, resolved, whole)
-    ranks = _simulate_or_recall([prepared.target(rank) for rank in first_ranks(job)], report)
-    for problem in ranks:
-        if isinstance(problem, Problem):
-            report.note(f"{unknown}: {problem.message}")
-            return []
-    return [assess(rank, free) for rank in ranks if isinstance(rank, SimulatedRank)]
-
-
-def _prepared(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
-    asked = replace(asked, run=asked.run.model_copy(update={"data": resolved.job.run.data}))
+def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
+    """Return a resolved run as one to be simulated on these devices."""
+    fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
+    asked = replace(asked, run=asked.run.model_copy(update=fields))
     found: dict[str, Any] = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
     return PreparedSimulation(asked=asked, cluster=cluster, image=None, **found)
 
 
-def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -> list[SimulatedRank | Problem]:
-    """Return each target's rank, from the cache or simulated now and kept."""
-    files = [_file(target) for target in targets]
-    found: list[SimulatedRank | Problem | None] = [
-        _recall(target, file) for target, file in zip(targets, files, strict=True)
-    ]
-    missing = [n for n, one in enumerate(found) if one is None]
-    new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"))
-    end_server()  # its memory is the ranks'
-    for n, one in zip(missing, new, strict=True):
-        found[n] = one
-        if isinstance(one, SimulatedRank):
-            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None), mode="json")
-            files[n].parent.mkdir(parents=True, exist_ok=True)
-            write_json(files[n], {"record": record, "layers": one.layers, "check_error": one.check_error})
-    return [one for one in found if one is not None]
+def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:
+    """Return whether the ranks of one host fit: their devices, and beside GPUs the host's memory."""
+    verdicts = [_device_verdict(found, room)]
+    if not found.cluster.on_cpu:
+        verdicts.append(_host_verdict(found, room))
+    return max(verdicts, key=lambda one: ORDER.index(one.word))
 
 
-_RECORD = TypeAdapter(RankRecord)
-
-
-def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        record, layers = _RECORD.validate_python(kept["record"]), tuple(kept["layers"])
-        return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
-    except (OSError, ValueError, KeyError, TypeError):  # never simulated, or kept by another version
-        return None
-
-
-def _file(target: SimulationTarget) -> Path:
-    """Return where a target's record is kept: by everything that it depends on, the code that made it included."""
-    plain = target.as_dict()
-    run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
-    job = {**plain["job"], "run": run, "steps": None}
-    config = {**job["ds_config"], "optimizer": None, "scheduler": None}
-    optimizer = get(job["ds_config"], "optimizer.type")
-    plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
-    key = json.dumps([plain, versions(), code_digest(__name__)], sort_keys=True, default=str)
-    return cache_root() / "forecasts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _own_code(job: Job) -> int | None:
-    """Return when the user's own model was last changed, since its name says nothing of its code."""
-    path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
-    return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None
+def _device_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
+    """Return the verdict on the devices; on a CPU each rank's is the host's memory in the proportion of the needs."""
+    representing = {id(rank): rank for rank in map(found.of, room.ranks)}.values()
+    cluster, shares = replace(found.cluster, gpus=len(room.ranks), host_memory=ANY), dict[int, int]()
+    if found.cluster.on_cpu:
+        total = sum(found.host_need(found.of(rank)) for rank in room.ranks)
+        free = max(0, room.host_bytes - CPU_LIBRARY_BYTES)
+        shares = {id(rank): max(1, free * found.host_need(rank) // total) for rank in representing}
+    elif room.gpu_bytes is not None:
+        shares = {id(rank): max(1, room.gpu_bytes) for rank in representing}
+    assessed = [assess(rank, replace(cluster, device_memory=shares.get(id(rank)))) for rank in representing]
+    worst = max(assessed, key=lambda one: (ORDER.index(one.verdict), one.reserved_bytes))
+    here = room.place if len(room.ranks) == 1 else f"for each of {len(room.ranks)} ranks {room.place}"
+    there = f"{shown_bytes(worst.device_total_bytes)} are free {here}"
+    message = f"{_needs(worst)}; {there}. {worst.because}"
+    return RoomVerdict(room=room, word=worst.verdict, message=message, rank=worst.rank)
 
 
 def _needs(worst: Simulation) -> str:
@@ -163,27 +225,32 @@ def _needs(worst: Simulation) -> str:
     return f"{worst.run.model} needs {shown_bytes(total)} a rank in {phase}, {shown_bytes(size)} of it {kind}"
 
 
-def _memory_problem(
-    asked: RunRequest, resolved: ResolvedJob, worst: Simulation, report: Reporter, anyway: bool
-) -> Problem:
-    """Return the refusal, with the nearest changes that would fit, each simulated."""
-    ranks = resolved.job.layout.world_size
-    here = "on this machine" if ranks == 1 else f"for each of {ranks} ranks on this machine"
-    message = f"{_needs(worst)}; {shown_bytes(worst.device_total_bytes)} are free {here}. {worst.because}"
-    if anyway:
-        return Problem(kind="does-not-fit", message=message)
-    free = free_on(replace(Cluster.here(), gpus=ranks))
-    rows = _prepared(asked, resolved, free).knobs(worst.rank)(lambda event: report.status(event.text))
-    fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
-    changes = "; ".join(f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting)
-    hint = f"these would fit: {changes}" if fitting else "no single change of this run would fit: see `zerofit plan`"
-    return Problem(kind="does-not-fit", message=message, hint=f"{hint}; {ANYWAY}")
+def _host_verdict(found: RankForecasts, room: HostRoom) -> RoomVerdict:
+    """Return the verdict on the host's memory beside GPUs, in the phase in which its ranks take most of it."""
+    ranks, phases = [found.of(rank).record for rank in room.ranks], dict[str, int]()
+    for record in ranks:
+        for name, size in record.host_phases.items():
+            phases[name] = phases.get(name, 0) + size
+    phase, tensors = max(phases.items(), key=lambda pair: pair[1])
+    processes = HOST_PROCESS_BYTES * len(ranks)
+    needed, pinned = tensors + processes, sum(record.host["pinned"] for record in ranks)
+    word = NOT if needed > room.host_bytes else FITS
+    if word == FITS and needed > room.host_bytes * (1 - HOST_RESERVE):
+        word = WITHIN
+    model, count = found.first.target.job.run.model, len(ranks)
+    message = (
+        f"{model} needs {shown_bytes(needed)} of host memory for {count} {'rank' if count == 1 else 'ranks'} in "
+        f"{phase}: {shown_bytes(tensors)} of tensors, with at most {shown_bytes(pinned)} pinned, and "
+        f"{shown_bytes(processes)} of processes; {shown_bytes(room.host_bytes)} are free {room.place}."
+    )
+    return RoomVerdict(room=room, word=word, message=message, rank=found.of(room.ranks[0]).target.rank)
 
 
-def _disk_problem(job: Job, output: Path, simulations: Sequence[Simulation]) -> Problem | None:
-    """Return what the disks lack: for one checkpoint, or for what offloading writes."""
-    wanted = [(output, 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision))]
-    swapped = sum(one.nvme_bytes for one in simulations) * job.layout.world_size // max(1, len(simulations))
+def disk_problem(job: Job, output: Path, found: RankForecasts | None) -> Problem | None:
+    """Return what the disks lack: for the model and one checkpoint, or for what offloading writes."""
+    saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
+    wanted = [(output, saved + job.facts.weight_bytes(job.precision))]
+    swapped = sum(found.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if found else 0
     for part in ("offload_optimizer", "offload_param"):
         path = get(job.ds_config, f"zero_optimization.{part}.nvme_path")
         if swapped and path:
@@ -193,22 +260,8 @@ def _disk_problem(job: Job, output: Path, simulations: Sequence[Simulation]) -> 
         there = next(place for place in (path, *path.absolute().parents) if place.is_dir())
         free = shutil.disk_usage(there).free
         if free < needed:
-            what = "a checkpoint" if path == output else "offloading to disk"
+            what = "offloading to disk" if path != output else "the model with a checkpoint" if saved else "the model"
             message = f"{what} takes {shown_bytes(needed)}, and {there} has {shown_bytes(free)} free"
             hint = f"make room, or name another disk; {ANYWAY}"
             return Problem(kind="does-not-fit", message=message, hint=hint, where=str(path))
     return None
-
-
-def _forecast(simulations: Sequence[Simulation]) -> MemoryForecast:
-    """Return the most that any stage needs in each phase."""
-    phases: dict[str, int] = {}
-    for one in simulations:
-        for phase in one.phases:
-            phases[phase.name] = max(phases.get(phase.name, 0), phase.peak_bytes)
-    return MemoryForecast(
-        phases=phases,
-        reserved_bytes=max(one.reserved_bytes for one in simulations),
-        beside_bytes=max(sum(part.bytes for part in one.overheads) for one in simulations),
-        host_bytes=max(sum(one.host_bytes.values()) for one in simulations),
-    )

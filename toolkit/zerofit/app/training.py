@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from zerofit.app.fitting.fit import fitted, leaner_next
-from zerofit.app.gate import check_room
+from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import PreparedRun, make_ready, prepare
 from zerofit.app.requests import as_request
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
@@ -80,13 +80,14 @@ def train(
         message = "handle_signals=True needs the main thread and wait=True: Python sets signal handlers nowhere else"
         raise UserError(Problem(kind="usage", message=message, hint="leave it out; TrainingRun.stop() stops a run"))
     report = Reporter(shielded(on_event) if on_event else None)
-    gate, fitter = partial(check_room, report=report, anyway=anyway), partial(fitted, report=report, anyway=anyway)
-    prepared = prepare(as_request(run), report, gate=gate, fitter=fitter)
-    finished = finished_before(prepared.job, prepared.folder)
-    if finished:
-        report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
-        return finished if wait else TrainingRun(prepared.folder, lambda: finished)
     with ExitStack() as stack:
+        gate = stack.enter_context(closing(MemoryGate(report, anyway=anyway)))
+        fitter = partial(fitted, report=report, gate=gate, anyway=anyway)
+        prepared = prepare(as_request(run), report, gate=gate, fitter=fitter)
+        finished = finished_before(prepared.job, prepared.folder)
+        if finished:
+            report.note(f"all {prepared.job.steps} steps of this run are done; a larger --steps goes on with it")
+            return finished if wait else TrainingRun(prepared.folder, lambda: finished)
         stack.enter_context(held(prepared.folder, report.status))
         for note in make_ready(prepared.folder, prepared.job.start):
             report.note(note)

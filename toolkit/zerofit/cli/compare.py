@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from zerofit.cli.console import EventConsole, answer_watched, make_table, out
-from zerofit.cli.options import AS_JSON, PATH, add_options, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, add_options, given, run_options
 from zerofit.compare.job import WARM, CompareJob
 from zerofit.spec.run import RunRequest, load_run
 
@@ -21,7 +21,7 @@ FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer
 SCALES = ("none", "linear", "sqrt")
 LR_HELP = "learning rate of SGD with momentum 0.9"
 POSITIVE = click.IntRange(min=1)
-STYLES = {"failed": "red", "not-here": "dim"}
+STYLES = {"failed": "red", "does-not-fit": "red", "not-here": "dim"}
 WIDTH = 170  # columns, where standard output is not a terminal
 
 
@@ -33,6 +33,7 @@ def usual(field: str, words: str) -> dict[str, Any]:
 common_options = add_options(
     click.option("--lr", type=click.FloatRange(0, min_open=True), **usual("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
+    ANYWAY,
     AS_JSON,
 )
 step_options = add_options(  # of comparisons that train for some steps
@@ -74,7 +75,7 @@ def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> N
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> None:
+def strategies(model: str, as_json: bool, anyway: bool, names: str | None, **options: Any) -> None:
     """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
 
     One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
@@ -84,7 +85,7 @@ def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> 
     chosen = [name.strip() for name in names.split(",")] if names else None
 
     def work(events: EventConsole) -> Comparison[StrategyRow]:
-        return compare_strategies(_asked(model, options), strategies=chosen, on_event=events)
+        return compare_strategies(_asked(model, options), strategies=chosen, anyway=anyway, on_event=events)
 
     answer_watched(work, as_json, show_strategies)
 
@@ -102,6 +103,7 @@ def strategies(model: str, as_json: bool, names: str | None, **options: Any) -> 
 def batch_size(
     model: str,
     as_json: bool,
+    anyway: bool,
     sizes: tuple[int, ...],
     target: float,
     scale_lr: ScaleLr,
@@ -116,7 +118,7 @@ def batch_size(
 
     def work(events: EventConsole) -> Comparison[SizeRow]:
         choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "seeds": seeds}
-        return compare_sizes(_asked(model, options), **choice, on_event=events)
+        return compare_sizes(_asked(model, options), **choice, anyway=anyway, on_event=events)
 
     answer_watched(work, as_json, show_sizes)
 
@@ -127,12 +129,12 @@ def batch_size(
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def scaling(model: str, as_json: bool, strategy: str, **options: Any) -> None:
+def scaling(model: str, as_json: bool, anyway: bool, strategy: str, **options: Any) -> None:
     """Train on 1 to --ranks ranks, weak (the batch grows with them) and strong (it does not): their efficiency."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
     def work(events: EventConsole) -> Comparison[ScalingRow]:
-        return compare_scaling(_asked(model, options), strategy=strategy, on_event=events)
+        return compare_scaling(_asked(model, options), strategy=strategy, anyway=anyway, on_event=events)
 
     answer_watched(work, as_json, show_scaling)
 

@@ -16,7 +16,7 @@ from zerofit.app.requests import is_run_file, read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import AS_JSON, PATH, add_options, given, host_options, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, add_options, given, host_options, run_options
 from zerofit.cli.train import show
 from zerofit.spec.events import Reporter, shielded
 from zerofit.spec.run import Run
@@ -50,6 +50,7 @@ file_options = add_options(
 @click.option("--dry-run", is_flag=True, help="print the launcher's command and start nothing")
 @file_options
 @run_options()
+@ANYWAY
 @AS_JSON
 def launch(target: str | None, as_json: bool, **options: Any) -> None:
     """Train on many hosts, through the deepspeed launcher.
@@ -92,6 +93,7 @@ def _launch(
             run_file=Path(target) if target and is_run_file(target) else None,
             max_restarts=own["max_restarts"],
             handle_signals=True,
+            anyway=own["anyway"],
         ).run()
 
 

@@ -22,6 +22,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit into the memory that is free, too")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",
     is_flag=True,

@@ -11,7 +11,7 @@ from zerofit.app.requests import read_request
 from zerofit.app.supervision import TrainingResult
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, answer_watched, make_table, out
-from zerofit.cli.options import AS_JSON, PATH, given, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, PATH, given, run_options
 from zerofit.spec.events import Event
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
@@ -31,7 +31,7 @@ DEFAULT_JOB = {
 @click.command()
 @click.argument("target", metavar="[MODEL | RUN.yaml | RUN_FOLDER]", required=False)
 @run_options()
-@click.option("--anyway", is_flag=True, help="start it even where its memory does not fit")
+@ANYWAY
 @AS_JSON
 def train(target: str | None, as_json: bool, anyway: bool, **options: Any) -> None:
     """Train MODEL on --data, or what RUN.yaml (or a run folder's run.json) says; a flag overrides the file.

@@ -10,7 +10,7 @@ import click
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, make_table, out
-from zerofit.cli.options import AS_JSON, HOST_FIELDS, PATH, given, host_arguments, host_options, run_options
+from zerofit.cli.options import ANYWAY, AS_JSON, HOST_FIELDS, PATH, given, host_arguments, host_options, run_options
 from zerofit.cli.train import DEFAULT_JOB
 from zerofit.spec.run import Run
 
@@ -31,8 +31,11 @@ REASON = 60  # characters
 @click.option("--space", type=PATH, help="YAML: values that are allowed, by knob")
 @run_options(Run.model_fields.keys() - {"model", "fit"})
 @host_options
+@ANYWAY
 @AS_JSON
-def tune(target: str | None, trials: int, minutes: float, space: Path | None, as_json: bool, **options: Any) -> None:
+def tune(
+    target: str | None, trials: int, minutes: float, space: Path | None, anyway: bool, as_json: bool, **options: Any
+) -> None:
     """Measure short real runs of the run, and write the fastest configuration that fits as ds_config.json and run.yaml.
 
     Searched: ZeRO stage, offload, micro batch x accumulation at the global batch of the run, activation checkpointing,
@@ -55,7 +58,8 @@ def tune(target: str | None, trials: int, minutes: float, space: Path | None, as
         flags = given(options)
         run = read_request(target, flags if target or flags else DEFAULT_JOB)
         with EventConsole() as events:
-            return tune(run, trials=trials, minutes=minutes, space=space, hosts=hosts, output=output, on_event=events)
+            chosen = {"space": space, "hosts": hosts, "output": output, "anyway": anyway}
+            return tune(run, trials=trials, minutes=minutes, **chosen, on_event=events)
 
     answer(work, as_json, show)
 

@@ -69,6 +69,7 @@ class Strategy:
     servers: int = 0  # processes beside those of the ranks
     synchronous: bool = True  # the same sums as on one device: the same weights, but for the last bits
     least_ranks: int = 1
+    replicas: bool = False  # every process holds all weights, gradients and momentum
 
     def processes(self, ranks: int) -> int:
         """Return how many processes are started for so many devices."""
@@ -103,15 +104,15 @@ def code_lines(source: str) -> int:
 
 
 _ALL = (
-    Strategy(name="single", title="one device", file="single", one=True),
+    Strategy(name="single", title="one device", file="single", one=True, replicas=True),
     Strategy(name="model-parallel", title="layers on different ranks, by hand", file="model_parallel", least_ranks=2),
     Strategy(
         name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
     ),
     Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
-    Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel"),
-    Strategy(name="ddp", title="DistributedDataParallel", file="ddp"),
-    Strategy(name="horovod", title="Horovod", file="horovod"),
+    Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
+    Strategy(name="ddp", title="DistributedDataParallel", file="ddp", replicas=True),
+    Strategy(name="horovod", title="Horovod", file="horovod", replicas=True),
     Strategy(name="parameter-server", title="parameter server, synchronous", file="parameter_server", servers=1),
     Strategy(
         name="parameter-server-async",
@@ -122,9 +123,15 @@ _ALL = (
     ),
     Strategy(name="amp", title="mixed precision on one device", file="amp", one=True, synchronous=False),
     Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),
-    Strategy(name="accelerate", title="Accelerate", file="accelerate_loop"),
+    Strategy(name="accelerate", title="Accelerate", file="accelerate_loop", replicas=True),
     *(
-        Strategy(name=f"zero{stage}", title=f"DeepSpeed ZeRO {stage}", file="zero", options={"stage": stage})
+        Strategy(
+            name=f"zero{stage}",
+            title=f"DeepSpeed ZeRO {stage}",
+            file="zero",
+            options={"stage": stage},
+            replicas=stage == 0,
+        )
         for stage in range(4)
     ),
     Strategy(

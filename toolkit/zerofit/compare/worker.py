@@ -24,6 +24,8 @@ from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
 from zerofit.spec.files import write_json
+from zerofit.spec.local_machine import host_memory
+from zerofit.spec.memory_limit import end_first, limit_memory
 
 NOISE_EVERY = 8  # steps between measurements of the gradient's noise
 REFERENCE = "single.safetensors"  # beside the strategies' folders
@@ -116,6 +118,9 @@ def main() -> None:
     """Measure this process's part."""
     folder, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
     job = CompareJob.read(folder / "job.json")
+    end_first()
+    if job.accelerator == "cpu":
+        limit_memory(host_memory()[1])  # of one process: strategies do not share it out evenly
     try:
         word = _measured(job, folder, rank)
     except (NotHereError, ModelError) as reason:

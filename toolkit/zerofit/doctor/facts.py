@@ -23,7 +23,8 @@ from typing import Any
 from zerofit.doctor import software, system
 from zerofit.doctor.serve import Say, serve
 from zerofit.launch.host import end_all
-from zerofit.spec.local_machine import libaio
+from zerofit.spec.local_machine import host_memory, libaio
+from zerofit.spec.reservations import gpu_claims, host_claims
 
 LIFE_S = 120
 
@@ -42,7 +43,7 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
             "addresses": system.addresses(),
             "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),  # RoCE adapters too
             "asked_from": system.asked_from(),
-            "memory": system.memory(),
+            "memory": _memory(),
             "shared_memory": system.shared_memory(),
             "limits": system.limits(),
             "tools": system.tools(),
@@ -53,7 +54,15 @@ def collect(question: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
         }
         if question.get("compilers"):
             found["compilers"] = system.compilers(found["tools"])
-        return found | graphics.result()
+        seen, claims = graphics.result(), gpu_claims()
+        seen["gpus"] = [{**gpu, "reserved_bytes": claims.get(gpu["uuid"], 0)} for gpu in seen["gpus"]]
+        return found | seen
+
+
+def _memory() -> dict[str, int]:
+    """Return bytes of host memory: in all, free now, and what runs of zerofit have reserved and not taken yet."""
+    total, free = host_memory()
+    return {"total_bytes": total, "free_bytes": free, "reserved_bytes": host_claims()}
 
 
 def _of(path: str | None, work: Any) -> Any:

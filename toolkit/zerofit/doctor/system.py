@@ -34,51 +34,6 @@ COMPILER_S = 10.0  # for a compiler to say its version
 CONNECT_S = 4.0
 
 
-def memory() -> dict[str, int]:
-    """Return bytes of host memory, total and free, as far as the control group that this process is in allows."""
-    host = psutil.virtual_memory()
-    total, free = host.total, host.available
-    for group in _groups():
-        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-        if limit is None:  # version 1
-            limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
-        if limit is not None and used is not None and limit < host.total:
-            cache = _statistic(group / "memory.stat", "inactive_file")  # given back by the kernel before it kills
-            total, free = min(total, limit), min(free, limit - used + cache)
-    return {"total_bytes": total, "free_bytes": max(0, free)}
-
-
-def _groups() -> list[Path]:
-    """Return the folders of the memory control group and of those around it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, inner = line.split(":", 2)
-        if controllers in ("", "memory"):
-            top = Path("/sys/fs/cgroup") / controllers
-            here = top / inner.lstrip("/")
-            found += [top, *(p for p in (here, *here.parents) if top in p.parents)]
-    return found
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such group, or "max"
-        return None
-
-
-def _statistic(path: Path, name: str) -> int:
-    try:
-        rows = dict(line.split(" ", 1) for line in path.read_text().splitlines())
-        return int(rows.get(name, 0))
-    except (OSError, ValueError):
-        return 0
-
-
 def limits() -> dict[str, int | None]:
     """Return the soft limits of this process, as its children inherit them; None is no limit."""
     found = {name: resource.getrlimit(which)[0] for name, which in LIMITS.items()}

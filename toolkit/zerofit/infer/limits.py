@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.local_machine import free_host_bytes
+from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.reservations import free_for, gpu_claims
 from zerofit.spec.units import parse_bytes
 
 Device = int | str  # a GPU's number, "cpu" or "disk"; as accelerate names them
 SHARE = 0.95  # of what is free, where nothing was said: others on the machine, and what grows
 FLAG = "--max-memory"
+NO_LIMIT = 1 << 62
 SCRATCH = 64 << 20  # bytes kept free for kernels' scratch and the allocator's gaps
 WORKSPACE = max(blas_workspace_bytes(kind) for kind in ("mi300x", "h100-80gb", "t4"))  # of products on GPUs
 
@@ -23,6 +25,7 @@ class MemoryLimits:
 
     memory: dict[Device, int]  # of GPUs, by number, and of the CPU; one that is not named is not used
     disk: int | None = None  # of weights that stay on the disk; None: as many as there are
+    named: bool = True  # by --max-memory; else they are what is free
 
 
 def room(device: Device) -> int:
@@ -40,8 +43,12 @@ def read_limits(limits: str | Mapping[Device, str | int] | None) -> MemoryLimits
 
     gpus = torch.cuda.device_count()
     if limits is None:
-        free: dict[Device, int] = {n: int(SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(gpus)}
-        return MemoryLimits(memory={**free, "cpu": int(SHARE * free_host_bytes())})
+        reserved, seen = gpu_claims(), gpu_memory(gpus)
+        most = [gpu.total_bytes - reserved[gpu.uuid] for gpu in seen] if len(seen) == gpus else [NO_LIMIT] * gpus
+        free: dict[Device, int] = {
+            n: int(SHARE * max(0, min(torch.cuda.mem_get_info(n)[0], most[n]))) for n in range(gpus)
+        }
+        return MemoryLimits(memory={**free, "cpu": int(SHARE * free_for())}, named=False)
     found: dict[Device, int] = {}
     problems = Problems()
     text = limits if isinstance(limits, str) else ",".join(f"{device}={size}" for device, size in limits.items())

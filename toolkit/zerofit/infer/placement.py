@@ -13,7 +13,7 @@ from accelerate import infer_auto_device_map, init_empty_weights
 from torch import nn
 
 from zerofit.infer.guards import quiet
-from zerofit.infer.limits import Device, MemoryLimits, room
+from zerofit.infer.limits import SHARE, Device, MemoryLimits, room
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
@@ -242,8 +242,11 @@ def device_of(name: str, device_map: dict[str, Device]) -> Device | None:
     return device_map[name]
 
 
-def refuse_misfit(placement: Placement, knobs: str) -> None:
-    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller."""
+def refuse_misfit(placement: Placement, knobs: str, *, named: bool = True) -> None:
+    """Raise DoesNotFit where a device lacks memory; `knobs` are the flags that make the forward smaller.
+
+    `named`: the user has said what may be taken; else it is what is free.
+    """
     for row in placement.rows:
         if row.fits:
             continue
@@ -256,7 +259,11 @@ def refuse_misfit(placement: Placement, knobs: str) -> None:
             parts += [f"the largest layer ({placement.largest}) {shown_bytes(row.layer)}"] if row.layer else []
             parts += [f"activations and logits {shown_bytes(row.working)}", f"room {shown_bytes(room(row.device))}"]
             message = f"{row.device} needs {shown_bytes(row.needed)} ({', '.join(parts)}), and may take {allowed}"
-            hint = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB or more, {knobs} or --dtype bf16"
+            asked = f"--max-memory {row.device}={-(-row.needed >> 20)}MiB"
+            hint = f"{asked} or more, {knobs} or --dtype bf16"
+            if not named:
+                message += f", {SHARE:.0%} of what is free"
+                hint = f"{knobs} or --dtype bf16; {asked} starts it all the same"
         raise DoesNotFit(Problem(kind="does-not-fit", message=message, hint=hint, where="--max-memory"))
 
 

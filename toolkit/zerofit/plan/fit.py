@@ -9,7 +9,7 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.model_facts import BUCKET_LIMIT
 from zerofit.spec.overhead import (
-    CPU_PROCESS_BYTES,
+    CPU_PROCESS_HIGH_BYTES,
     FRAGMENTATION,
     FRAGMENTATION_ZERO3,
     FRAGMENTATION_ZERO3_HOST,
@@ -84,7 +84,7 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> fl
 def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
     """Sum context, matrix products' workspaces and communicators, each at the upper end of what sources give."""
     if cluster.on_cpu:
-        return CPU_PROCESS_BYTES
+        return CPU_PROCESS_HIGH_BYTES
     device = cluster.device
     degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
     groups = len(degrees) + (layout.sp > 1) + (len(degrees) > 1)  # the last: all ranks

@@ -26,7 +26,7 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { padding: .3rem .55rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 td.reason { text-align: left; white-space: normal; min-width: 18rem; color: #555; }
-tr.failed td:first-child { color: #b00020; }
+tr.failed td:first-child, tr.does-not-fit td:first-child { color: #b00020; }
 tr.not-here td:first-child { color: #777; }
 img { max-width: 100%; height: auto; }
 dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }

@@ -9,6 +9,7 @@ from zerofit.simulate.result import PeakLocation, SimulatedRun, Simulation
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.verdict import NOT, Communicator, FitVerdict, Overhead, judge, judge_events, overheads
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.units import shown_bytes
 
@@ -19,7 +20,7 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
     """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
     record, target = simulated.record, simulated.target
     peak = record.peaks[0]
-    beside = overheads(cluster.device, _communicators(record.groups))
+    beside = overheads(cluster.device, _communicators(record.groups), _largest_bytes(target))
     verdict, reserved = _verdict(simulated, beside, cluster)
     host_node_bytes, host_fits, host_sentence = _host(record.host, cluster)
     last = max(phase.step for phase in record.phases)
@@ -40,6 +41,7 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
         host_bytes=record.host,
+        host_phases=record.host_phases,
         host_node_bytes=host_node_bytes,
         host_total_bytes=cluster.host_bytes,
         nvme_bytes=record.nvme_bytes,
@@ -53,6 +55,11 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
         extension_error=simulated.check_error,
         timeline=record.timeline,
     )
+
+
+def _largest_bytes(target: SimulationTarget) -> int:
+    """Return the bytes of the largest parameter as matrix products take it."""
+    return target.job.facts.largest_parameter * ELEMENT_BYTES["fp32"]
 
 
 def _run(target: SimulationTarget) -> SimulatedRun:

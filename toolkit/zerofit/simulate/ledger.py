@@ -146,6 +146,22 @@ def host_peak(ledger: Ledger) -> dict[str, int]:
     return {"pageable": highest[HOST], "pinned": highest[PINNED]}
 
 
+def host_peaks(ledger: Ledger) -> dict[str, int]:
+    """Return the most bytes of host memory in each phase, of any step, as torch takes them from the host."""
+    found: Counter[str] = Counter()
+    live, phase = 0, -1
+    for number, (index, change) in enumerate(ledger.events):
+        while phase + 1 < len(ledger.marks) and number >= ledger.marks[phase + 1].event:
+            phase += 1
+            found[ledger.marks[phase].name] = max(found[ledger.marks[phase].name], live)
+        place = ledger.storages[index].place
+        if place != DEVICE:
+            live += change if place == HOST else pinned_bytes(abs(change)) * (1 if change > 0 else -1)
+        if phase >= 0:
+            found[ledger.marks[phase].name] = max(found[ledger.marks[phase].name], live)
+    return dict(found)
+
+
 def device_events(ledger: Ledger, workspaces: tuple[int, ...] = ()) -> list[Event]:
     """Return the device's allocations and releases in order, for `allocator.replay`.
 

@@ -24,7 +24,7 @@ from zerofit.models.layers import as_layers
 from zerofit.simulate import device
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.categories import classify, tag_owned_storages, watch_gradients
-from zerofit.simulate.ledger import device_events, host_peak, kind_peaks, timeline
+from zerofit.simulate.ledger import device_events, host_peak, host_peaks, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
@@ -167,6 +167,7 @@ def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -
         phases=log.done,
         peaks=kind_peaks(ledger),
         host=host_peak(ledger),
+        host_phases=host_peaks(ledger),
         nvme_bytes=sum(meter.files.values()),
         reserved_bytes=replay(events).peak_reserved_bytes,
         sent=[

@@ -109,6 +109,7 @@ class RankRecord:
     peaks: list[KindPeak]  # highest first
     host: dict[str, int]  # "pageable" and "pinned" bytes at host memory's peak
     nvme_bytes: int
+    host_phases: dict[str, int]  # the most bytes of host memory in each phase, of any step
     reserved_bytes: int  # by the caching allocator
     sent: list[CollectiveCalls]
     groups: list[GroupUse]

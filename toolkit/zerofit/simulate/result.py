@@ -88,6 +88,7 @@ class Simulation:
     device: str  # kind
     device_total_bytes: int
     host_bytes: dict[str, int]  # "pageable" and "pinned"
+    host_phases: dict[str, int]  # phase -> most bytes of host memory in it; beside a GPU
     host_node_bytes: int  # of all ranks of a node, with their processes
     host_total_bytes: int
     nvme_bytes: int

@@ -118,6 +118,7 @@ def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int
         phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
         peaks=peaks,
         host={place: line(few.host[place], more.host[place]) for place in few.host},
+        host_phases={name: line(few.host_phases[name], more.host_phases[name]) for name in few.host_phases},
         nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
         reserved_bytes=max(reserved, round(peaks[0].bytes * fragmented)),
         groups=more.groups,

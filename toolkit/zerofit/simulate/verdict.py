@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from zerofit.simulate.allocator import Event, Reserved, replay
 from zerofit.spec.devices import Device
 from zerofit.spec.overhead import (
-    CPU_PROCESS_BYTES,
+    CPU_PACKED,
+    CPU_PROCESS_HIGH_BYTES,
+    CPU_PROCESS_LOW_BYTES,
     NCCL_ALL_TO_ALL_BYTES,
     NCCL_CONNECTION_BYTES,
     NCCL_NVLINK_BYTES,
@@ -52,11 +54,18 @@ class Communicator:
     direct_peers: int = 0
 
 
-def overheads(device: Device, groups: Sequence[Communicator]) -> list[Overhead]:
-    """Return what a rank of these communicators has on this device besides torch's reserved memory."""
+def overheads(device: Device, groups: Sequence[Communicator], largest_bytes: int = 0) -> list[Overhead]:
+    """Return what a rank of these communicators has on this device besides torch's reserved memory.
+
+    `largest_bytes`: of the model's largest parameter, for CPUs.
+    """
     if device.kind == "cpu":
-        source = "resident size after importing torch and DeepSpeed and starting gloo (spec/overhead.py)"
-        return [Overhead("process", CPU_PROCESS_BYTES, CPU_PROCESS_BYTES, source)]
+        source = "private memory of ranks beside their tensors (spec/overhead.py)"
+        found = [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, source)]
+        if largest_bytes:
+            packed = CPU_PACKED * largest_bytes
+            found.append(Overhead("copies of matrices in MKL and oneDNN", 0, packed, source))
+        return found
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
     return [context, *(_buffers(device, group) for group in groups if group.ranks > 1)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zerofit.spec import nodes
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.nodes import GB, GIB, Node
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +309,7 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
     return Device(
         kind="cpu",
         name="CPU",
-        memory_bytes=memory_bytes // ranks,
+        memory_bytes=max(0, memory_bytes - CPU_LIBRARY_BYTES) // ranks,
         tflops={"fp32": CORE_TFLOPS * share, "bf16": CORE_TFLOPS * share},
         bandwidth=CORE_BANDWIDTH * share,
         link=LOOPBACK,
@@ -316,7 +317,7 @@ def cpu_device(cores: int, memory_bytes: int, ranks: int) -> Device:
         pcie=CORE_BANDWIDTH * share,
         node=replace(nodes.THIS, gpus=ranks, host_bytes=memory_bytes),
         source="assumed for an AVX2 core of 2.5 GHz; `zerofit calibrate` measures",
-        memory_source="the host's memory, in equal shares",
+        memory_source="the host's memory less what ranks share, in equal shares",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import psutil
 
 from zerofit.spec.files import cache_root, write_json
 
+MIB = 2**20
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
 
 
@@ -31,25 +31,54 @@ def cpu_ranks(cores: int) -> int:
     return max(1, min(cores, max(2, nodes)))
 
 
+def host_memory() -> tuple[int, int]:
+    """Return bytes of host memory, all and free, as far as the control groups that this process is in allow."""
+    host = psutil.virtual_memory()
+    total, free = host.total, host.available
+    for group in memory_groups():
+        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit is None:  # version 1
+            limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+        if limit is not None and used is not None and limit < host.total:
+            cache = _statistic(group / "memory.stat", "inactive_file")  # given back by the kernel before it kills
+            total, free = min(total, limit), min(free, limit - used + cache)
+    return total, max(0, free)
+
+
 def memory_bytes() -> int:
     """Return the memory of the host, or of the control group that this process is in."""
-    total = psutil.virtual_memory().total
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no group, or "max"
-        return total
+    return host_memory()[0]
 
 
-def free_host_bytes() -> int:
-    """Return the bytes that new processes can take: of the host, or of the control group that this process is in."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
+def memory_groups() -> list[Path]:
+    """Return the folders of the memory control group and of those around it, the outermost first."""
     try:
-        used, most = int((group / "memory.current").read_text()), int((group / "memory.max").read_text())
-        unused = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no group, or one without a limit
-        return free
-    return min(free, most - used + (int(unused[1]) if unused else 0))  # cached files give way
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, inner = line.split(":", 2)
+        if controllers in ("", "memory"):
+            top = Path("/sys/fs/cgroup") / controllers
+            here = top / inner.lstrip("/")
+            found += [top, *reversed([p for p in (here, *here.parents) if top in p.parents])]
+    return found
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        rows = dict(line.split(" ", 1) for line in path.read_text().splitlines())
+        return int(rows.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
@@ -57,15 +86,25 @@ def nvidia_gpus() -> list[tuple[str, int]]:
     return [(name, int(mib) * 2**20) for name, mib in _ask_nvidia("name", "memory.total") if mib.isdigit()]
 
 
-def free_gpu_bytes(count: int) -> int | None:
-    """Return the least that is free on one of the first `count` visible GPUs; None where there is no nvidia-smi."""
-    answer = _ask_nvidia("index", "uuid", "memory.free")
-    rows = [(index, uuid, int(mib)) for index, uuid, mib in answer if mib.isdigit()]
+@dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """The memory of one GPU, in bytes."""
+
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+
+
+def gpu_memory(count: int) -> list[GpuMemory]:
+    """Return the memory of the first `count` visible GPUs; none where there is no nvidia-smi."""
+    answer = _ask_nvidia("index", "uuid", "memory.total", "memory.free")
+    rows = [row for row in answer if row[2].isdigit() and row[3].isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [word.strip() for word in visible.split(",")]
         rows = [row for word in wanted for row in rows if word and (word == row[0] or row[1].startswith(word))]
-    return min((mib * 2**20 for _, _, mib in rows[:count]), default=None)
+    sizes = [(uuid, int(total) * MIB, int(free) * MIB) for _, uuid, total, free in rows[:count]]
+    return [GpuMemory(uuid=uuid, total_bytes=total, free_bytes=free) for uuid, total, free in sizes]
 
 
 def _ask_nvidia(*fields: str) -> list[list[str]]:

@@ -43,9 +43,13 @@ class ModelFacts:
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
     own: bool = False  # the user's own model
 
+    def weight_bytes(self, precision: str) -> int:
+        """Return the bytes of all weights as they are trained and saved."""
+        return self.parameters * ELEMENT_BYTES[precision]
+
     def checkpoint_bytes(self, precision: str) -> int:
         """Estimate a checkpoint on the disk: fp32 master weights, Adam's two moments, and the weights."""
-        return self.parameters * (12 + ELEMENT_BYTES[precision])
+        return self.parameters * 12 + self.weight_bytes(precision)
 
 
 @dataclass(frozen=True, kw_only=True)

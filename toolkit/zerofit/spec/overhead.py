@@ -11,9 +11,13 @@ MIB = 2**20
 NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
-# A CPU rank's Python, torch and DeepSpeed: measured, what a rank of `zerofit train llama-tiny` has resident beside the
-# 124 MiB of its tensors (917 MiB; torch 2.14, Linux x86-64), rounded up
-CPU_PROCESS_BYTES = 1024 * MIB
+# A CPU rank's Python, torch and DeepSpeed beside its tensors: least and most. Measured: RssAnon and RssFile of
+# /proc/PID/status, sampled at their highest over runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores).
+CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 512 * MIB, 640 * MIB
+# Largest parameters that kernels copy into buffers of their own, at most: VGG-11, whose first linear layer has 392 MiB,
+# took 0.8 GiB more of private memory than its tensors and process (the same runs)
+CPU_PACKED = 2
+CPU_LIBRARY_BYTES = 384 * MIB  # pages of libraries, which all ranks of a host share
 # The host process of a GPU rank: the CUDA libraries lie in host memory too. pytorch#113326: 2.0 GB
 HOST_PROCESS_BYTES = 3072 * MIB
 

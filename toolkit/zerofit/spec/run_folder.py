@@ -106,6 +106,8 @@ class MemoryForecast:
     reserved_bytes: int  # of the device, by torch's allocator; on CPUs the most alive
     beside_bytes: int  # context and communicators of a GPU; on CPUs the process with its libraries
     host_bytes: int  # of the host, beside the process; 0 on CPUs, where device and host are one
+    stages: tuple[int, ...] = ()  # host memory of a rank of each pipeline stage, its process included
+    first_bytes: int = 0  # host memory of rank 0, which saves the model, its process included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from zerofit.tune.step_time_model import StepTimeModel
 from zerofit.tune.trial import Candidate, Trial, describe
 
 ENOUGH = 0.005  # an expected gain below this share of the best step time is not worth a trial
+NO_ROOM = ("oom", "does-not-fit")
 CRASHES = 2  # of one family, after which it is left alone
 OPTIMISTIC = 1.645  # standard deviations: one in twenty is faster than that
 
@@ -120,10 +121,10 @@ class Search:
         return {candidate.key: candidate for candidate in self.candidates}
 
     def _open(self) -> list[Candidate]:
-        """Return candidates not tried, not larger than what ran out of memory, not of a family that keeps failing."""
+        """Return candidates not tried, not larger than what had no room, not of a family that keeps failing."""
         tried, by_key = {trial.key for trial in self.trials}, self._by_key()
         failed = [(by_key[t.key], t.status) for t in self.trials if t.key in by_key and t.status != "ok"]
-        too_large = min((c.peak_bytes for c, status in failed if status == "oom"), default=math.inf)
+        too_large = min((c.peak_bytes for c, status in failed if status in NO_ROOM), default=math.inf)
         crashed = [_family(c) for c, status in failed if status in ("crash", "hang")]
         return [
             c

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 
-Status = Literal["ok", "oom", "crash", "hang", "stopped"]
+Status = Literal["ok", "oom", "does-not-fit", "crash", "hang", "stopped"]
 WARM_STEPS, WARM_S = 3, 2.0  # left out: compilation, caches, clocks
 CHUNK_S = 0.5  # steps are taken together to pieces of at least so long, which hardly depend on each other
 FEWEST = 5  # pieces

@@ -61,6 +61,11 @@ class LaunchSpec:
         return cls(**{**value, **pairs, "hosts": tuple(value["hosts"])})
 
 
+def rank_group(run_id: str, rank: int) -> str:
+    """Return the name of the control group that a rank on a CPU may make for itself."""
+    return f"zerofit-{run_id}-{rank}"
+
+
 def as_argument(path: Path) -> str:
     """Return a path in letters that mean nothing to any shell, to pdsh or to DeepSpeed."""
     return base64.urlsafe_b64encode(os.fsencode(path)).decode().rstrip("=")

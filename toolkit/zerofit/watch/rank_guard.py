@@ -27,9 +27,11 @@ import psutil
 
 from zerofit.launch.host import RUN_ID, environment, interface_to
 from zerofit.launch.parent_death import end_with_parent
-from zerofit.spec.local_machine import usable_cores
+from zerofit.spec.local_machine import gpu_memory, usable_cores
+from zerofit.spec.memory_limit import leave_group, out_of_memory
+from zerofit.spec.reservations import is_reserved, needed_by, read_forecast, reserve
 from zerofit.watch.json_lines import ConnectionLost, JsonLineSocket
-from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, LaunchSpec, from_argument, rank_of
+from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, LaunchSpec, from_argument, rank_group, rank_of
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
@@ -70,6 +72,7 @@ class RankGuard:
                 self._process.kill()
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(10)
+            leave_group(rank_group(self._spec.run_id, self._rank))
             if self._socket:
                 self._socket.finish(LAST_REPORT_S)
 
@@ -152,6 +155,11 @@ class RankGuard:
         Else the launcher would end the other ranks, and their reports would be lost.
         """
         self._hear()
+        if leave_group(rank_group(self._spec.run_id, self._rank)) and self._failure is None:
+            log = Path(self._spec.folder, "logs", f"rank-{self._rank}.log")
+            problem = out_of_memory("the kernel ended this rank at its memory limit", log)
+            place = {"host": self._host} if len(set(self._spec.hosts)) > 1 else {}
+            self._failure = {"rank": self._rank, **place, "time_s": time.time(), "problems": [problem.as_dict()]}
         connection.send({"ended": code, "last": self._last, "failure": self._failure})
         if code == 0:
             return 0
@@ -172,6 +180,8 @@ def main() -> None:
     path = from_argument(sys.argv[-1])
     spec = LaunchSpec.read(path)
     rank, local_rank = rank_of(os.environ)
+    if local_rank == 0:
+        _reserve(spec, rank)
     reading, writing = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "zerofit.worker", spec.folder],
@@ -183,6 +193,16 @@ def main() -> None:
     os.close(writing)
     stacks = Path(spec.folder, "logs", f"rank-{rank}.stacks.txt")
     sys.exit(RankGuard(spec, rank, process, reading, stacks).run())
+
+
+def _reserve(spec: LaunchSpec, rank: int) -> None:
+    """Reserve memory for the ranks of this host, the first of which is `rank`, where the command has not."""
+    folder, ranks = Path(spec.folder), spec.hosts.count(spec.hosts[rank])
+    forecast = read_forecast(folder)
+    if forecast and not is_reserved(folder):
+        gpus = gpu_memory(ranks) if spec.accelerator == "cuda" else []
+        needs = needed_by(range(rank, rank + ranks), spec.world_size, forecast)
+        reserve(folder, sum(needs), {gpu.uuid: forecast["reserved_bytes"] + forecast["beside_bytes"] for gpu in gpus})
 
 
 def listen_for_dumps(path: Path) -> None:

@@ -8,13 +8,14 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.clusters.hosts import HostRequest, build_ops_on, cluster_site, examine_hosts, filled, machine_of
 from zerofit.app.fitting.fit import OUT_OF_MEMORY, fitted, leaner_next
+from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import find_folder, make_ready, prepare
 from zerofit.app.supervision import TrainingResult, finished_before, run_once
 from zerofit.checkpoint.store import Store
@@ -25,7 +26,7 @@ from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
-from zerofit.spec.errors import Problem, Problems, RunFailed, Stopped, UserError
+from zerofit.spec.errors import DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
@@ -47,13 +48,15 @@ class RestartingRun:
     run_file: Path | None
     max_restarts: int
     handle_signals: bool = False
+    anyway: bool = False  # start what does not fit, too
     job: Job | None = None  # of the last start
     folder: RunFolder | None = None
+    _made: list[Path] = field(init=False, default_factory=list)  # folders, before the run has them
 
     def run(self) -> TrainingResult:
         """Start the ranks until a start comes to its end, and return its result.
 
-        Raises UserError, RunFailed and Stopped.
+        Raises UserError, DoesNotFit, RunFailed and Stopped.
         """
         with ExitStack() as stack:  # the run folder is held over all starts
             for attempt in range(1, self.max_restarts + 2):
@@ -81,8 +84,16 @@ class RestartingRun:
                     raise
                 raise RunFailed(error.problems[0]) from None  # a host has gone since it answered
             machine = machine_of(self.hosts, found)
-            fitter = partial(fitted, report=self.report, machine=machine, hosts=self.hosts)
-            prepared = prepare(self.asked, self.report, machine, self.folder, fitter=fitter)
+            # what was let through once is started again, whatever else has come since
+            anyway, facts = self.anyway or attempt > 1, found.facts if found else None if self.options.no_ssh else {}
+            gate = MemoryGate(self.report, anyway=anyway, hosts=self.hosts, facts=facts)
+            where = {"machine": machine, "hosts": self.hosts}
+            fitter = partial(fitted, report=self.report, gate=gate, anyway=self.anyway, **where)
+            try:
+                prepared = prepare(self.asked, self.report, machine, self.folder, gate=gate, fitter=fitter)
+            except DoesNotFit:
+                self._unmake()
+                raise
             job, folder = prepared.job, prepared.folder
             if found:
                 room = disk(found.facts, job.facts.checkpoint_bytes(job.precision))
@@ -118,19 +129,23 @@ class RestartingRun:
         if not self.options.over_ssh:
             return None
         folder = self.folder or find_folder(self.asked.run)
-        made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
+        self._made = [p for p in (folder.path, *folder.path.parents) if not p.exists()]
         folder.path.mkdir(parents=True, exist_ok=True)
         found = examine_hosts(self.hosts, self.options, folder.path, self.asked.run.model, self.run_file, port)
         try:
             self._refuse(found.findings)
         except UserError:
-            for path in made:
-                with suppress(OSError):  # somebody else has put something there
-                    path.rmdir()
+            self._unmake()
             raise
         # from here on the run has this folder
         self.asked = _with(self.asked, output=folder.path)
         return found
+
+    def _unmake(self) -> None:
+        """Remove the run folder that was made for the hosts to look at, with nothing of a run in it yet."""
+        for path in self._made:
+            with suppress(OSError):  # somebody else has put something there
+                path.rmdir()
 
     def _refuse(self, findings: Sequence[Check]) -> None:
         """Tell what was found, as one table. Raises UserError with what would make the run fail."""

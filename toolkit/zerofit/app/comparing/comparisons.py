@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
+from zerofit.app.comparing.room import StateGate
 from zerofit.app.comparing.rows import (
     Comparison,
     Mode,
@@ -45,16 +46,21 @@ STEPPED = ("ranks", "global_batch", "steps")
 
 
 def compare_strategies(
-    run: Run | RunRequest, *, strategies: Sequence[str] | None = None, on_event: OnEvent | None = None
+    run: Run | RunRequest,
+    *,
+    strategies: Sequence[str] | None = None,
+    anyway: bool = False,
+    on_event: OnEvent | None = None,
 ) -> Comparison[StrategyRow]:
     """Train a model in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
 
-    A strategy that fails, or that these devices cannot run, is a row with its reason. The same call goes on after a
-    kill, in `run.output` or a folder whose name follows from what is compared.
+    A strategy that fails, does not fit, or that these devices cannot run, is a row with its reason. The same call goes
+    on after a kill, in `run.output` or a folder whose name follows from what is compared.
 
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategies: names of `zerofit compare strategies --list`; all if None. The single device always runs.
+        anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
     Raises UserError with everything that is wrong.
@@ -67,10 +73,11 @@ def compare_strategies(
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
-    job = _resolve(asked, set(STEPPED), problems, report)
+    job, parameters = _resolve(asked, set(STEPPED), problems, report)
     identity = {"job": vars(job), "strategies": [one.name for one in chosen], **_code(job.model)}
     store = RowStore(asked.run.output, "strategies", identity)
-    rows = [_measure(one, replace(job, strategy=one.name), store, one.name, report) for one in chosen]
+    gate = StateGate(parameters=parameters, folder=store.folder, anyway=anyway)
+    rows = [_measure(one, replace(job, strategy=one.name), store, one.name, gate, report) for one in chosen]
     about = _about(job, *STEPPED)
     return Comparison(kind="strategies", about=about, rows=against_single(rows)).write(store.folder)
 
@@ -82,6 +89,7 @@ def compare_sizes(
     target: float = 0.95,
     scale_lr: ScaleLr = "none",
     seeds: int = 3,
+    anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[SizeRow]:
     """Train a model with each batch size on one device until `run.epochs` are over: which reaches the target first.
@@ -92,6 +100,7 @@ def compare_sizes(
         target: validation accuracy.
         scale_lr: how the learning rate grows with the batch size.
         seeds: runs of each size, with seeds from `run.seed` on.
+        anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
     Raises UserError with everything that is wrong.
@@ -106,22 +115,22 @@ def compare_sizes(
     if epochs != int(epochs):
         problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
     own = {"ranks": 1, "global_batch": max(sizes), "eval_samples": asked.run.eval_samples or ALL_SAMPLES}
-    job = _resolve(asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own)
+    job, parameters = _resolve(asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own)
     job = replace(job, epochs=int(epochs), target=target, strategy="single")
     question = {"sizes": list(sizes), "target": target, "scale_lr": scale_lr, "seeds": seeds}
     store = RowStore(asked.run.output, "batch-size", {"job": vars(job), **question, **_code(job.model)})
-    rows = []
+    gate, rows = StateGate(parameters=parameters, folder=store.folder, anyway=anyway), []
     for size in sizes:
         times = size / min(sizes)
         lr = job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
         for seed in range(job.seed, job.seed + seeds):
-            rows.append(_train(replace(job, global_batch=size, lr=lr, seed=seed), store, report))
+            rows.append(_train(replace(job, global_batch=size, lr=lr, seed=seed), store, gate, report))
     about = {**_about(job), "target": target, "scale_lr": scale_lr, "epochs": job.epochs}
     return Comparison(kind="batch-size", about=about, rows=rows, summary=summarize_sizes(rows)).write(store.folder)
 
 
 def compare_scaling(
-    run: Run | RunRequest, *, strategy: str = "ddp", on_event: OnEvent | None = None
+    run: Run | RunRequest, *, strategy: str = "ddp", anyway: bool = False, on_event: OnEvent | None = None
 ) -> Comparison[ScalingRow]:
     """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks, weak (the batch grows with them) and strong (not).
 
@@ -130,6 +139,7 @@ def compare_scaling(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategy: one that shares the batch out over any number of ranks.
+        anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
     Raises UserError with everything that is wrong.
@@ -144,7 +154,7 @@ def compare_scaling(
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
         message, hint = f"{strategy} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
         problems.add("strategy", message, hint, "--strategy")
-    job = _resolve(asked, set(STEPPED), problems, report)
+    job, parameters = _resolve(asked, set(STEPPED), problems, report)
     for mode, count in _ladder(job.ranks):
         if mode == "strong" and job.global_batch % count:
             message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
@@ -152,11 +162,11 @@ def compare_scaling(
     problems.raise_if_any()
     assert chosen
     store = RowStore(asked.run.output, "scaling", {"job": vars(job), "strategy": strategy, **_code(job.model)})
-    rows = []
+    gate, rows = StateGate(parameters=parameters, folder=store.folder, anyway=anyway), []
     for mode, ranks in _ladder(job.ranks):
         batch = job.global_batch // job.ranks * ranks if mode == "weak" else job.global_batch
         one = replace(job, strategy=strategy, ranks=ranks, global_batch=batch)
-        measured = _measure(chosen, one, store, f"{mode}-{ranks}", report)
+        measured = _measure(chosen, one, store, f"{mode}-{ranks}", gate, report)
         rows.append(ScalingRow(**vars(measured), mode=mode, global_batch=batch))
     about = {**_about(job, *STEPPED), "strategy": strategy}
     return Comparison(kind="scaling", about=about, rows=against_one_rank(rows)).write(store.folder)
@@ -170,7 +180,9 @@ def _ladder(most: int) -> Iterator[tuple[Mode, int]]:
             yield mode, count
 
 
-def _measure(strategy: Strategy, job: CompareJob, store: RowStore, name: str, report: Reporter) -> StrategyRow:
+def _measure(
+    strategy: Strategy, job: CompareJob, store: RowStore, name: str, gate: StateGate, report: Reporter
+) -> StrategyRow:
     """Return a row that was measured before, or measure it now."""
     row = store.load(name, StrategyRow)
     if row:
@@ -179,6 +191,8 @@ def _measure(strategy: Strategy, job: CompareJob, store: RowStore, name: str, re
     if job.ranks < strategy.least_ranks:
         reason = f"needs {strategy.least_ranks} ranks, and has {job.ranks}: --ranks {strategy.least_ranks}"
         row = strategy_row(strategy, job, [{"not_here": reason}], 0.0)
+    elif lacks := gate.lacks(strategy, job):
+        row = strategy_row(strategy, job, [{"does_not_fit": lacks}], 0.0)
     else:
         began, processes = time.monotonic(), strategy.processes(job.ranks)
         reports = run_job(job, store.folder_of(name), processes, lambda text: report.status(f"{name}: {text}"))
@@ -189,14 +203,18 @@ def _measure(strategy: Strategy, job: CompareJob, store: RowStore, name: str, re
     return row
 
 
-def _train(job: CompareJob, store: RowStore, report: Reporter) -> SizeRow:
+def _train(job: CompareJob, store: RowStore, gate: StateGate, report: Reporter) -> SizeRow:
     """Return the row of one batch size with one seed: measured before, or now."""
     name = f"size-{job.global_batch}-seed-{job.seed}"
     row = store.load(name, SizeRow)
     if row:
         report.result(f"{name}: known", row.to_dict())
         return row
-    row = size_row(job, run_job(job, store.folder_of(name), 1, lambda text: report.status(f"{name}: {text}")))
+    lacks = gate.lacks(STRATEGIES["single"], job)
+    if lacks:
+        row = size_row(job, [{"does_not_fit": lacks}])
+    else:
+        row = size_row(job, run_job(job, store.folder_of(name), 1, lambda text: report.status(f"{name}: {text}")))
     store.save(name, row)
     shown = row.reason if row.final_accuracy is None else f"{row.final_accuracy:.1%}"
     report.result(f"{name}: {shown}", row.to_dict())
@@ -219,8 +237,8 @@ def _resolve(
     size_place: str = "--global-batch",
     has_accuracy: bool = False,
     **own: int,
-) -> CompareJob:
-    """Return the job of a run, with its data opened once and its model built without memory.
+) -> tuple[CompareJob, int]:
+    """Return the job of a run and its model's parameters, with its data opened once.
 
     `taken` are the fields of the run that this comparison takes beside the common ones, `own` values of the job.
     Raises UserError with all that is wrong, `problems` so far included.
@@ -255,7 +273,8 @@ def _resolve(
         message = f"{samples} are less than one batch of {job.global_batch}"
         problems.add("batch-size", message, "take a smaller batch", size_place)
     problems.raise_if_any()
-    return replace(job, data=opened.run.data, seq_len=opened.run.seq_len, tokenizer=opened.run.tokenizer)
+    settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
+    return replace(job, **settled), opened.facts.parameters
 
 
 def _code(model: str) -> dict[str, Any]:

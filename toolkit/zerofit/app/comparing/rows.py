@@ -19,7 +19,8 @@ from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import versions
 
 AGREES = 1e-5  # largest difference of weights in fp32 between layouts that make the same sums
-Status = Literal["ok", "not-here", "failed"]  # "not-here": these devices or this installation cannot run it
+# "not-here": these devices or this installation cannot run it; "does-not-fit": not in the memory that was free
+Status = Literal["ok", "not-here", "does-not-fit", "failed"]
 Mode = Literal["weak", "strong"]
 Kind = Literal["strategies", "batch-size", "scaling"]
 
@@ -134,7 +135,7 @@ class RowStore:
         return self.folder / "rows" / name
 
     def load(self, name: str, kind: type[AnyRow]) -> AnyRow | None:
-        """Return a row that was measured before; None where there is none, or it failed and is to be tried again."""
+        """Return a row that was measured before; None where there is none, or it is to be tried again."""
         file = self.folder / "rows" / f"{name}.json"
         if not file.exists():
             return None
@@ -142,7 +143,7 @@ class RowStore:
             row = kind(**json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError):  # cut by a kill, or of another version
             return None
-        return row if row.status != "failed" else None
+        return row if row.status not in ("failed", "does-not-fit") else None
 
     def save(self, name: str, row: Row) -> None:
         """Write a row."""
@@ -239,7 +240,12 @@ def _spread(values: Sequence[float | None]) -> list[float] | None:
 
 def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
     """Return status and reason: those of the process that knew why, before those of the ones it took along."""
-    order: tuple[tuple[str, Status], ...] = (("not_here", "not-here"), ("error", "failed"), ("ended", "failed"))
+    order: tuple[tuple[str, Status], ...] = (
+        ("not_here", "not-here"),
+        ("does_not_fit", "does-not-fit"),
+        ("error", "failed"),
+        ("ended", "failed"),
+    )
     for key, status in order:
         reasons = [report[key] for report in reports if key in report]
         if reasons:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from zerofit.app.fitting.options import LayoutOption
-from zerofit.app.gate import worst_of
+from zerofit.app.gate import ORDER
 from zerofit.plan.fit import check_fit
 from zerofit.plan.result import plain
 from zerofit.simulate.result import Simulation
@@ -103,9 +103,13 @@ class FitSearch:
         except Refused:
             self._refused.add(_kind(option))
             return
-        worst = self.seen[option] = worst_of(found) if found else None
+        worst = self.seen[option] = max(found, key=_misfit) if found else None
         if worst:
             self._last = (option, worst)
+
+
+def _misfit(simulation: Simulation) -> tuple[int, int]:
+    return (ORDER.index(simulation.verdict), simulation.reserved_bytes)
 
 
 def _machinery(option: LayoutOption) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from zerofit.app.clusters.hosts import filled
 from zerofit.app.fitting.choose import ALIKE, FitSearch, Refused, needed_bytes
 from zerofit.app.fitting.options import CHOSEN, LayoutOption, chosen_fields, given_fields, options_of
-from zerofit.app.gate import forecast_ranks, free_on
+from zerofit.app.gate import MemoryGate
 from zerofit.app.planning.of_run import cluster_of
 from zerofit.app.resolve import ResolvedJob, resolve_job
 from zerofit.checkpoint.compatible import obstacles
@@ -46,6 +46,7 @@ def fitted(
     folder: RunFolder,
     *,
     report: Reporter,
+    gate: MemoryGate,
     machine: Machine | None = None,
     hosts: Sequence[Host] = (),
     anyway: bool = False,
@@ -69,7 +70,7 @@ def fitted(
     if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
         report.note(f"the layout is the one that was chosen for {folder.path}: {known.why[0]}")
         return _settled(asked, known.chosen), known
-    return _Fit(asked, folder, report, machine, hosts, given, known).run(anyway)
+    return _Fit(asked, folder, report, gate, machine, hosts, given, known).run(anyway)
 
 
 def read_choice(folder: RunFolder) -> FittedLayout | None:
@@ -129,6 +130,7 @@ class _Fit:
     asked: RunRequest
     folder: RunFolder
     report: Reporter
+    gate: MemoryGate
     machine: Machine | None
     hosts: Sequence[Host]
     given: dict[str, Any]
@@ -145,11 +147,13 @@ class _Fit:
         def chosen(option: LayoutOption) -> dict[str, Any]:
             return chosen_fields(option, profile, self.given, optimizer)
 
+        free = self.gate.free_on(cluster, self.folder.path)
+
         def simulate(option: LayoutOption) -> Sequence[Simulation]:
-            return self._simulations(option, _settled(self.asked, chosen(option)), cluster)
+            return self._simulations(option, _settled(self.asked, chosen(option)), free)
 
         most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
-        search = FitSearch(options, free_on(cluster), simulate, most_bytes=most)
+        search = FitSearch(options, free, simulate, most_bytes=most)
         option = search.run() or (search.leanest if anyway else None)
         if option is None:
             raise DoesNotFit(_nothing_fits(self.asked.run.model, search))
@@ -177,8 +181,8 @@ class _Fit:
         settled = replace(asked, run=asked.run.model_copy(update={"fit": False}))
         return resolve_job(settled, machine=self.machine, report=report)
 
-    def _simulations(self, option: LayoutOption, request: RunRequest, cluster: Cluster) -> Sequence[Simulation]:
-        """Simulate an option on the nodes. Raises Refused where this run, or its newest checkpoint, cannot take it."""
+    def _simulations(self, option: LayoutOption, request: RunRequest, free: Cluster) -> Sequence[Simulation]:
+        """Simulate an option. Raises Refused where this run, or its newest checkpoint, cannot take it."""
         self.report.status(f"fit: simulating {option}")
         try:
             resolved = self._resolved(request)
@@ -187,7 +191,7 @@ class _Fit:
         there = [entry.manifest for entry in Store(self.folder.checkpoints).entries() if entry.manifest]
         if there and obstacles(there[-1].job, resolved.job):
             raise Refused("the checkpoint")
-        return forecast_ranks(request, resolved, self.report, cluster)
+        return self.gate.simulations(request, resolved, free)
 
     def _as_asked(self) -> str:
         if not self.given:

@@ -119,6 +119,7 @@ class TuneJob:
     device: str  # kind
     hosts: tuple[Host, ...]  # empty: this machine
     host_flags: tuple[str, ...]  # of `zerofit launch`, for trials on hosts
+    anyway: bool = False  # start trials that do not fit into what is free, too
 
     @classmethod
     def of(
@@ -127,6 +128,7 @@ class TuneJob:
         *,
         space: Path | str | Mapping[str, Any] | None = None,
         hosts: Path | str | TrialHosts | None = None,
+        anyway: bool = False,
         report: Reporter | None = None,
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
@@ -166,6 +168,7 @@ class TuneJob:
             device=cluster.device.kind,
             hosts=tuple(used),
             host_flags=on.flags,
+            anyway=anyway,
         )
 
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[
     file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
     argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "zerofit.cli"]
     argv += ["launch", *job.host_flags] if job.hosts else ["train"]
-    argv += [str(file), "--output", str(place / "run"), "--json"]
+    argv += [str(file), "--output", str(place / "run"), "--json", *(["--anyway"] if job.anyway else [])]
     with (place / "err").open("w") as err, (place / "out").open("w") as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True, start_new_session=True
@@ -135,6 +135,8 @@ def _why(code: int | None, error: dict[str, str], late: bool) -> tuple[Status, s
     if late:
         return "stopped", "its time was over before its step time was known"
     kind, message = error.get("kind", ""), error.get("message") or f"it ended with exit code {code}"
+    if kind == "does-not-fit":
+        return "does-not-fit", message
     if kind == "out-of-memory":
         return "oom", message
     return ("hang" if kind in HANGS else "crash"), message

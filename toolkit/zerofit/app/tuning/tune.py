@@ -44,6 +44,7 @@ def tune(
     space: Path | str | Mapping[str, Any] | None = None,
     hosts: Path | str | TrialHosts | None = None,
     output: Path | str | None = None,
+    anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> TuneResult:
     """Measure short real runs of a run, and write the fastest configuration as ds_config.json and run.yaml.
@@ -60,6 +61,7 @@ def tune(
         space: the values that are allowed, by knob, or a YAML file of them: `{"zero_stage": [1, 2], "pp": 1}`.
         hosts: a hostfile, where trials are to run on several hosts.
         output: the folder for results (default runs/tune-TIME).
+        anyway: start trials that do not fit into the memory that is free, too.
         on_event: hears the progress, and each trial (kind "result") when it ends.
 
     Raises:
@@ -73,7 +75,7 @@ def tune(
     (64, True, ['ds_config.json', 'run.yaml', 'trials.json', 'trials.png'])
     """
     report, folder = Reporter(on_event), _find_output(Path(output) if output else None)
-    job = TuneJob.of(as_request(run), space=space, hosts=hosts, report=report)
+    job = TuneJob.of(as_request(run), space=space, hosts=hosts, anyway=anyway, report=report)
     return _write_results(job, run_trials(job, trials=trials, minutes=minutes, report=report), folder)
 
 
@@ -168,8 +170,8 @@ class TrialStore:
         return list(found.values())
 
     def keep(self, trial: Trial) -> None:
-        """Add a trial, unless only its time was over, which says nothing about the configuration."""
-        if trial.status == "stopped":
+        """Add a trial, unless time or other runs' memory ended it, which says nothing about the configuration."""
+        if trial.status in ("stopped", "does-not-fit"):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")

@@ -1,0 +1,164 @@
+"""The memory that the ranks of a job will take, from building the model to the last save; simulated once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from zerofit.app.planning.profiles import code_digest
+from zerofit.app.simulation import PreparedSimulation, first_ranks
+from zerofit.check.dotted import get
+from zerofit.simulate.assess import assess
+from zerofit.simulate.processes import end_server
+from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
+from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.run import simulate as simulate_ranks
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.local_machine import versions
+from zerofit.spec.overhead import HOST_PROCESS_BYTES
+from zerofit.spec.run_folder import Job, MemoryForecast
+
+SAVE = "save"  # the phase in which the trained model is written
+# fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
+_INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
+_INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
+_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankForecasts:
+    """The ranks of a job that differ in memory: rank 0, which saves the model, and one of each pipeline stage."""
+
+    cluster: Cluster  # with as many devices as the job has ranks
+    first: SimulatedRank
+    stages: tuple[SimulatedRank, ...]
+
+    def of(self, rank: int) -> SimulatedRank:
+        """Return what stands for this rank."""
+        return self.stages[rank * len(self.stages) // self.cluster.ranks] if rank else self.first
+
+    @cached_property
+    def summary(self) -> MemoryForecast:
+        """What plan.json says of it."""
+        found = [assess(one, self.cluster) for one in (self.first, *self.stages)]
+        phases: dict[str, int] = {}
+        for phase in (phase for one in found for phase in one.phases):
+            phases[phase.name] = max(phases.get(phase.name, 0), phase.peak_bytes)
+        return MemoryForecast(
+            phases=phases,
+            reserved_bytes=max(one.reserved_bytes for one in found),
+            beside_bytes=max(sum(part.bytes for part in one.overheads) for one in found),
+            host_bytes=max(sum(one.host_bytes.values()) for one in found),
+            stages=tuple(self.host_need(one) for one in self.stages),
+            first_bytes=self.host_need(self.first),
+        )
+
+    def host_need(self, rank: SimulatedRank) -> int:
+        """Return the most that a rank takes of its host's memory, with its process but without pages of libraries."""
+        if not self.cluster.on_cpu:
+            return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
+        beside = assess(rank, self.cluster).overheads
+        return rank.record.peaks[0].bytes + sum(one.bytes for one in beside)
+
+
+def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
+    """Return what the ranks of a run take; the reason where it cannot be simulated."""
+    job, cluster = prepared.job, prepared.cluster
+    ranks = _simulate_or_recall([prepared.target(rank) for rank in first_ranks(job)], report)
+    for problem in ranks:
+        if isinstance(problem, Problem):
+            return problem
+    known = [rank for rank in ranks if isinstance(rank, SimulatedRank)]
+    first, *stages = (
+        _with_save(rank, saved, cluster.on_cpu)
+        for rank, saved in zip([known[0], *known], _saved_bytes(job, cluster.on_cpu), strict=True)
+    )
+    return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
+
+
+def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
+    """Return the copies that saving the model makes in host memory: on rank 0, on another rank of each stage.
+
+    `train.run.save_model`: rank 0 puts the model together where ranks hold parts of it; a GPU's weights pass through
+    the host on every rank that has them all.
+    """
+    layout, whole = job.layout, job.facts.weight_bytes(job.precision)
+    in_parts = layout.zero_stage == 3 or layout.tp > 1 or layout.pp > 1
+    if in_parts:
+        return [whole, *[whole // layout.pp if layout.pp > 1 else 0] * layout.pp]
+    return [0, 0] if on_cpu else [whole, whole]
+
+
+def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
+    """Return a rank that also saves the model, with copies of so many bytes beside what training leaves."""
+    record = rank.record
+    if not on_cpu:
+        host = {**record.host_phases, SAVE: record.host_phases["step"] + saved_bytes}
+        return replace(rank, record=replace(record, host_phases=host))
+    last = record.phases[-1]
+    total = last.end_bytes + saved_bytes
+    figures = {"start_bytes": last.end_bytes, "peak_bytes": total, "end_bytes": total}
+    phase = RankPhase(name=SAVE, step=-1, **figures)
+    parts = {"state of training": last.end_bytes, "copies of weights": saved_bytes}
+    peak = KindPeak(key=SAVE, phase=SAVE, step=-1, module="", at="", bytes=total, breakdown=parts)
+    peaks = sorted([*record.peaks, peak], key=lambda one: -one.bytes)
+    return replace(rank, record=replace(record, phases=[*record.phases, phase], peaks=peaks))
+
+
+def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -> list[SimulatedRank | Problem]:
+    """Return each target's rank, from the cache or simulated now and kept."""
+    files = [_file(target) for target in targets]
+    found: list[SimulatedRank | Problem | None] = [
+        _recall(target, file) for target, file in zip(targets, files, strict=True)
+    ]
+    missing = [n for n, one in enumerate(found) if one is None]
+    new: list[SimulatedRank | Problem] = []
+    if missing:
+        new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"))
+        end_server()  # its memory is the ranks'
+    for n, one in zip(missing, new, strict=True):
+        found[n] = one
+        if isinstance(one, SimulatedRank):
+            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None), mode="json")
+            files[n].parent.mkdir(parents=True, exist_ok=True)
+            write_json(files[n], {"record": record, "layers": one.layers, "check_error": one.check_error})
+    return [one for one in found if one is not None]
+
+
+_RECORD = TypeAdapter(RankRecord)
+
+
+def _recall(target: SimulationTarget, file: Path) -> SimulatedRank | None:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        record, layers = _RECORD.validate_python(kept["record"]), tuple(kept["layers"])
+        return SimulatedRank(target=target, record=record, layers=layers, check_error=kept["check_error"])
+    except (OSError, ValueError, KeyError, TypeError):  # never simulated, or kept by another version
+        return None
+
+
+def _file(target: SimulationTarget) -> Path:
+    """Return where a target's record is kept: by everything that it depends on, the code that made it included."""
+    plain = target.as_dict()
+    run = {name: value for name, value in plain["job"]["run"].items() if name not in _INDIFFERENT}
+    job = {**plain["job"], "run": run, "steps": None}
+    config = {**job["ds_config"], "optimizer": None, "scheduler": None}
+    optimizer = get(job["ds_config"], "optimizer.type")
+    plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
+    key = json.dumps([plain, versions(), code_digest(__name__)], sort_keys=True, default=str)
+    return cache_root() / "forecasts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _own_code(job: Job) -> int | None:
+    """Return when the user's own model was last changed, since its name says nothing of its code."""
+    path = Path(*job.run.model.partition(":")[0].split(".")).with_suffix(".py")
+    return path.stat().st_mtime_ns if job.facts.own and path.is_file() else None

@@ -1,0 +1,80 @@
+"""The limit of a rank's memory on a CPU: of its data segment, and of a control group where one may be made.
+
+A rank that asks for more than its data segment may have gets an error that it can report. The group holds what that
+limit does not see, and ends the rank where it takes more.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from zerofit.spec.errors import Problem
+from zerofit.spec.local_machine import memory_groups
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES
+
+# Memory that libraries reserve and never touch: 0.65 GB (VmData less RssAnon of a rank on 2 cores), rounded up, and the
+# stack of a thread for each core
+RESERVED_BYTES = (1 << 30) + (os.cpu_count() or 1) * (8 << 20)
+FIRST_TO_END = "1000"  # proc(5), oom_score_adj
+LIMIT, PROCESSES, EVENTS, HANDED_DOWN = "memory.max", "cgroup.procs", "memory.events", "cgroup.subtree_control"
+
+
+def end_first() -> None:
+    """Have the kernel end this process before any other where the host runs out of memory."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_END)
+
+
+def limit_memory(own_bytes: int, group: str | None = None) -> None:
+    """Limit this process to so many private bytes; `group` names a control group that it may make for itself."""
+    if sys.platform != "linux":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (own_bytes + RESERVED_BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    for made in [place / group for place in _places()] if group else []:
+        try:
+            made.mkdir()
+            (made / LIMIT).write_text(str(own_bytes + CPU_LIBRARY_BYTES))
+            (made / PROCESSES).write_text(str(os.getpid()))
+            return
+        except OSError:  # another place may allow it
+            with suppress(OSError):
+                made.rmdir()
+
+
+def out_of_memory(message: str, where: Path) -> Problem:
+    """Return what to do about a rank that has run out of memory; `where`: its log."""
+    hint = "lower --micro-batch (and raise --gradient-accumulation-steps), set --activation-checkpointing, or take "
+    hint += "a higher ZeRO stage or offload (--ds-config zero3_offload)"
+    return Problem(kind="out-of-memory", message=f"out of memory: {message}", hint=hint, where=str(where))
+
+
+def leave_group(group: str) -> bool:
+    """Remove the control group of a process that has ended; return whether the kernel ended it for its memory."""
+    killed = False
+    for place in _places():
+        with suppress(OSError):
+            events = dict(line.split() for line in (place / group / EVENTS).read_text().splitlines())
+            killed |= int(events.get("oom_kill", 0)) > 0
+            (place / group).rmdir()
+    return killed
+
+
+def _places() -> list[Path]:
+    """Return control groups (version 2) whose children have memory limits: the one around this process's, and its own.
+
+    A group that holds processes gives no limits to children, unless it is the outermost.
+    """
+    return [group for group in reversed(memory_groups()[-2:]) if "memory" in _words(group / HANDED_DOWN)]
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
