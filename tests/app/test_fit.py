@@ -24,7 +24,7 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
 from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
-from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import FittedLayout, RunFolder
 
@@ -78,7 +78,7 @@ def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path,
 
 
 def test_where_nothing_fits_the_leanest_is_named_and_nothing_is_written(tmp_path, with_free):
-    with_free(MIB)
+    with_free(CPU_PROCESS_LOW_BYTES - CPU_PROCESS_HIGH_BYTES)
     with pytest.raises(zf.DoesNotFit) as caught:
         zf.train(zf.Run(**LLAMA, fit=True, output=tmp_path / "run"))
     problem = caught.value.problem
