@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
-from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters
-from zerofit.models.hf import IN_FP32, make_config, max_positions, transformers_model
+from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
+from zerofit.models.hf import make_config, max_positions, transformers_model
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import is_text
@@ -70,12 +70,7 @@ def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) 
     """Return why a model cannot be built parameter by parameter; None where it can. Takes no memory."""
     if source.family == "transformers":
         return None
-    try:
-        with fake_tensors():
-            build_deferred(partial(BUILD[source.family], source, inputs, dict(args)), IN_FP32)
-    except NotDeferrableError as error:
-        return str(error)
-    return None
+    return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:

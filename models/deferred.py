@@ -8,6 +8,7 @@ later op overwrites, so that the weights are the same to the last bit.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,31 +68,56 @@ def build_deferred(make: Callable[[], nn.Module], stored: Stored, keep: set[str]
     Raises NotDeferrableError where `make` needs values, or keeps a tensor where it is not found (a closure); torch's
     random stream then stands where it stood.
     """
-    state = torch.get_rng_state()
+    log = _Log()
+    with _refusing():
+        model = _recorded(make, log)
+        with torch.no_grad():
+            _replay(log, _slots(model, log, keep), stored)
+        log.clear()
+    return model
+
+
+def why_not_deferrable(make: Callable[[], nn.Module]) -> str | None:
+    """Return why `build_deferred` would refuse this; None where it would not. Takes no memory and draws nothing."""
+    log = _Log()
     try:
-        return _build(make, stored, keep, state)
-    except NotDeferrableError:
-        torch.set_rng_state(state)
-        raise
+        with _refusing():
+            slots = _slots(_recorded(make, log), log, None)
+            _liveness(log, set(slots))
+            for slot in slots.values():
+                _put(slot, nn.Parameter(torch.empty(0)))
+            del slots, slot
+            log.clear()
+    except NotDeferrableError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn any error into a NotDeferrableError, before which the random stream is put back where it stood."""
+    with _disable_current_modes():
+        state = torch.get_rng_state()
+    try:
+        yield
     except Exception as error:  # anything can fail for want of values; the whole build says what is really wrong
-        torch.set_rng_state(state)
+        with _disable_current_modes():
+            torch.set_rng_state(state)
+        if isinstance(error, NotDeferrableError):
+            raise
         raise NotDeferrableError(f"{type(error).__name__}: {error}") from error
 
 
-def _build(make: Callable[[], nn.Module], stored: Stored, keep: set[str] | None, state: Tensor) -> nn.Module:
-    log = _Log()
-    with _disable_current_modes(), _recording(log):
-        model = make()
-    if not torch.equal(torch.get_rng_state(), state):
-        raise NotDeferrableError("its constructor seeds torch's random stream, or draws from it in a way of its own")
-    with torch.no_grad():
-        _replay(log, _slots(model, log, keep), stored)
-    storages = [weakref.ref(storage) for storage in log.storages.values()]
-    log.clear()
-    if any(ref() is not None for ref in storages):
-        gc.collect()
-    if any(ref() is not None for ref in storages):
-        raise NotDeferrableError("it keeps a tensor that is no parameter, buffer or attribute of a module")
+def _recorded(make: Callable[[], nn.Module], log: _Log) -> nn.Module:
+    """Return a model of fakes; what was done to them is in the log."""
+    with _disable_current_modes():
+        before = torch.get_rng_state().numpy().tobytes()
+        with _recording(log):
+            model = make()
+        if torch.get_rng_state().numpy().tobytes() != before:
+            raise NotDeferrableError(
+                "its constructor seeds torch's random stream, or draws from it in a way of its own"
+            )
     return model
 
 
@@ -156,9 +182,14 @@ class _Log:
         self.ops.append(_Op(func, *described, reads, writes, draws, overwrites))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all, once the model holds no fakes any more. Raises NotDeferrableError where somebody else does."""
+        storages = [weakref.ref(storage) for storage in self.storages.values()]
         self.ops.clear()
         self.storages.clear()
+        if any(storage() is not None for storage in storages):
+            gc.collect()
+        if any(storage() is not None for storage in storages):
+            raise NotDeferrableError("it keeps a tensor that is no parameter, buffer or attribute of a module")
 
 
 @contextmanager
@@ -170,8 +201,10 @@ def _recording(log: _Log) -> Iterator[None]:
         log.note(truncated, (tensor, *args), kwargs, tensor, draws=True, overwrites=True)
         return tensor
 
-    with _Mode(allow_non_fake_inputs=True), _Recorder(log), patch.object(nn.init, _TRUNCATED, draw):
-        yield
+    with warnings.catch_warnings(), _Mode(allow_non_fake_inputs=True), _Recorder(log):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own deepcopy
+        with patch.object(nn.init, _TRUNCATED, draw):
+            yield
 
 
 class _Mode(FakeTensorMode):
@@ -244,10 +277,10 @@ def _replay(log: _Log, slots: dict[int, _Slot], stored: Stored) -> None:
             continue
         _run(op, real)
         for storage in {ref.storage for ref in op.writes + op.reads}:
-            if last[storage] == number:
-                tensor = real.pop(storage)
-                if storage in slots and slots[storage].kept:
-                    _give(slots[storage], tensor, stored)
+            if last[storage] == number and storage in slots and slots[storage].kept:
+                _give(slots[storage], real.pop(storage), stored)
+            elif last[storage] == number:
+                del real[storage]
 
 
 def _liveness(log: _Log, wanted: set[int]) -> tuple[set[int], dict[int, int]]:
