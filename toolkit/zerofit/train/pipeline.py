@@ -13,7 +13,8 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zerofit.models.build import build
@@ -75,8 +76,8 @@ class PipelineTrainer(EngineTrainer):
                     names.ties[name] = names.parameters[id(tensor)]
         return names
 
-    def whole_weights(self, scratch: Path) -> dict[str, Tensor]:
-        """Return all weights on rank 0: each stage's first replica leaves its part in a file."""
+    def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the whole model on rank 0: each stage's first replica leaves its part in a file."""
         if self.coords.dp_rank == 0:
             weights: dict[str, Tensor] = {}
             for layer in self._own_layers:
@@ -87,12 +88,12 @@ class PipelineTrainer(EngineTrainer):
             save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
         dist.barrier()
         if dist.get_rank() != 0:
-            return {}
-        whole: dict[str, Tensor] = {}
+            return
         for stage in range(self.job.layout.pp):
-            whole |= load_file(scratch / f"stage-{stage}.safetensors")
+            with safe_open(scratch / f"stage-{stage}.safetensors", framework="pt") as part:
+                for name in part.keys():  # noqa: SIM118 (no mapping)
+                    yield name, part.get_tensor(name)
         shutil.rmtree(scratch)
-        return whole
 
     def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         labels, weight = target
