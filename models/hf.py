@@ -66,7 +66,10 @@ def transformers_model(
             return _rotary_in_fp32(_from_config(source, config))
     with torch.device("meta"):
         model = _rotary_in_fp32(_from_config(source, config))
-    return model if device.type == "meta" else _initialise(model, keep, stored).to(device)
+    if device.type == "meta":
+        return model
+    drawn = _initialise(model, keep, stored)
+    return drawn if device.type == "cpu" else drawn.to(device)  # as `torch.device("cuda")` around this asks for
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
-from deepspeed.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from zerofit.data import Data
