@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
+from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.hf import make_config, max_positions, transformers_model
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
@@ -30,21 +31,46 @@ if TYPE_CHECKING:
 
 
 def build(
-    source: ModelSource, inputs: Inputs | None, args: dict[str, Any], *, checkpointing: bool = False
+    source: ModelSource,
+    inputs: Inputs | None,
+    args: dict[str, Any],
+    *,
+    checkpointing: bool = False,
+    stored: Stored | None = None,
+    keep: set[str] | None = None,
 ) -> nn.Module:
     """Build the model in fp32 on the current default device (also meta), fitted to its inputs.
 
     Weights are random, drawn from torch's global stream, or a pretrained folder's. `args` override the keys of a
     transformers config, or are keyword arguments of other models. Without inputs a model has its published shape.
+    `stored`: cast and move each parameter as soon as it has its values (a user's model that cannot be deferred: after
+    it was built, see `why_whole`), so that beside what is stored memory is needed for a layer. `keep`: names of the
+    parameters that are stored (None: all); the others are on meta.
     """
     if source.task in ("image", "gan") and inputs is not None and not isinstance(inputs, ImageInputs):
         raise ModelError("model-task", f"{source.name} classifies images, the data is text", "take other --data")
     if is_text(source.task) and isinstance(inputs, ImageInputs):
         raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
-    model = BUILD[source.family](source, inputs, dict(args))
+    make = partial(BUILD[source.family], source, inputs, dict(args))
+    if stored is None:
+        model = make()
+    elif source.family == "transformers":
+        model = make(stored=stored, keep=keep)
+    else:
+        try:
+            model = build_deferred(make, stored, keep)
+        except NotDeferrableError:
+            model = store_parameters(make(), stored, keep)
     if checkpointing:
         _checkpoint(model)
     return model
+
+
+def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> str | None:
+    """Return why a model cannot be built parameter by parameter; None where it can. Takes no memory."""
+    if source.family == "transformers":
+        return None
+    return why_not_deferrable(partial(BUILD[source.family], source, inputs, dict(args)))
 
 
 def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, Tensor | None]:

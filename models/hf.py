@@ -7,6 +7,7 @@ dropped, so that the tensors that are kept get the numbers that they would get i
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource, nearest, read_config
+from zerofit.models.deferred import Stored, store_parameters
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.models.presets import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+IN_FP32 = Stored(dtype=torch.float32, device=torch.device("cpu"))
 _DRAWLESS = ("constant_", "ones_", "zeros_", "eye_", "dirac_")
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -35,8 +38,17 @@ AUTO_CLASSES = {
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod")
 
 
-def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
-    """Build a transformers model in fp32 on the current default device: pretrained, or with random initial weights.
+def transformers_model(
+    source: ModelSource,
+    inputs: Inputs | None,
+    args: dict[str, Any],
+    stored: Stored = IN_FP32,
+    keep: set[str] | None = None,
+) -> nn.Module:
+    """Build a transformers model on the current default device: pretrained, or with random initial weights.
+
+    Parameters are `stored` module by module, or file tensor by file tensor, so that the model never lies in memory
+    whole in fp32. `keep`: see `materialise`.
 
     Initial weights are drawn as transformers' own `initialize_weights` draws them, on the CPU, and nothing else is
     drawn: so the same numbers come out whole, stage by stage (`materialise`), and partitioned as the model is built
@@ -48,13 +60,16 @@ def transformers_model(source: ModelSource, inputs: Inputs | None, args: dict[st
     config = make_config(source, inputs, args)
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
-        return _rotary_in_fp32(_pretrained(source, config))
+        return _rotary_in_fp32(_pretrained(source, config, stored, keep))
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with _as_without_zero3():
             return _rotary_in_fp32(_from_config(source, config))
     with torch.device("meta"):
         model = _rotary_in_fp32(_from_config(source, config))
-    return model if device.type == "meta" else _initialise(model).to(device)
+    if device.type == "meta":
+        return model
+    drawn = _initialise(model, keep, stored)
+    return drawn if device.type == "cpu" else drawn.to(device)  # as `torch.device("cuda")` around this asks for
 
 
 def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]):
@@ -174,18 +189,19 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
         raise ModelError("model-args", message, "correct --model-args or the config") from error
 
 
-def _pretrained(source: ModelSource, config: Any) -> nn.Module:
-    """Load weights from the folder, in fp32; only an image classifier's head may differ, and then starts anew."""
+def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
+    """Load weights from the folder; only an image classifier's head may differ, and then starts anew."""
     try:
-        model, loaded = _auto_class(source.task).from_pretrained(
-            source.path,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=source.task == "image",
-            output_loading_info=True,
-        )
+        with _stored_as_read(stored, keep):
+            model, loaded = _auto_class(source.task).from_pretrained(
+                source.path,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=source.task == "image",
+                output_loading_info=True,
+            )
     except Exception as error:  # a damaged or foreign file shows in many ways
         message = f"{source.path} cannot be loaded: {_first_line(error)}"
         raise ModelError("model-weights", message, "is the download complete, and made for this config?") from error
@@ -193,26 +209,51 @@ def _pretrained(source: ModelSource, config: Any) -> nn.Module:
         if wanted[0] != config.num_labels:
             message = f"{source.path} holds {name} of shape {tuple(saved)}, the config asks for {tuple(wanted)}"
             raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
-    return model
+    return store_parameters(model, stored, keep)  # those that the folder does not hold
+
+
+@contextmanager
+def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[None]:
+    """Let transformers store each parameter as soon as it has read it, one at a time, and drop what is not to be kept.
+
+    By itself it reads all in fp32 first. (transformers/core_model_loading.py: set_param_for_module)
+    """
+    from transformers import core_model_loading
+
+    original = core_model_loading.set_param_for_module
+
+    def set_param(model: PreTrainedModel, name: str, value: Tensor, *more: Any, **named: Any) -> None:
+        parent, _, attribute = name.rpartition(".")
+        if attribute in model.get_submodule(parent)._parameters:
+            kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
+            value = stored.store(value.detach()) if kept else value.detach().to("meta")
+        original(model, name, value, *more, **named)
+
+    if stored == IN_FP32 and keep is None:
+        yield
+        return
+    one_at_a_time = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    with one_at_a_time, patch.object(core_model_loading, "set_param_for_module", set_param):
+        yield
 
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
-def materialise(model: nn.Module, seed: int, keep: set[str] | None = None) -> nn.Module:
-    """Give a transformers model made on the meta device its initial weights on the CPU; the model itself is changed.
+def materialise(model: nn.Module, seed: int, keep: set[str] | None = None, stored: Stored = IN_FP32) -> nn.Module:
+    """Give a transformers model made on the meta device its initial weights; the model itself is changed.
 
     `keep` names the parameters to hold in memory (None: all); the others stay on meta, whatever their size. What is
-    kept is bit-identical to the weights that `build` gives after `torch.manual_seed(seed)`. A tied parameter is kept
-    if any of its names is. Buffers become real everywhere: they are small.
+    kept is bit-identical to the weights that `build` gives after `torch.manual_seed(seed)`, cast where they are stored
+    so. A tied parameter is kept if any of its names is. Buffers become real everywhere, on the CPU: they are small.
     """
     torch.manual_seed(seed)
-    return _initialise(model, keep)
+    return _initialise(model, keep, stored)
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
+def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.Module:
     """Do what `materialise` does, from wherever torch's global random stream stands."""
     from transformers.initialization import guard_torch_init_functions
 
@@ -222,11 +263,14 @@ def _initialise(model: nn.Module, keep: set[str] | None = None) -> nn.Module:
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
     _untie(model, tied)
-    for prefix, module in model.named_modules():
+    real = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in wanted}
+    for module in model.modules():
         vars(module)["_is_hf_initialized"] = False
-        _make_real(module, f"{prefix}." if prefix else "", wanted)
-    with guard_torch_init_functions(), _drawing_for_meta():
-        _apply(model, transformer._initialize_weights)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    with guard_torch_init_functions(), _drawing_in_fp32():
+        _apply(model, transformer._initialize_weights, real, stored)
     transformer.tie_weights()
     return model
 
@@ -239,29 +283,32 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
         setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
 
 
-def _make_real(module: nn.Module, prefix: str, wanted: set[str]) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            device = "cpu" if prefix + name in wanted else "meta"
-            empty = torch.empty_like(parameter, device=device)
-            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+def _apply(module: nn.Module, initialise_one: Any, real: set[int], stored: Stored) -> None:
+    """Initialise children first, each model within a model by its own rules, as `initialize_weights` does.
 
-
-def _apply(module: nn.Module, initialise_one: Any) -> None:
-    """Initialise children first, each model within a model by its own rules, as `initialize_weights` does."""
+    A module's own parameters, those of the ids in `real`, are in fp32 on the CPU only while it is initialised.
+    """
     from transformers import PreTrainedModel
 
     for child in module.children():
-        _apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one)
+        rules = child._initialize_weights if isinstance(child, PreTrainedModel) else initialise_one
+        _apply(child, rules, real, stored)
+    if vars(module)["_is_hf_initialized"]:
+        return  # in two places of the model
+    own = module._parameters
+    for name, parameter in own.items():
+        if parameter is not None:
+            device = "cpu" if id(parameter) in real else "meta"
+            own[name] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     initialise_one(module)
+    for name, parameter in own.items():
+        if parameter is not None and not parameter.is_meta and stored != IN_FP32:
+            own[name] = nn.Parameter(stored.store(parameter.data), requires_grad=parameter.requires_grad)
 
 
 @contextmanager
-def _drawing_for_meta() -> Iterator[None]:
-    """Let transformers' random initialisers run for a meta tensor too, on a CPU tensor that is then dropped.
+def _drawing_in_fp32() -> Iterator[None]:
+    """Let transformers' random initialisers draw on the CPU in fp32 for every tensor, one on meta and a stored one too.
 
     How many numbers they draw can depend on the numbers (trunc_normal_ rejects some), so they must really run.
     """
@@ -269,10 +316,11 @@ def _drawing_for_meta() -> Iterator[None]:
 
     def drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if tensor.is_meta:
-                function(torch.empty_like(tensor, device="cpu"), *args, **kwargs)
-                return tensor
-            return function(tensor, *args, **kwargs)
+            if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+                return function(tensor, *args, **kwargs)
+            numbers = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
+            function(numbers, *args, **kwargs)
+            return tensor if tensor.is_meta else tensor.copy_(numbers)
 
         return run
 

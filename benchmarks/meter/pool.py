@@ -53,6 +53,10 @@ class Ranks:
         """All ranks of the target's job, trained for real at the same time; each one's phases."""
         return self._all("metered", target, "training")
 
+    def built(self, target: SimulationTarget) -> list[dict[str, Any]]:
+        """The same ranks, which end when they have their model."""
+        return self._all("built", target, "building")
+
     def simulated(self, target: SimulationTarget) -> list[dict[str, Any]]:
         """The same ranks, simulated (`tally.simulated`)."""
         return self._all("simulated", target, "simulating")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -22,10 +22,24 @@ PATIENCE_S = 1.0
 ISSUED_AHEAD = ("allreduce", "broadcast", "allgather", "_allgather_base", "all_gather_single")
 
 
-def metered(target: SimulationTarget) -> dict[str, Any]:
+class _BuiltError(Exception):
+    """The model is built, and that was all."""
+
+
+def built(target: SimulationTarget) -> dict[str, Any]:
+    """Build the model for real, as `metered` does, and stop before an engine takes it."""
+
+    def stop(_: Any) -> None:
+        raise _BuiltError
+
+    return metered(target, on_built=stop)
+
+
+def metered(target: SimulationTarget, on_built: Callable[[Any], None] = lambda model: None) -> dict[str, Any]:
     """Build, init and train for real in a group of gloo ranks: {"phases": [...]}, figures in bytes.
 
-    Needs MASTER_PORT, and the same call at the same time for each other rank, in a process of its own.
+    Needs MASTER_PORT, and the same call at the same time for each other rank, in a process of its own. `on_built` gets
+    the model.
     """
     world = target.job.layout.world_size
     ranks = {"RANK": target.rank, "LOCAL_RANK": target.rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
@@ -38,9 +52,10 @@ def metered(target: SimulationTarget) -> dict[str, Any]:
 
     process_group.start(TIMEOUT)
     log = PhaseLog(AllocatorMeter())
-    with _settling():
-        driver = start(target.job, target.rank, target.inputs, log)
+    with _settling(), suppress(_BuiltError):
+        driver = start(target.job, target.rank, target.inputs, log, on_built)
         train_steps(driver, empty_batches(target.job, target.inputs), target.steps, log)
+    log.end()
     answer = {"phases": [asdict(phase) for phase in log.done]}
     process_group.stop()
     return answer
@@ -95,4 +110,4 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     return planned(target)
 
 
-CALLS = {"metered": metered, "simulated": simulated, "planned": planned}
+CALLS = {"metered": metered, "built": built, "simulated": simulated, "planned": planned}

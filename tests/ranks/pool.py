@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from zerofit.spec.run_folder import Job, RunFolder
 
 JOB_TIMEOUT_S = 180
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))  # this tree's code, whatever is installed
 
 
 class Trained:
@@ -100,7 +102,7 @@ class RankPool:
             self._process = subprocess.Popen(
                 [*launcher(self.ranks, free_port()), "--module", "tests.ranks.server", str(self._inbox)],
                 cwd=ROOT,
-                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": str(ROOT)},
+                env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS},
                 stdout=log,
                 stderr=log,
             )

@@ -19,7 +19,7 @@ from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
-from zerofit.models.build import source_max_positions
+from zerofit.models.build import source_max_positions, why_whole
 from zerofit.models.catalog import PRETRAINED, ModelSource, find, is_cnn
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.cluster import Cluster
@@ -176,6 +176,9 @@ def open_model(
     elif inputs == "assumed":
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
     facts = probe(source, task, fed, run, model)
+    reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
+    if reason:
+        report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
     return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,13 +20,13 @@ from zerofit.checkpoint.full_state import FullState, whole_model
 from zerofit.checkpoint.model_folder import (
     ModelInfo,
     TensorEntry,
+    TensorFile,
     check_file,
     cut,
     refuse_existing,
     refuse_small_disk,
     refuse_untrusted_code,
     staged_folder,
-    write_file,
 )
 from zerofit.checkpoint.store import MANIFEST, Manifest, manifest_of
 from zerofit.data.tokenizer import load_transformers
@@ -80,58 +81,97 @@ def export(
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
     report.status("building the model on the meta device ...")
-    plan = _Plan(checkpoint, manifest, dtype, trust_model_code)
+    wanted: Precision = dtype or manifest.job.precision
+    state = whole_model(checkpoint, manifest.job.facts.task)
+    model, transformers = _meta_model(manifest, checkpoint / MANIFEST, trust_model_code)
+    _check_names(model, state, checkpoint)
     run = manifest.job.run
     reads_tokens = isinstance(manifest.inputs, TextInputs) and run.tokenizer != "bytes"
     tokenizer = load_transformers(run.tokenizer) if reads_tokens else None  # before anything is written
-    shards = cut(plan.entries, max_shard_bytes) if plan.transformers else [plan.entries]
-    files = {"model.safetensors": shards[0]}
-    if len(shards) > 1:  # as transformers names them
-        files = {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
-    refuse_small_disk(out, sum(entry.bytes for entry in plan.entries))
+    files = PublishedFiles(PublishedModel(model, transformers), DTYPES[wanted], max_shard_bytes)
+    refuse_small_disk(out, files.bytes)
+    done = 0
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        report.status(f"exporting {shown_bytes(done)} of {shown_bytes(files.bytes)}")
+
     with staged_folder(out) as staging:
-        _write_weights(plan, files, staging, report)
-        if plan.transformers:
-            _write_configs(plan, files, staging)
+        sources = [part.source for part in files.published.parts]
+        files.write(staging, ((name, state.read(state.ties.get(name, name))) for name in sources), wrote)
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-        dtype_name = torch_name(DTYPES[plan.dtype])
-        ModelInfo.of_run(run, manifest.job.facts.task, manifest.inputs, manifest.step, dtype_name).write(staging)
+        facts, dtype_name = manifest.job.facts, torch_name(DTYPES[wanted])
+        ModelInfo.of_run(run, facts.task, manifest.inputs, manifest.step, dtype_name).write(staging)
         names = sorted(path.name for path in staging.iterdir())
-    parameters = sum(p.numel() for p in plan.model.parameters())
-    return ExportResult(out=out, files=names, parameters=parameters, dtype=plan.dtype)
+    parameters = sum(p.numel() for p in model.parameters())
+    return ExportResult(out=out, files=names, parameters=parameters, dtype=wanted)
 
 
-class _Plan:
-    """The content of an export, decided and checked before anything is written."""
+class PublishedFiles:
+    """The files of a published model: weights in safetensors of at most so many bytes, and what stands beside them.
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, dtype: Precision | None, trusted: bool):
-        self.dtype: Precision = dtype or manifest.job.precision
-        self.state = whole_model(checkpoint, manifest.job.facts.task)
-        self.model, self.transformers = _meta_model(manifest, checkpoint / MANIFEST, trusted)
-        _check_names(self.model, self.state, checkpoint)
-        self.published = PublishedModel(self.model, self.transformers)
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+    Parameters are in `dtype`; buffers keep their own.
+    """
+
+    def __init__(self, published: PublishedModel, dtype: torch.dtype, max_shard_bytes: int = SHARD_BYTES):
+        self.published, self._dtype = published, dtype
+        model = published.model
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         dtypes = {
-            name: DTYPES[self.dtype] if name in parameters and t.is_floating_point() else t.dtype
-            for name, t in self.model.state_dict().items()
+            name: dtype if name in parameters and t.is_floating_point() else t.dtype
+            for name, t in model.state_dict().items()
         }
-        self._parts = {name: part for part in self.published.parts for name in part.outputs}
-        self.entries = [
+        entries = [
             TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
-            for part in self.published.parts
+            for part in published.parts
             for name, shape in part.outputs.items()
         ]
-        self._last: tuple[PublishedTensor, dict[str, Tensor]] | None = None
+        self.bytes = sum(entry.bytes for entry in entries)
+        shards = cut(entries, max_shard_bytes) if published.transformers else [entries]
+        self._files = {"model.safetensors": shards[0]}
+        if len(shards) > 1:  # as transformers names them
+            number = len(shards)
+            self._files = {f"model-{i:05}-of-{number:05}.safetensors": s for i, s in enumerate(shards, start=1)}
 
-    def read(self, name: str) -> Tensor:
-        """Return a published tensor; one part of the model is kept, since several tensors can come out of it."""
-        part = self._parts[name]
-        if self._last is None or self._last[0] is not part:
-            self._last = None
-            source = self.state.ties.get(part.source, part.source)
-            self._last = (part, self.published.tensors(part, self.state.read(source)))
-        return self._last[1][name]
+    def write(
+        self,
+        folder: Path,
+        tensors: Iterable[tuple[str, Tensor]],
+        wrote: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Write tensors under their names in the model, in any order, one at a time; those left out are passed over.
+
+        `wrote` is called with bytes as they go out. Raises RunFailed where the files do not read back.
+        """
+        parts = {part.source: part for part in self.published.parts}
+        files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
+        where = {entry.name: file for file in files.values() for entry in file.entries}
+        for name, tensor in tensors:
+            if name in parts:
+                for output, piece in self.published.tensors(parts.pop(name), tensor).items():
+                    where[output].write(output, piece, wrote)
+        assert not parts, f"nothing came for {', '.join(parts)}"
+        for name, entries in self._files.items():
+            check_file(folder / name, entries)
+        if self.published.transformers:
+            self._write_configs(folder)
+
+    def _write_configs(self, folder: Path) -> None:
+        """Write config.json, generation_config.json where the model generates, and the index of several files."""
+        model = cast("PreTrainedModel", self.published.model)
+        config = model.config
+        config.dtype = self._dtype
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if len(self._files) > 1:
+            total = {"total_parameters": model.num_parameters(), "total_size": self.bytes}
+            where = {entry.name: file for file, entries in self._files.items() for entry in entries}
+            index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +186,7 @@ class PublishedModel:
     """The published form of a model on the meta device: transformers' own, or just its state_dict."""
 
     def __init__(self, model: nn.Module, transformers: bool):
-        self._model = model
+        self.model, self.transformers = model, transformers
         self._converts = False
         left_out: set[str] = set()
         if transformers:  # names that it does not write: tied to others, or made anew when the model is loaded
@@ -184,7 +224,7 @@ class PublishedModel:
     def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(cast("PreTrainedModel", self._model), tensors)
+        return revert_weight_conversion(cast("PreTrainedModel", self.model), tensors)
 
 
 def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Module, bool]:
@@ -217,32 +257,3 @@ def _check_names(model: nn.Module, state: FullState, checkpoint: Path) -> None:
             message = f"{name} is {saved[name]} in the checkpoint, {wanted[name]} in the model"
             problems.add("wrong-shape", message, hint, str(checkpoint))
     problems.raise_if_any()
-
-
-def _write_weights(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path, report: Reporter) -> None:
-    done, total = 0, sum(entry.bytes for entry in plan.entries)
-
-    def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        report.status(f"exporting {shown_bytes(done)} of {shown_bytes(total)}")
-
-    for name, entries in files.items():
-        write_file(folder / name, entries, plan.read, wrote)
-        check_file(folder / name, entries)
-
-
-def _write_configs(plan: _Plan, files: dict[str, list[TensorEntry]], folder: Path) -> None:
-    """Write config.json, generation_config.json where the model generates, and the index of several files."""
-    model = cast("PreTrainedModel", plan.model)
-    config = model.config
-    config.dtype = DTYPES[plan.dtype]
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    if len(files) > 1:
-        total = {"total_parameters": model.num_parameters(), "total_size": sum(e.bytes for e in plan.entries)}
-        where = {entry.name: file for file, entries in files.items() for entry in entries}
-        index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

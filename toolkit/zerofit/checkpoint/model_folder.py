@@ -113,23 +113,43 @@ def cut(entries: list[TensorEntry], most_bytes: int) -> list[list[TensorEntry]]:
     return files
 
 
-def write_file(
-    path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
-) -> None:
-    """Write one safetensors file; `read` gives each tensor in its turn, `wrote` is called with bytes as they go out.
+class TensorFile:
+    """A safetensors file that is written tensor by tensor in any order: each has its place from the start.
 
-    Wide types come first, so that every tensor is aligned. Raises UserError "overflow" where a number has none in the
-    narrower type.
+    Wide types come first, so that every tensor is aligned.
     """
-    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
-    with path.open("wb") as file:
-        file.write(_header(ordered))
-        for entry in ordered:
-            tensor = read(entry.name)
-            assert tuple(tensor.shape) == entry.shape, f"{entry.name} is {tuple(tensor.shape)}, not {entry.shape}"
+
+    def __init__(self, path: Path, entries: list[TensorEntry]):
+        self.path, self.entries = path, sorted(entries, key=lambda e: -e.dtype.itemsize)
+        header = _header(self.entries)
+        path.write_bytes(header)
+        self._places: dict[str, tuple[int, TensorEntry]] = {}
+        offset = len(header)
+        for entry in self.entries:
+            self._places[entry.name] = (offset, entry)
+            offset += entry.bytes
+
+    def write(self, name: str, tensor: Tensor, wrote: Callable[[int], None] = lambda count: None) -> None:
+        """Write one tensor; `wrote` is called with bytes as they go out.
+
+        Raises UserError "overflow" where a number has none in the narrower type.
+        """
+        offset, entry = self._places[name]
+        assert tuple(tensor.shape) == entry.shape, f"{name} is {tuple(tensor.shape)}, not {entry.shape}"
+        with self.path.open("r+b") as file:
+            file.seek(offset)
             for piece in _pieces(tensor, entry):
                 file.write(piece)
                 wrote(len(piece))
+
+
+def write_file(
+    path: Path, entries: list[TensorEntry], read: Callable[[str], Tensor], wrote: Callable[[int], None]
+) -> None:
+    """Write one safetensors file; `read` gives each tensor in its turn, `wrote` is called with bytes as they go out."""
+    file = TensorFile(path, entries)
+    for entry in file.entries:
+        file.write(entry.name, read(entry.name), wrote)
 
 
 def check_file(path: Path, entries: list[TensorEntry]) -> None:

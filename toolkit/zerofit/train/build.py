@@ -10,39 +10,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.check.dotted import get
 from zerofit.models.batch_norm import BatchNorm, batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, find
+from zerofit.models.deferred import Stored
+from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.run_folder import Job
+from zerofit.train.process_group import rank_device
 
 
 def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
-    """Build the whole model, on the CPU in fp32; a transformers model at ZeRO stage 3 is partitioned as it is built.
+    """Build the whole model as the engine would store it; a transformers model at ZeRO stage 3 is partitioned instead.
 
-    The weights are a function of the seed alone, whatever the layout.
+    Both happen as it is built. The weights are a function of the seed alone, whatever the layout.
     """
     run, source = job.run, find(job.run.model)
     torch.manual_seed(run.seed)
-    with _partitioned_from_birth(source, job.ds_config):
-        model = build(source, inputs, dict(run.model_args), checkpointing=run.activation_checkpointing)
+    with _partitioned_from_birth(source, job.ds_config) as partitioned:
+        stored = None if partitioned else stored_by_engine(job)
+        checkpointing = run.activation_checkpointing
+        model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
     if job.precision != "fp32":
         batch_norm_in_fp32(model)
     return model
 
 
+def stored_by_engine(job: Job) -> Stored:
+    """Return how the engine will store parameters: it casts and moves them (engine.py: _configure_distributed_model).
+
+    Tensor parallel ranks take their slices of the model from host memory.
+    """
+    dtype = DTYPES[job.precision] if get(job.ds_config, f"{job.precision}.enabled") else torch.float32
+    return Stored(dtype=dtype, device=torch.device("cpu") if job.layout.tp > 1 else rank_device())
+
+
 @contextmanager
-def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> Iterator[None]:
-    """Let transformers enter zero.Init, as it does by itself while an HfDeepSpeedConfig of stage 3 is alive."""
+def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> Iterator[bool]:
+    """Let transformers enter zero.Init, as it does by itself while an HfDeepSpeedConfig of stage 3 is alive.
+
+    Gives whether it does.
+    """
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
-        yield  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+        yield False  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     alive = HfDeepSpeedConfig(ds_config)  # transformers itself keeps no more than a weak reference
     try:
-        yield
+        yield True
     finally:
         unset_hf_deepspeed_config()
         del alive

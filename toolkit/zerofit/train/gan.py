@@ -18,7 +18,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.vision import DCGAN
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.build import batch_norm_in_fp32
+from zerofit.train.build import batch_norm_in_fp32, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
 from zerofit.train.trainer import Batch, EngineTrainer, RankCoords
@@ -36,8 +36,8 @@ class GanTrainer(EngineTrainer):
         self.job, self.coords = job, coords
         self.device = rank_device()
         torch.manual_seed(job.run.seed)
-        checkpointing = job.run.activation_checkpointing
-        pair = build(find(job.run.model), inputs, dict(job.run.model_args), checkpointing=checkpointing)
+        more = {"checkpointing": job.run.activation_checkpointing, "stored": stored_by_engine(job)}
+        pair = build(find(job.run.model), inputs, dict(job.run.model_args), **more)
         assert isinstance(pair, DCGAN)  # the only model of its task
         if job.precision != "fp32":
             batch_norm_in_fp32(pair)

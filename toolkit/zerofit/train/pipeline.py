@@ -13,16 +13,17 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import Layer, as_layers, materialise
+from zerofit.models.layers import Layer, as_layers
 from zerofit.spec.run_folder import Job
-from zerofit.train.build import batch_norm_in_fp32, example
+from zerofit.train.build import batch_norm_in_fp32, example, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.process_group import accelerator, rank_device
@@ -75,8 +76,8 @@ class PipelineTrainer(EngineTrainer):
                     names.ties[name] = names.parameters[id(tensor)]
         return names
 
-    def whole_weights(self, scratch: Path) -> dict[str, Tensor]:
-        """Return all weights on rank 0: each stage's first replica leaves its part in a file."""
+    def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the whole model on rank 0: each stage's first replica leaves its part in a file."""
         if self.coords.dp_rank == 0:
             weights: dict[str, Tensor] = {}
             for layer in self._own_layers:
@@ -87,12 +88,12 @@ class PipelineTrainer(EngineTrainer):
             save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
         dist.barrier()
         if dist.get_rank() != 0:
-            return {}
-        whole: dict[str, Tensor] = {}
+            return
         for stage in range(self.job.layout.pp):
-            whole |= load_file(scratch / f"stage-{stage}.safetensors")
+            with safe_open(scratch / f"stage-{stage}.safetensors", framework="pt") as part:
+                for name in part.keys():  # noqa: SIM118 (no mapping)
+                    yield name, part.get_tensor(name)
         shutil.rmtree(scratch)
-        return whole
 
     def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         labels, weight = target
@@ -178,33 +179,21 @@ class _Tied(TiedLayerSpec):
 
 def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
     """Return all layers, of which only this stage's have memory, and the bounds of the stages."""
-    run, source = job.run, find(job.run.model)
-    from_meta = source.family == "transformers" and source.origin != "pretrained folder"
-    torch.manual_seed(run.seed)
-    with torch.device("meta" if from_meta else "cpu"):
+    run, source, stored = job.run, find(job.run.model), stored_by_engine(job)
+    with torch.device("meta"):
         model = build(source, inputs, dict(run.model_args))
-    if job.precision != "fp32":
-        batch_norm_in_fp32(model)
-    layers = as_layers(model, checkpointing=run.activation_checkpointing)
+    layers = as_layers(model)
     weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
     if run.pipeline_balance == "time":
         weights = _measured(job, source, inputs)
     bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=job.layout.pp)]
     mine = layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
-    if not from_meta:
-        _forget_others(layers, mine)
-    else:
-        materialise(model, run.seed, keep={name for layer in mine for name in layer.names.values()})
-        layers = as_layers(model, checkpointing=run.activation_checkpointing)
-    return layers, bounds
-
-
-def _forget_others(layers: list[Layer], mine: list[Layer]) -> None:
-    """Give back the memory of other stages' weights; those that this stage shares stay."""
-    kept = {id(p) for layer in mine for p in layer.module.parameters()}
-    for layer in layers:
-        if not any(id(p) in kept for p in layer.module.parameters()):
-            layer.module.to("meta")
+    keep = {name for layer in mine for name in layer.names.values()}
+    torch.manual_seed(run.seed)
+    model = build(source, inputs, dict(run.model_args), stored=stored, keep=keep)
+    if job.precision != "fp32":
+        batch_norm_in_fp32(model)
+    return as_layers(model, checkpointing=run.activation_checkpointing), bounds
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +14,20 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zerofit.checkpoint.export import PublishedFiles, PublishedModel
 from zerofit.checkpoint.model_folder import ModelInfo
 from zerofit.data import Data, open_data
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.dtypes import torch_name
 from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.build import stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
@@ -35,9 +39,6 @@ from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.stop_signals import SignalNotes, StopRequests
 from zerofit.train.trainer import EngineTrainer, RankCoords, coords_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def train(
@@ -167,29 +168,26 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
     """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
 
-    All ranks call this; rank 0 writes, holding one whole copy of the weights in host memory. `scratch`: see
-    `EngineTrainer.whole_weights`.
+    All ranks call this; rank 0 writes. It holds one module of a transformers model in host memory at a time, and other
+    models whole. `scratch`: see `EngineTrainer.weights`.
     """
-    weights = trainer.whole_weights(scratch)
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        source = find(job.run.model)
-        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
-        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-        if source.family == "transformers":
-            with torch.device("meta"):
-                built = build(source, inputs, dict(job.run.model_args)).to(dtype)  # config.json names the type
-            model = cast("PreTrainedModel", built)
-            # stages of a pipeline step on copies of a tied weight, which can come apart in the last bit
-            ties = model.all_tied_weights_keys
-            weights |= {name: weights[first] for name, first in ties.items() if name in weights and first in weights}
-            model.save_pretrained(folder, state_dict=weights)  # takes the weights out of the dictionary
-            if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
-                load_transformers(job.run.tokenizer).save_pretrained(folder)
-        else:
-            save_file(_without_shared(weights), folder / "model.safetensors")
-        said = ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, str(dtype).removeprefix("torch."))
-        said.write(folder)
+    source, weights = find(job.run.model), trainer.weights(scratch)
+    if dist.get_rank() != 0:
+        deque(weights, maxlen=0)  # takes part in gathering them
+        dist.barrier()
+        return
+    folder.mkdir(exist_ok=True)
+    dtype = stored_by_engine(job).dtype
+    if source.family == "transformers":
+        with torch.device("meta"):
+            model = build(source, inputs, dict(job.run.model_args))
+        PublishedFiles(PublishedModel(model, transformers=True), dtype).write(folder, weights)
+        if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
+            load_transformers(job.run.tokenizer).save_pretrained(folder)
+    else:
+        whole = {name: tensor.contiguous() for name, tensor in weights}
+        save_file(_without_shared(whole), folder / "model.safetensors")
+    ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype)).write(folder)
     dist.barrier()
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
+from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from zerofit.data import Data
@@ -98,18 +101,30 @@ class EngineTrainer(ABC):
                 names.ties[name] = names.parameters[id(p)]
         return names
 
-    def whole_weights(self, scratch: Path) -> dict[str, Tensor]:
-        """Return all weights of the model on rank 0 (elsewhere it may be empty). All ranks call this.
+    def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of the whole model by name on rank 0 (elsewhere nothing), on the CPU, a module's at a time.
 
-        `scratch`: a folder that all ranks share, for parts on their way; what a killed run leaves there goes with the
-        next start.
+        All ranks go through this together. `scratch`: a folder that all ranks share, for parts on their way; what a
+        killed run leaves there goes with the next start.
         """
-        engine, layout = self.engine, self.job.layout
-        if layout.zero_stage == 3 or layout.tp > 1:
-            weights = engine._consolidated_16bit_state_dict() or {}
-            turned = engine.zenflow  # ZenFlow partitions the transposed matrices
-            return {name: w.t() if turned and w.ndim == 2 else w for name, w in weights.items()}
-        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+        layout, mine = self.job.layout, dist.get_rank() == 0
+        if layout.zero_stage < 3 and layout.tp == 1:
+            for name, tensor in self.module.state_dict().items() if mine else ():
+                yield name, tensor.detach().cpu()
+            return
+        if self.engine._optimizer_has_ckpt_event_prologue():
+            self.engine.optimizer.checkpoint_event_prologue()  # partitions what is still gathered
+        turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            parameters, prefix = list(module.parameters(recurse=False)), f"{path}." if path else ""
+            zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
+            with zero, GatherReplacedLayerParams(parameters, module, enabled=layout.tp > 1):
+                held = {**module._parameters, **module._buffers} if mine else {}
+                own = {name: t for name, t in held.items() if name not in module._non_persistent_buffers_set}
+                found = {prefix + name: t.detach().cpu() for name, t in own.items() if t is not None}
+            yield from ((name, t.t() if turned and t.ndim == 2 else t) for name, t in found.items())
+        if self.engine._optimizer_has_ckpt_event_epilogue():
+            self.engine.optimizer.checkpoint_event_epilogue()
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
         """Show what the model has learned; return what of it belongs into the result. All ranks call this."""
