@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from zerofit.app.planning.profiles import code_digest
 from zerofit.app.simulation import PreparedSimulation, first_ranks
 from zerofit.check.dotted import get
+from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
 from zerofit.simulate.processes import end_server
 from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
@@ -88,14 +89,18 @@ def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | 
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
     """Return the copies that saving the model makes in host memory: on rank 0, on another rank of each stage.
 
-    `train.run.save_model`: rank 0 puts the model together where ranks hold parts of it; a GPU's weights pass through
-    the host on every rank that has them all.
+    `EngineTrainer.weights` gathers one module at a time where ranks hold parts of it, and copies one tensor at a time
+    from a GPU; a pipeline's stage copies its part before it writes it. Rank 0 keeps all of a model that is none of
+    transformers' (`train.run.save_model`).
     """
-    layout, whole = job.layout, job.facts.weight_bytes(job.precision)
-    in_parts = layout.zero_stage == 3 or layout.tp > 1 or layout.pp > 1
-    if in_parts:
-        return [whole, *[whole // layout.pp if layout.pp > 1 else 0] * layout.pp]
-    return [0, 0] if on_cpu else [whole, whole]
+    layout, facts, whole = job.layout, job.facts, job.facts.weight_bytes(job.precision)
+    streamed = find(job.run.model).family == "transformers"
+    if layout.pp > 1:
+        part = whole // layout.pp * (1 if on_cpu else 2)
+        return [part if streamed else max(part, whole), *[part] * layout.pp]
+    largest, gathered = whole * facts.largest_parameter // facts.parameters, layout.zero_stage == 3 or layout.tp > 1
+    copied = gathered or not on_cpu
+    return [(largest if streamed else whole) if copied else 0, largest if gathered else 0]
 
 
 def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> SimulatedRank:
