@@ -28,6 +28,7 @@ from zerofit.spec.errors import DoesNotFit, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.local_machine import free_gpu_bytes, free_host_bytes, versions
+from zerofit.spec.overhead import HOST_RESERVE, REPLAYED
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, MemoryForecast
 from zerofit.spec.units import shown_bytes
@@ -196,5 +197,14 @@ def _forecast(simulations: Sequence[Simulation]) -> MemoryForecast:
         phases=phases,
         reserved_bytes=max(one.reserved_bytes for one in simulations),
         beside_bytes=max(sum(part.bytes for part in one.overheads) for one in simulations),
+        margin_bytes=max(map(_margin, simulations)),
+        free_bytes=min(one.device_total_bytes for one in simulations),
         host_bytes=max(sum(one.host_bytes.values()) for one in simulations),
+        pinned_bytes=max(one.host_bytes["pinned"] for one in simulations),
+        host_margin_bytes=round(HOST_RESERVE * simulations[0].host_total_bytes / simulations[0].world_size),
     )
+
+
+def _margin(one: Simulation) -> int:
+    """Return what the verdict keeps free beside the reserved peak and the middle of what lies beside it."""
+    return round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)

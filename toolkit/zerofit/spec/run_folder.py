@@ -105,7 +105,11 @@ class MemoryForecast:
     phases: dict[str, int]  # "build", "init", "forward", "backward", "step" -> most alive on the device
     reserved_bytes: int  # of the device, by torch's allocator; on CPUs the most alive
     beside_bytes: int  # context and communicators of a GPU; on CPUs the process with its libraries
+    margin_bytes: int  # that the verdict keeps free beside both: for scratch, and for what is not known of `beside`
+    free_bytes: int  # of the device, when it was forecast
     host_bytes: int  # of the host, beside the process; 0 on CPUs, where device and host are one
+    pinned_bytes: int  # of them
+    host_margin_bytes: int  # a rank's share of what the verdict leaves of the host to the system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,7 @@ class Job:
     ds_config: dict[str, Any]
     start: Start | None = None
     forecast: MemoryForecast | None = None  # None where memory was not forecast
+    step_s: float | None = None  # forecast of a step's seconds; None where no kept profile tells it
 
     @property
     def precision(self) -> Precision:
@@ -132,7 +137,7 @@ class Job:
         return samples + (step - done) * self.batch.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `start` and `forecast` as JSON."""
+        """Return all but `start` and the forecasts as JSON."""
         return {
             "run": self.run.model_dump(mode="json"),
             "layout": asdict(self.layout),
@@ -164,7 +169,7 @@ class Job:
         )
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
-        plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps}
+        plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps, "step_s": self.step_s}
         for name in ("start", "forecast"):
             value = getattr(self, name)
             plan[name] = asdict(value) if value else None
