@@ -32,7 +32,7 @@ def test_it_is_plans_own_where_its_profile_and_a_calibration_are_kept(empty_cach
     plan = zf.plan("llama-tiny", zf.Cluster("cpu", gpus=2), top=10**6, **pins, gradient_accumulation_steps=1)
     layout = PlannedLayout.of(resolved.job)
     (planned,) = [one for one in plan.layouts if one.layout == layout]
-    assert step_time.forecast_step_s(resolved) == pytest.approx(planned.step_s)
+    assert step_time.forecast_step_s(resolved) == pytest.approx(planned.ranked.time.step_s)
     other = resolve_job(as_request(zf.Run(**{**RUN, "seq_len": 48}, data="synthetic", steps=2)))
     assert step_time.forecast_step_s(other) is None
 
