@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,11 @@ class MetricsRecorder:
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
             "mfu": mfu,
-            **asdict(taken),
+            "memory_bytes": taken.memory_bytes,
+            "reserved_bytes": taken.reserved_bytes,
+            "outside_bytes": taken.outside_bytes,
+            "host_bytes": taken.host_bytes,
+            "shared_bytes": taken.shared_bytes,
             "forecast_bytes": forecasts["memory_bytes" if taken.on_cpu else "reserved_bytes"],
             "forecast_host_bytes": forecasts.get("host_bytes"),
         }
