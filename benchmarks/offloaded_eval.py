@@ -61,7 +61,8 @@ import json, re, sys, torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from transformers import AutoConfig, AutoModelForCausalLM
 import transformers.models.llama.modeling_llama
-from zerofit.infer.memory import peak_host_bytes, start_counting
+from zerofit.infer.memory import start_counting
+from zerofit.spec.process import resident_memory
 folder, limit, offload, vocabulary, length = sys.argv[1:]
 ids = torch.randint(0, int(vocabulary), (2, int(length)))
 before = start_counting([])
@@ -72,7 +73,7 @@ model = load_checkpoint_and_dispatch(model, folder + "/model.safetensors", devic
 with torch.no_grad():
     for _ in range(2):
         model(input_ids=ids, use_cache=False)
-print(json.dumps({"peak_host_bytes": peak_host_bytes(), "host_bytes_before": before}))
+print(json.dumps({"peak_host_bytes": resident_memory().peak, "host_bytes_before": before}))
 """
 
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import zerofit as zf
+from zerofit.app.supervision import metrics_event
 
 MLP = {"model": "mlp", "data": "digits", "ranks": 1, "eval_samples": 16}
 
@@ -26,6 +27,18 @@ def test_in_a_thread_with_what_happens_told(tmp_path):
     kinds = {event.kind for event in told}
     assert kinds >= {"phase", "training", "metrics", "evaluated", "saved"}
     assert "<td>12</td>" in result._repr_html_()
+    forecast = json.loads((tmp_path / "run" / "plan.json").read_text())["forecast"]
+    assert result.against_forecast["memory_bytes"]["forecast"] == forecast["reserved_bytes"] + forecast["beside_bytes"]
+    assert forecast["margin_bytes"] == round(0.03 * forecast["reserved_bytes"])
+
+
+def test_a_line_of_metrics_has_the_peaks_beside_their_forecasts():
+    record = {"step": 2, "loss": 1.0, "memory_bytes": 1 << 29, "host_bytes": 3 << 30}
+    assert metrics_event(record, 9).text.endswith("memory 0.50 GiB")
+    on_cpu = record | {"reserved_bytes": None, "forecast_bytes": 1 << 30, "forecast_host_bytes": None}
+    assert metrics_event(on_cpu, 9).text.endswith("memory 0.50 of 1.00 GiB forecast")
+    on_gpu = on_cpu | {"reserved_bytes": 1 << 30, "forecast_bytes": 3 << 29, "forecast_host_bytes": 4 << 30}
+    assert metrics_event(on_gpu, 9).text.endswith("memory 1.00 of 1.50 GiB forecast  host 3.00 of 4.00 GiB forecast")
 
 
 def test_stopped_and_gone_on_with(tmp_path):

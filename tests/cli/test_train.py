@@ -14,9 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from zerofit.app.supervision import TrainingResult
+from zerofit.cli.train import show
+
 KEYS = {
     *("run_dir", "steps", "samples", "tokens", "train_loss", "eval", "samples_per_s", "tokens_per_s", "world_size"),
-    *("layout", "resumed_from"),
+    *("layout", "resumed_from", "against_forecast"),
 }
 MLP = ("mlp", "--data", "digits", "--json")
 
@@ -39,6 +42,8 @@ def test_a_run_file_with_a_flag_over_it(tmp_path):
     assert result["layout"] == {"dp": 2, "tp": 1, "pp": 1, "sp": 1, "zero_stage": 1}
     assert set(result["eval"]) == {"loss", "accuracy"}
     assert "step 30" in err
+    forecast = result["against_forecast"]["memory_bytes"]["forecast"]
+    assert f" of {forecast / 2**30:.2f} GiB forecast" in err
     assert "validation" in err
 
     folder = Path(result["run_dir"])
@@ -51,6 +56,28 @@ def test_a_run_file_with_a_flag_over_it(tmp_path):
     assert {p.name for p in (folder / "logs").iterdir()} >= {"rank-0.log", "rank-1.log", "launcher.log"}
     env = json.loads((folder / "env.json").read_text())
     assert set(env["versions"]) == {"zerofit", "torch", "torchvision", "deepspeed", "transformers", "accelerate"}
+
+
+def test_the_end_shows_what_was_measured_beside_its_forecast(capsys):
+    row = {"measured": 3 << 29, "forecast": 1 << 30, "difference": 0.5}
+    result = TrainingResult(
+        run_dir="run",
+        steps=3,
+        samples=24,
+        tokens=None,
+        train_loss=1.0,
+        eval={},
+        samples_per_s=8.0,
+        tokens_per_s=None,
+        world_size=1,
+        layout={"dp": 1, "zero_stage": 0},
+        resumed_from=None,
+        against_forecast={"memory_bytes": row, "step_s": {"measured": 1.25, "forecast": None, "difference": None}},
+    )
+    show(result)
+    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["memory", "1.50 GiB  (1.00 GiB forecast, +50.0%)"] in shown
+    assert ["step", "time        1.25 s  (not forecast)"] in shown
 
 
 def waiting_for_steps(process: subprocess.Popen, metrics: Path) -> None:

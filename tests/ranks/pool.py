@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.app.prepare_folder import make_ready, prepare
+from zerofit.app.prepare_folder import Gate, make_ready, prepare
 from zerofit.launch.host import environment, this_machine
 from zerofit.launch.local import free_port, launcher
 from zerofit.launch.ops import build_ops, needed_ops
@@ -50,12 +50,12 @@ class RankPool:
         self.ranks, self._inbox, self._number = ranks, folder, 0
         self._process: subprocess.Popen | None = None
 
-    def train(self, output: Path, **options) -> Trained:
+    def train(self, output: Path, *, gate: Gate | None = None, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks; the test is skipped where NVMe
-        offload cannot be compiled. Raises what preparing raises."""
+        offload cannot be compiled. `gate` gives the memory forecast. Raises what preparing raises."""
         run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
         try:
-            prepared = prepare(run, Reporter())
+            prepared = prepare(run, Reporter(), gate=gate)
         except UserError as error:
             if [problem.kind for problem in error.problems] == ["libaio"]:
                 pytest.skip(f"{error}: {error.problems[0].hint}")

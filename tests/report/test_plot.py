@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from zerofit.cli.main import main
+from zerofit.report import plot
 
 
 def a_run(path, tokens: float | None = 100.0):
@@ -30,6 +31,27 @@ def test_two_runs_in_one_picture(tmp_path):
     with Image.open(out) as image:
         assert image.width > 600
         assert len(image.convert("RGB").getcolors(2**24)) > 10
+
+
+def test_the_forecast_is_a_dashed_line_beside_the_measured_memory(tmp_path, monkeypatch):
+    runs = [a_run(tmp_path / "cpu"), a_run(tmp_path / "gpu"), a_run(tmp_path / "unknown")]
+    more = [{"forecast_bytes": 3 << 29}, {"forecast_bytes": 5 << 29, "reserved_bytes": 2 << 30}, {}]
+    for run, fields in zip(runs, more, strict=True):
+        steps = [{**json.loads(line), **fields} for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+    drawn = []
+    monkeypatch.setattr(plot, "save", lambda figure, *rest, **options: drawn.append(figure))
+    plot.draw(runs, tmp_path / "runs.png")
+    lines = drawn[0].axes[2].get_lines()
+    shown = {line.get_label(): (line.get_linestyle(), set(line.get_ydata())) for line in lines}
+    assert shown == {
+        "cpu": ("-", {1.0}),
+        "cpu (forecast)": ("--", {1.5}),
+        "gpu": ("-", {2.0}),
+        "gpu (forecast)": ("--", {2.5}),
+        "unknown": ("-", {1.0}),
+    }
+    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
 
 
 def test_every_folder_without_metrics_is_named(tmp_path):

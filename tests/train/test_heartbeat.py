@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -38,6 +40,22 @@ def seen(pulse, what, looks=1, apart_s=0.0):
     what()
     thread.join()
     return found[-1]
+
+
+def test_a_look_keeps_nothing_of_the_main_thread_alive(pulse):
+    """Else the logits of a step in which a heartbeat falls are there until the next collection, steps later."""
+
+    def forward() -> weakref.ref:
+        logits = torch.zeros(4)
+        seen(pulse, lambda: time.sleep(0.5))
+        return weakref.ref(logits)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert forward()() is None
+    finally:
+        gc.enable()
 
 
 def test_waiting_is_still_and_work_is_not(pulse):

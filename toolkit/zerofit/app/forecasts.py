@@ -18,6 +18,7 @@ from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
 from zerofit.simulate.processes import end_server
 from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
+from zerofit.simulate.result import Simulation
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
@@ -25,7 +26,7 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import cache_root, write_json
 from zerofit.spec.local_machine import versions
-from zerofit.spec.overhead import HOST_PROCESS_BYTES
+from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
 SAVE = "save"  # the phase in which the trained model is written
@@ -58,7 +59,9 @@ class RankForecasts:
             phases=phases,
             reserved_bytes=max(one.reserved_bytes for one in found),
             beside_bytes=max(sum(part.bytes for part in one.overheads) for one in found),
+            margin_bytes=max(map(_margin, found)),
             host_bytes=max(sum(one.host_bytes.values()) for one in found),
+            pinned_bytes=max(one.host_bytes["pinned"] for one in found),
             stages=tuple(self.host_need(one) for one in self.stages),
             first_bytes=self.host_need(self.first),
         )
@@ -69,6 +72,11 @@ class RankForecasts:
             return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
         beside = assess(rank, self.cluster).overheads
         return rank.record.peaks[0].bytes + sum(one.bytes for one in beside)
+
+
+def _margin(one: Simulation) -> int:
+    """Return what the verdict keeps free beside the reserved peak and the middle of what lies beside it."""
+    return round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
 def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:

@@ -87,7 +87,13 @@ class MemoryGate:
         elif worst and worst.word == WITHIN:
             self._report.warning(f"{worst.message} It is within the margin of the forecast.")
         self._refuse(problems)
-        return found.summary
+        return replace(
+            found.summary,
+            free_bytes=min((room.gpu_bytes for room in rooms if room.gpu_bytes is not None), default=None),
+            host_margin_bytes=min(
+                (round(HOST_RESERVE * room.host_bytes / len(room.ranks)) for room in rooms), default=0
+            ),
+        )
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
         """Return nodes with the memory that is free on the host with least of it for a rank."""

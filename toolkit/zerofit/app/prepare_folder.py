@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from zerofit.app.planning.step_time import forecast_step_s
 from zerofit.app.resolve import ResolvedJob, resolve_job
 from zerofit.checkpoint.compatible import obstacles, same_storage
 from zerofit.checkpoint.store import CheckpointEntry, Manifest, Store, quick_look, verify
@@ -72,7 +73,9 @@ def prepare(
     resolved = resolve_job(asked, machine=machine, report=report, problems=problems, model=model)
     assert folder
     forecast = gate(asked, resolved, folder.path) if gate else None
-    job = replace(resolved.job, start=find_start(resolved.job, folder, report), forecast=forecast, fit=fit)
+    step_s = forecast_step_s(resolved) if gate and machine is None else None
+    start = find_start(resolved.job, folder, report)
+    job = replace(resolved.job, start=start, forecast=forecast, fit=fit, step_s=step_s)
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:

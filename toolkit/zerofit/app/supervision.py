@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class TrainingResult:
     resumed_from: str | None  # the checkpoint from which the last start went on
     unigram_entropy_nats: float | None = None  # loss of a model that only knows how often each token occurs
     sample: str | None = None  # what a language model writes
+    # name in metrics.jsonl -> measured, forecast (None: not known) and difference, as a share of the forecast
+    against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: RunFolder, values: Mapping[str, Any]) -> TrainingResult:
@@ -129,9 +131,22 @@ def metrics_event(record: dict[str, Any], steps: int | None) -> Event:
     shapes = {"loss": "loss {:.4f}", "lr": "lr {:.2e}", rate: f"{{:,.0f}} {rate.removesuffix('_per_s')}/s"}
     shapes["mfu"] = "MFU {:.1%}"
     parts = [shape.format(record[name]) for name, shape in shapes.items() if record.get(name) is not None]
-    parts.append(f"{record.get('memory_bytes', 0) / 2**30:.2f} GiB")
+    parts += [_memory(record)]
     step, text = record.get("step", 0), "  ".join(parts)
     return Event(kind="metrics", text=f"step {step}: {text}", done=step, total=steps, unit="steps", data=record)
+
+
+def _memory(record: dict[str, Any]) -> str:
+    """Return the peak memory of the device so far, and of the host where that is another, beside the forecasts."""
+    device = record.get("reserved_bytes") or record.get("memory_bytes", 0)
+    pairs = {"memory": (device, record.get("forecast_bytes"))}
+    if record.get("forecast_host_bytes"):
+        pairs["host"] = record["host_bytes"], record["forecast_host_bytes"]
+    shown = []
+    for name, (size, forecast) in pairs.items():
+        of = f" of {forecast / 2**30:.2f} GiB forecast" if forecast else " GiB"
+        shown.append(f"{name} {size / 2**30:.2f}{of}")
+    return "  ".join(shown)
 
 
 def _event_of(line: dict[str, Any]) -> Event | None:
@@ -145,6 +160,8 @@ def _event_of(line: dict[str, Any]) -> Event | None:
         return Event(kind="training", text="training", data=data)
     if kind == "saved":
         return Event(kind="saved", text=f"{step}: checkpoint saved in {data.get('save_s', 0.0):.1f} s", data=data)
+    if kind == "warning":
+        return Event(kind="warning", text=text)
     if kind == "save-failed":
         return Event(kind="warning", text=f"{step}: {text}", data=data)
     if kind == "eval":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole, answer_watched, make_table, out
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, given, run_options
 from zerofit.spec.events import Event
+from zerofit.spec.units import shown_bytes
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
 DEFAULT_JOB = {
@@ -25,6 +27,13 @@ DEFAULT_JOB = {
     "lr": 3e-3,
     "eval_every": 200,
     "eval_samples": 256,
+}
+FIGURES = {  # of `TrainingResult.against_forecast`
+    "memory_bytes": "memory",
+    "reserved_bytes": "reserved",
+    "outside_bytes": "outside of torch",
+    "host_bytes": "host memory",
+    "step_s": "step time",
 }
 
 
@@ -62,10 +71,22 @@ def show(result: TrainingResult) -> None:
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of a model that only knows how often each token occurs"
         click.echo(f"  unigram entropy  {result.unigram_entropy_nats:.4f}  ({meaning})")
+    for name, pair in result.against_forecast.items():
+        click.echo(f"  {FIGURES[name]:<17}{_beside(name, pair)}")
     if result.sample:
         click.echo("\nA sample of what it writes:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))
     click.echo(f"\nrun folder: {result.run_dir}")
+
+
+def _beside(name: str, pair: Mapping[str, float | None]) -> str:
+    """Return a measured figure with its forecast and the difference."""
+    unit = (lambda value: f"{value:.3g} s") if name.endswith("_s") else shown_bytes
+    measured, forecast, difference = (pair[key] for key in ("measured", "forecast", "difference"))
+    assert measured is not None
+    if forecast is None or difference is None:
+        return f"{unit(measured)}  (not forecast)"
+    return f"{unit(measured)}  ({unit(forecast)} forecast, {difference:+.1%})"
 
 
 @click.command()

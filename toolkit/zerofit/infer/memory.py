@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import re
-import resource
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit.models.build import fake_tensors
+from zerofit.spec.process import forget_resident_peak, resident_memory
 
 Call = Callable[[nn.Module, torch.device], Iterable[Tensor] | None]
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # mallopt's names for them
 _LARGE = 1 << 20  # bytes
 
@@ -101,29 +98,16 @@ def return_freed_memory_at_once() -> None:
 
 
 def start_counting(gpus: Iterable[int]) -> int:
-    """Forget former peaks, of these GPUs too, and return the resident memory of this process now, in bytes."""
+    """Forget former peaks, of these GPUs too, and return the resident memory of this process now, in bytes.
+
+    Where forgetting is not allowed, the peak is that of the whole process, and so is what is returned.
+    """
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
-    try:
-        _RESET.write_text("5")  # sets the high-water mark to what is resident
-    except OSError:
-        return peak_host_bytes()  # not allowed here: the peak is that of the whole process
-    return _status("VmRSS")
-
-
-def peak_host_bytes() -> int:
-    """Return the most that was resident since `start_counting`, with interpreter, libraries and mapped files."""
-    if _STATUS.exists():
-        return _status("VmHWM")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    forget_resident_peak()
+    return resident_memory().peak
 
 
 def peak_device_bytes(gpus: Iterable[int]) -> int | None:
     """Return the most that was allocated on one of these GPUs since `start_counting`; None where there are none."""
     return max((torch.cuda.max_memory_allocated(gpu) for gpu in gpus), default=None)
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text())
-    return int(found[1]) << 10 if found else 0

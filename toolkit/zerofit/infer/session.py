@@ -16,7 +16,6 @@ from zerofit.infer.limits import Device, MemoryLimits
 from zerofit.infer.load import WeightRewrite, load_model
 from zerofit.infer.memory import (
     peak_device_bytes,
-    peak_host_bytes,
     return_freed_memory_at_once,
     start_counting,
 )
@@ -34,6 +33,7 @@ from zerofit.models.dtypes import DTYPES, NAMES
 from zerofit.spec.errors import DoesNotFit, Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.process import resident_memory
 from zerofit.spec.units import shown_bytes
 
 
@@ -113,7 +113,7 @@ class InferenceSession:
             placement=placement.rows,
             dtype=NAMES[self.dtype],
             step=self.saved.info.step if self.saved.info else None,
-            peak_host_bytes=peak_host_bytes(),
+            peak_host_bytes=resident_memory().peak,
             host_bytes_before=self._before,
             peak_device_bytes=peak_device_bytes(placement.gpus),
         )

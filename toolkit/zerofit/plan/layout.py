@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -35,6 +36,30 @@ class PlannedLayout:
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
+
+    @classmethod
+    def of(cls, job: Job) -> PlannedLayout:
+        """Return the layout that a job has."""
+        zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
+        sizes = {
+            "bucket": "reduce_bucket_size",
+            "prefetch": "stage3_prefetch_bucket_size",
+            "persistence": "stage3_param_persistence_threshold",
+            "overlap": "overlap_comm",
+        }
+        return cls(
+            zero_stage=layout.zero_stage,
+            micro_batch=job.batch.micro,
+            accumulation=job.batch.accumulation,
+            dp=layout.dp,
+            tp=layout.tp,
+            pp=layout.pp,
+            sp=layout.sp,
+            precision=job.precision,
+            checkpointing=job.run.activation_checkpointing,
+            **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
+            **{field: zero[key] for field, key in sizes.items() if key in zero},
+        )
 
     @property
     def world_size(self) -> int:

@@ -74,10 +74,10 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
             marks = {"marker": "o", "linestyle": "--", "color": line.get_color(), "label": f"{label} (validation)"}
             loss.plot([e["step"] for e in evals], [e["loss"] for e in evals], **marks)
         rate.plot(x, [s[key] for s in steps], label=label, linewidth=1)
-        memory.plot(x, [s["memory_bytes"] / 2**30 for s in steps], label=label, linewidth=1)
+        _draw_memory(memory, x, steps, label)
     loss.set_ylabel("loss (nats)")
     rate.set_ylabel("tokens / s" if text else "samples / s")
-    memory.set_ylabel("memory of rank 0 (GiB)")
+    memory.set_ylabel("peak memory of a rank (GiB)\ndashed: forecast")
     memory.set_xlabel("optimizer step")
     for axes in (loss, rate, memory):
         axes.grid(alpha=0.3)
@@ -85,6 +85,16 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
         axes.set_ylim(bottom=0)
     loss.legend(fontsize=8)
     return figure
+
+
+def _draw_memory(axes: Any, x: list[int], steps: list[dict[str, Any]], label: str) -> None:
+    """Draw what torch had reserved (on CPUs what was resident), and its forecast as a dashed line of that colour."""
+    taken = [(s.get("reserved_bytes") or s["memory_bytes"]) / 2**30 for s in steps]
+    (line,) = axes.plot(x, taken, label=label, linewidth=1)
+    forecasts = [(s["step"], s["forecast_bytes"] / 2**30) for s in steps if s.get("forecast_bytes")]
+    if forecasts:
+        style = {"color": line.get_color(), "linestyle": "--", "linewidth": 1}
+        axes.plot(*zip(*forecasts, strict=True), label=f"{label} (forecast)", **style)
 
 
 def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:

@@ -1,17 +1,48 @@
-"""This process: how it ends, and what has gone through its TCP connections."""
+"""This process: how it ends, what it has resident, and what has gone through its TCP connections."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
+import resource
 import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 _COUNTS = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
 _COUNTS_AT, _RETRANSMITS_AT = 120, 2  # bytes into tcp_info; tcpi_retransmits: since the last acknowledgement
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class ResidentMemory(NamedTuple):
+    """Bytes of host memory that this process has resident, as the kernel counts them; parts 0 where it is not Linux."""
+
+    now: int
+    peak: int  # since `forget_resident_peak`; with interpreter, libraries and mapped files
+    file: int  # of now: pages of libraries and mapped files
+    shared: int  # of now: shared with other processes, or pinned for a GPU
+
+
+def resident_memory() -> ResidentMemory:
+    """Return what is resident; reading it takes some 30 microseconds."""
+    if not _STATUS.exists():
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return ResidentMemory(now=peak, peak=peak, file=0, shared=0)
+    lines = re.findall(r"^(VmRSS|VmHWM|RssFile|RssShmem):\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    found = {name: int(kib) << 10 for name, kib in lines}
+    return ResidentMemory(*(found.get(name, 0) for name in ("VmRSS", "VmHWM", "RssFile", "RssShmem")))
+
+
+def forget_resident_peak() -> None:
+    """Set the peak to what is resident now; where that is not allowed, it stays that of the whole process."""
+    with suppress(OSError):
+        _RESET.write_text("5")
 
 
 class Flow(NamedTuple):

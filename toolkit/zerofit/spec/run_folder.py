@@ -105,9 +105,13 @@ class MemoryForecast:
     phases: dict[str, int]  # "build", "init", "forward", "backward", "step" -> most alive on the device
     reserved_bytes: int  # of the device, by torch's allocator; on CPUs the most alive
     beside_bytes: int  # context and communicators of a GPU; on CPUs the process with its libraries
+    margin_bytes: int  # that the verdict keeps free beside both: for scratch, and for what is not known of `beside`
     host_bytes: int  # of the host, beside the process; 0 on CPUs, where device and host are one
+    pinned_bytes: int  # of them
     stages: tuple[int, ...] = ()  # host memory of a rank of each pipeline stage, its process included
     first_bytes: int = 0  # host memory of rank 0, which saves the model, its process included
+    free_bytes: int | None = None  # of the device, when it was forecast; None on CPUs and where it is not known
+    host_margin_bytes: int = 0  # a rank's share of what the verdict leaves of the host to the system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,7 @@ class Job:
     start: Start | None = None
     forecast: MemoryForecast | None = None  # None where memory was not forecast
     fit: FittedLayout | None = None  # None where the layout was not chosen by `--fit`
+    step_s: float | None = None  # forecast of a step's seconds; None where no kept profile tells it
 
     @property
     def precision(self) -> Precision:
@@ -146,7 +151,7 @@ class Job:
         return samples + (step - done) * self.batch.total
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all but `start`, `forecast` and `fit` as JSON."""
+        """Return all but `start`, `fit` and the forecasts as JSON."""
         return {
             "run": self.run.model_dump(mode="json"),
             "layout": asdict(self.layout),
@@ -178,7 +183,7 @@ class Job:
         )
         write_json(folder.run, resolved.model_dump(mode="json"))
         write_json(folder.profile, asdict(self.facts))
-        plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps}
+        plan = {"layout": asdict(self.layout), "batch": asdict(self.batch), "steps": self.steps, "step_s": self.step_s}
         for name in ("start", "forecast", "fit"):
             value = getattr(self, name)
             plan[name] = asdict(value) if value else None

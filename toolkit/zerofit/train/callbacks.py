@@ -33,8 +33,13 @@ class StepRecord(TypedDict):
     samples_per_s: float
     tokens_per_s: float | None  # of text
     mfu: float | None  # model FLOPs a second over the devices' peak, where both are known
-    memory_bytes: int  # peak of this rank's device; on CPUs the process's memory
-    host_bytes: int  # of this rank's process
+    memory_bytes: int  # peaks so far, as in `spec.measured.MeasuredMemory`
+    reserved_bytes: int | None
+    outside_bytes: int | None
+    host_bytes: int
+    shared_bytes: int
+    forecast_bytes: float | None  # of reserved_bytes, on CPUs of memory_bytes; None where it was not forecast
+    forecast_host_bytes: float | None  # None on CPUs, too
     loss_d: NotRequired[float]  # of a GAN's two networks
     loss_g: NotRequired[float]
     loss_scale: NotRequired[float]  # of fp16
@@ -141,6 +146,10 @@ class EventLog(Callback):
     def on_save(self, checkpoint: SavedCheckpoint) -> None:
         """Note a checkpoint that is visible."""
         self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
+
+    def warning(self, text: str) -> None:
+        """Note what a user should look at."""
+        self._write("warning", text=text)
 
     def save_failed(self, step: int, text: str) -> None:
         """Note a checkpoint that could not be saved, and why."""

@@ -77,6 +77,8 @@ class Heartbeat:
         """Return one heartbeat."""
         progress, frames, flows = self._progress, sys._current_frames(), tcp_flows()
         main = frames.get(self._main)
+        collective = next((c for c in map(_collective, frames.values()) if c), None)
+        frames.clear()  # it has this very frame: in that cycle the main thread's would keep their tensors alive
         stack = (progress.step, *((f.f_code, f.f_lasti) for f in _up(main)))
         now, cpu_s, io = time.monotonic(), time.process_time(), _io_bytes()
         seconds = max(now - self._last, 1e-3)
@@ -98,7 +100,7 @@ class Heartbeat:
             "phase": _part(main) if progress.phase == TRAINING else progress.phase,
             "training": progress.phase == TRAINING,
             "warm": progress.step > progress.first,  # the first step connects and compiles
-            "collective": next((c for c in map(_collective, frames.values()) if c), None),
+            "collective": collective,
             "at": _place(main),
             "resending": self._resent >= self._moved,
             "still_s": round(now - self._moved, 1),

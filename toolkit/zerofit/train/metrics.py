@@ -7,26 +7,30 @@ whether a loss was not finite, and whether one of them was asked to save or to s
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zerofit.spec.devices import peak_flops
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.spec.measured import MeasuredMemory, memory_figures
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, StepRecord, overridden
+from zerofit.train.memory import RankMemory
 from zerofit.train.stop_signals import StopRequests
 
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
+TIMED_STEPS = 1000  # the last ones, whose median is the run's step time
 EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps")  # of a StepRecord, where `extra_metrics` gives them
 
 
@@ -50,7 +54,8 @@ class MetricsRecorder:
         self.asked_to_stop = self.asked_to_save = False  # the same on all ranks, as of the last exchange
         self._block: list[_Step] = []
         self._block_steps = 1
-        self._process = psutil.Process()
+        self._memory = RankMemory(device, job.forecast.free_bytes if job.forecast else None)
+        self._times: deque[float] = deque(maxlen=TIMED_STEPS)
         self._stretch = 1.0  # a step's real time over the time it took to issue; above 1 where a device lags behind
         self._last_end = time.perf_counter()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -85,33 +90,37 @@ class MetricsRecorder:
         losses = torch.stack([s.losses for s in block]).mean(1).to(self._device)
         issued = sum(s.seconds for s in block)
         times = losses.new_tensor([s.seconds * self._stretch for s in block])
-        shared = torch.cat([losses, times, losses.new_tensor(self._requests.mine())])  # (2 x steps + 2,)
+        asked, n = self._requests.mine(), len(block)
+        rest = losses.new_tensor([*asked, *self._memory.slots()])
+        shared = torch.cat([losses, times, rest])  # (2 x steps + 2 + 5 x ranks,)
         dist.all_reduce(shared)
-        *both, stop, save = (shared / dist.get_world_size()).tolist()  # waits for the device
-        means, seconds = both[: len(block)], both[len(block) :]
+        values = (shared / dist.get_world_size()).tolist()  # waits for the device
+        means, seconds, (stop, save) = values[:n], values[n : 2 * n], values[2 * n : 2 * n + 2]
+        taken = self._memory.most([value * dist.get_world_size() for value in values[2 * n + 2 :]])
         self.asked_to_stop, self.asked_to_save = stop > 0, save > 0
         self._block_steps = max(1, min(BLOCK_STEPS, int(BLOCK_S * len(block) / max(sum(seconds), 1e-6))))
         synced = time.perf_counter()
         waited = synced - self._last_end
         stretch, self._stretch = (issued + waited) / issued / self._stretch, (issued + waited) / issued
         seconds = [step_s * stretch for step_s in seconds]
-        host_bytes = self._process.memory_info().rss
         for step, loss, step_s in zip(block, means, seconds, strict=True):
             if not math.isfinite(loss):
                 self._stop(step, loss)
-            self.last = self._record(step, loss, step_s, host_bytes)
+            self.last = self._record(step, loss, step_s, taken)
+            self._times.append(step_s)
             for on_step in self._on_step:
                 on_step(self.last)
         self._last_end = synced  # so that what watching costs is part of the next step
 
-    def _record(self, step: _Step, loss: float, step_s: float, host_bytes: int) -> StepRecord:
+    def _record(self, step: _Step, loss: float, step_s: float, taken: MeasuredMemory) -> StepRecord:
         job = self._job
         samples_per_s = job.batch.total / step_s
         tokens = job.run.seq_len if is_text(job.facts.task) else None
         mfu = None
         if self._peak and job.facts.forward_flops:  # backward costs twice the forward
             mfu = 3 * job.facts.forward_flops * samples_per_s / (self._peak * job.layout.world_size)
-        on_cpu = self._device.type == "cpu"
+        figures = memory_figures(taken, job.forecast)
+        forecasts = {name: figure.forecast for name, figure in figures.items()}
         norm = None if step.grad_norm is None else float(step.grad_norm)
         record: StepRecord = {
             "step": step.step + 1,
@@ -123,13 +132,30 @@ class MetricsRecorder:
             "samples_per_s": samples_per_s,
             "tokens_per_s": samples_per_s * tokens if tokens else None,
             "mfu": mfu,
-            "memory_bytes": host_bytes if on_cpu else torch.cuda.max_memory_allocated(self._device),
-            "host_bytes": host_bytes,
+            "memory_bytes": taken.memory_bytes,
+            "reserved_bytes": taken.reserved_bytes,
+            "outside_bytes": taken.outside_bytes,
+            "host_bytes": taken.host_bytes,
+            "shared_bytes": taken.shared_bytes,
+            "forecast_bytes": forecasts["memory_bytes" if taken.on_cpu else "reserved_bytes"],
+            "forecast_host_bytes": forecasts.get("host_bytes"),
         }
         for name in EXTRA:
             if name in step.extra:
                 record[name] = float(step.extra[name])
         return record
+
+    @property
+    def step_s(self) -> float | None:
+        """Median of this start's step times, but for the first, which connects and compiles; None before any step."""
+        times = list(self._times)
+        return statistics.median(times[1:] or times) if times else None
+
+    def memory_of_all_ranks(self) -> MeasuredMemory:
+        """Return the most that any rank has taken until now. All ranks call this."""
+        slots = torch.tensor(self._memory.slots(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(slots)
+        return self._memory.most(slots.tolist())
 
     def stop_at_evaluation(self, step: int, loss: float) -> None:
         """Raise RunFailed for a validation loss that is not finite (the same on all ranks)."""

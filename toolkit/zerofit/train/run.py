@@ -25,6 +25,7 @@ from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.measured import ForecastFigure, memory_figures
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import stored_by_engine
@@ -33,6 +34,7 @@ from zerofit.train.engines import ZeroTrainer
 from zerofit.train.gan import GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.loop import Loop, LoopResult
+from zerofit.train.memory import MemoryWatch
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.restore import resume
@@ -71,8 +73,10 @@ class RankRun:
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         progress, coords = progress or RankProgress(), coords_of(self.rank, job.layout)
         self._events = events = EventLog(folder.events if self.rank == 0 else None, progress)
+        self._watch = MemoryWatch(job.forecast, events.warning) if job.forecast else None
         if self.rank == 0:
-            callbacks = [*make_loggers(job, folder), *load_callbacks(job.run.callbacks), *callbacks]
+            watches = [self._watch] if self._watch else []
+            callbacks = [*make_loggers(job, folder), *watches, *load_callbacks(job.run.callbacks), *callbacks]
         events.phase("reading the data")
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
@@ -119,12 +123,24 @@ class RankRun:
         save_model(self.trainer, job, self.data.inputs, folder.model, scratch=folder.model_parts)
         assert self.loop.recorder.last
         result = _result(job, self.loop.recorder.last, ended.figures, self.data)
+        result["against_forecast"] = {name: figure.to_dict() for name, figure in self._against_forecast().items()}
         if self.rank == 0:
             write_json(folder.result, result)
         shown = self.trainer.after_training(self.data, folder, events.phase)
         if shown and self.rank == 0:
             write_json(folder.result, result | shown)
         return result
+
+    def _against_forecast(self) -> dict[str, ForecastFigure]:
+        """Return memory and step time of the run beside their forecasts, and look at the memory once more."""
+        job, recorder = self.job, self.loop.recorder
+        taken = recorder.memory_of_all_ranks()
+        if self._watch and self.rank == 0:
+            self._watch.look(taken, "at the end of the run")
+        figures = memory_figures(taken, job.forecast)
+        if recorder.step_s is not None:
+            figures["step_s"] = ForecastFigure(measured=recorder.step_s, forecast=job.step_s)
+        return figures
 
 
 def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | None) -> EngineTrainer:

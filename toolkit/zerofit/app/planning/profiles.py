@@ -64,17 +64,26 @@ def get_profile(wanted: ProfileRequest, report: Reporter) -> tuple[Profile, Path
     Raises UserError and ModelError.
     """
     path = _place(wanted)
-    if path is not None and path.is_file():
-        try:
-            return read_profile(path), path
-        except UserError:
-            path.unlink()  # half written, or of another version
-    report.status(f"tracing {wanted.model} without memory ...")
-    profile = trace(wanted, report)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, profile.as_dict())
+    profile = kept_profile(wanted)
+    if profile is None:
+        report.status(f"tracing {wanted.model} without memory ...")
+        profile = trace(wanted, report)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, profile.as_dict())
     return profile, path
+
+
+def kept_profile(wanted: ProfileRequest) -> Profile | None:
+    """Return the profile that was kept; None where it never was, or by other code."""
+    path = _place(wanted)
+    if path is None or not path.is_file():
+        return None
+    try:
+        return read_profile(path)
+    except UserError:
+        path.unlink()  # half written, or of another version
+        return None
 
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
@@ -204,10 +213,17 @@ def import_closure(module: str, root: Path = ROOT) -> dict[str, bytes]:
         path = _file(name, root)
         if path is None:
             raise ModuleNotFoundError(f"no file for {name} below {root}", name=name)
-        found[name] = path.read_bytes()
-        waiting += _imports(ast.parse(found[name]), root)
+        found[name], imported = _source(path, path.stat().st_mtime_ns, root)
+        waiting += imported
         waiting += [name.rpartition(".")[0]] if "." in name else []  # a package's own code runs first
     return found
+
+
+@cache
+def _source(path: Path, changed_ns: int, root: Path) -> tuple[bytes, tuple[str, ...]]:
+    """Return a file's content and the modules of ours that it imports; `changed_ns` keeps a newer one apart."""
+    content = path.read_bytes()
+    return content, tuple(_imports(ast.parse(content), root))
 
 
 def _file(name: str, root: Path) -> Path | None:

@@ -1,0 +1,60 @@
+"""The step time of a job, as far as profiles and rates that are there already tell it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from zerofit.app.planning.profiles import ProfileRequest, kept_profile
+from zerofit.app.resolve import ResolvedJob
+from zerofit.models.inputs import ImageInputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.space import Degrees
+from zerofit.plan.time import Timer
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.profile import Profile, setting
+
+
+def forecast_step_s(resolved: ResolvedJob) -> float | None:
+    """Return the seconds that a step should take on this machine; None where that cannot be told at once.
+
+    It takes a profile that `zerofit plan`, `tune` or `--fit` has kept, and on CPUs `zerofit calibrate`: nothing is
+    traced or measured here.
+    """
+    job = resolved.job
+    try:
+        cluster = replace(Cluster.here(), gpus=job.layout.world_size)
+    except UserError:  # a GPU that is not in the catalogue
+        return None
+    calibration = read_calibration(cluster.device.kind)
+    profile = _profile(resolved, "cpu" if cluster.on_cpu else "cuda")
+    if profile is None or (cluster.on_cpu and calibration is None):
+        return None
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
+    return timer.step(PlannedLayout.of(job)).step_s
+
+
+def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
+    """Return a kept profile of the job's model in its setting, by whichever question it was traced for."""
+    job, inputs = resolved.job, resolved.inputs
+    layout, run = job.layout, job.run
+    key = setting(job.precision, run.activation_checkpointing, layout.tp, layout.sp)
+    image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}" if isinstance(inputs, ImageInputs) else None
+    asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp))))
+    for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
+        wanted = ProfileRequest(
+            model=run.model,
+            precision=job.precision,
+            device=device,
+            seq_len=seq_len,
+            image=image,
+            model_args=dict(run.model_args),
+            degrees=degrees,
+        )
+        profile = kept_profile(wanted)
+        if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:
+            return profile
+    return None
