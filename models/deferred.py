@@ -157,6 +157,10 @@ class _Op:
         return whole | ({ref.storage for ref in self.writes} - {ref.storage for ref in self.reads})
 
 
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, _Ref)
+
+
 class _Log:
     """The ops of a constructor in their order, and the storages that they work on."""
 
@@ -170,16 +174,21 @@ class _Log:
             raise NotDeferrableError(f"its constructor puts a tensor on {tensor.device} itself")
         storage = tensor.untyped_storage()
         self.storages.setdefault(storage._cdata, storage)
-        shape, elements = (tuple(tensor.shape), tuple(tensor.stride())), storage.nbytes() // tensor.dtype.itemsize
-        return _Ref(storage._cdata, elements, tensor.dtype, *shape, int(tensor.storage_offset()))
+        return _Ref(
+            storage._cdata,
+            storage.nbytes() // tensor.dtype.itemsize,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+        )
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any, *, draws: bool, overwrites: bool) -> None:
         """Note a call that was made on fakes."""
-        described = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
-        reads, writes = (
-            tuple(self.ref(t) for t in tree_leaves(part) if isinstance(t, FakeTensor)) for part in ((args, kwargs), out)
-        )
-        self.ops.append(_Op(func, *described, reads, writes, draws, overwrites))
+        args, kwargs = tree_map(lambda t: self.ref(t) if isinstance(t, FakeTensor) else t, (args, kwargs))
+        reads = tuple(leaf for leaf in tree_leaves((args, kwargs), _is_ref) if _is_ref(leaf))
+        writes = tuple(self.ref(t) for t in tree_leaves(out) if isinstance(t, FakeTensor))
+        self.ops.append(_Op(func, args, kwargs, reads, writes, draws, overwrites))
 
     def clear(self) -> None:
         """Forget all, once the model holds no fakes any more. Raises NotDeferrableError where somebody else does."""
@@ -306,7 +315,7 @@ def _run(op: _Op, real: dict[int, Tensor]) -> None:
     def window(value: Any) -> Any:
         return _window(real, value) if isinstance(value, _Ref) else value
 
-    args, kwargs = tree_map(window, (op.args, op.kwargs), is_leaf=lambda value: isinstance(value, _Ref))
+    args, kwargs = tree_map(window, (op.args, op.kwargs), is_leaf=_is_ref)
     out = op.func(*args, **kwargs)
     for ref, tensor in zip(op.writes, (t for t in tree_leaves(out) if isinstance(t, Tensor)), strict=True):
         real.setdefault(ref.storage, tensor)

@@ -95,17 +95,17 @@ def test_the_least_that_is_needed(llama, spare):
     if spare:
         with pytest.raises(DoesNotFit, match="cpu needs") as found:
             refuse_misfit(placement, "a smaller --micro-batch")
-        assert "--max-memory cpu=" in found.value.problem.hint
-        assert "--micro-batch" in found.value.problem.hint
+        assert "--max-memory cpu=" in found.value.problems[0].hint
+        assert "--micro-batch" in found.value.problems[0].hint
         with pytest.raises(DoesNotFit, match=r"and may take .*, 95% of what is free") as found:
             refuse_misfit(placement, "a smaller --micro-batch", named=False)
-        assert "MiB starts it all the same" in found.value.problem.hint
+        assert "MiB starts it all the same" in found.value.problems[0].hint
 
 
 def test_a_gpu_that_holds_no_layer_is_the_one_that_lacks_memory(llama):
     with pytest.raises(DoesNotFit, match=r"^0 needs") as found:
         refuse_misfit(place(llama, MemoryLimits(memory={0: GPU_ROOM}), WORKING), "")
-    assert "--max-memory 0=" in found.value.problem.hint
+    assert "--max-memory 0=" in found.value.problems[0].hint
 
 
 def test_no_disk_means_no_disk(llama):

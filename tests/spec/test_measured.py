@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zerofit.spec.measured import CACHED, OUTSIDE, OWN, SHARED, TENSORS, MeasuredMemory, memory_figures, outgrown
-from zerofit.spec.overhead import HOST_PROCESS_BYTES
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.run_folder import MemoryForecast
 
 MIB, GIB = 2**20, 2**30
@@ -25,9 +25,8 @@ FORECAST = MemoryForecast(
     host_margin_bytes=GIB,
 )
 ON_CPU = replace(FORECAST, host_bytes=0, pinned_bytes=0)
-CPU = MeasuredMemory(
-    memory_bytes=11 * GIB, reserved_bytes=None, outside_bytes=None, host_bytes=11 * GIB, shared_bytes=0
-)
+TAKEN = 11 * GIB + CPU_LIBRARY_BYTES
+CPU = MeasuredMemory(memory_bytes=TAKEN, reserved_bytes=None, outside_bytes=None, host_bytes=TAKEN, shared_bytes=0)
 GPU = MeasuredMemory(
     memory_bytes=8 * GIB,
     reserved_bytes=10 * GIB,
@@ -51,7 +50,7 @@ def test_up_to_the_margin_a_run_is_within_its_forecast():
 def test_on_a_cpu_it_says_whether_the_process_or_shared_memory_grew(shared, kind, most):
     text = outgrown(on_cpu(768 * MIB, shared * MIB), ON_CPU)
     assert text == (
-        "a rank has taken 11.8 GiB of memory, 768.0 MiB more than its forecast (margin: 512.0 MiB); "
+        "a rank has taken 12.1 GiB of memory, 768.0 MiB more than its forecast (margin: 512.0 MiB); "
         f"what grew most: {kind}, {most} more"
     )
 
@@ -92,7 +91,7 @@ def test_figures_stand_beside_the_forecast_of_the_same_thing():
     }
     assert on_gpu["reserved_bytes"].difference == pytest.approx(0.1)
     (alone,) = memory_figures(CPU, ON_CPU).items()
-    assert alone[0] == "memory_bytes" and alone[1].forecast == 11 * GIB and alone[1].difference == 0
+    assert alone[0] == "memory_bytes" and alone[1].forecast == TAKEN and alone[1].difference == 0
     unknown = memory_figures(replace(GPU, outside_bytes=None), None)
     assert set(unknown) == {"memory_bytes", "reserved_bytes", "host_bytes"}
     assert all(figure.to_dict()["difference"] is None for figure in unknown.values())

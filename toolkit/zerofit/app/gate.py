@@ -72,7 +72,7 @@ class MemoryGate:
         Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
         """
         job, found = resolved.job, self._forecast(asked, resolved)
-        problems = [disk_problem(job, output, found)]
+        problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
             self._refuse(problems)
             return None
@@ -83,7 +83,7 @@ class MemoryGate:
             if worst is None or worst.word != NOT or self._anyway:
                 self._reserve(output, found, job)
         if worst and worst.word == NOT:
-            problems.append(self._memory_problem(asked, resolved, found.cluster, worst))
+            problems.insert(0, self._memory_problem(asked, resolved, found.cluster, worst))
         elif worst and worst.word == WITHIN:
             self._report.warning(f"{worst.message} It is within the margin of the forecast.")
         self._refuse(problems)
@@ -179,10 +179,11 @@ class MemoryGate:
         return Problem(kind="does-not-fit", message=worst.message, hint=f"{hint}; {ANYWAY}", where=room.name)
 
     def _refuse(self, problems: Sequence[Problem | None]) -> None:
-        for problem in filter(None, problems):
-            if not self._anyway:
-                self.close()
-                raise DoesNotFit(problem)
+        found = [problem for problem in problems if problem]
+        if found and not self._anyway:
+            self.close()
+            raise DoesNotFit(*found)
+        for problem in found:
             self._report.warning(f"{problem.message}; started all the same")
 
 

@@ -45,7 +45,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
         except ModelError as error:
             fail([Problem(kind=error.kind, message=error.message, hint=error.hint, where="MODEL")], BAD_INPUT, as_json)
         except DoesNotFit as finding:
-            fail([finding.problem], FINDING, as_json)
+            fail(list(finding.problems), FINDING, as_json)
         except RunFailed as error:
             fail([error.problem], FAILED, as_json)
         except Stopped as stopped:

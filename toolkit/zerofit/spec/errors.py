@@ -76,9 +76,10 @@ class DoesNotFit(Exception):
     'cpu needs 2 GiB, and may take 1 GiB'
     """
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        super().__init__(problem.message)
+    def __init__(self, *problems: Problem):
+        assert problems, "a DoesNotFit without a problem"
+        self.problems = problems
+        super().__init__("; ".join(problem.message for problem in problems))
 
 
 class Problems:
