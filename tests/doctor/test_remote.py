@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -56,6 +57,15 @@ def test_no_ssh_here(monkeypatch, tmp_path):
 def test_what_a_remote_shell_prints_is_passed_over(stand_in):
     stand_in("echo 'Welcome!'; printf 'no newline'")
     assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
+
+
+def test_no_pipe_is_left_to_an_event_loop_that_is_closed(stand_in, monkeypatch):
+    stand_in("sleep 5 &")  # holds the pipes for longer than the conversation
+    caught: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", caught.append)
+    assert not preflight([Host("a", 1), Host("b", 1)], PreflightRequest()).failed
+    gc.collect()
+    assert not caught
 
 
 def test_names_that_are_none_reach_no_program(stand_in):

@@ -130,15 +130,14 @@ class Conversation:
         return why(self.host, self.process.returncode, said)
 
     async def close(self) -> None:
-        """Let it end, or end it."""
+        """Let it end, or end it, and its pipes: children of it may hold them, and nobody closes them without a loop."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
             await asyncio.wait_for(self.process.wait(), END_S)
         finally:
-            if self.process.returncode is None:
-                self.process.kill()
             self.noise.cancel()
+            self.process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]  (kills what still runs)
 
 
 def is_here(host: str) -> bool:
