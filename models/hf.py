@@ -209,6 +209,8 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
         if wanted[0] != config.num_labels:
             message = f"{source.path} holds {name} of shape {tuple(saved)}, the config asks for {tuple(wanted)}"
             raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
+    if stored == IN_FP32 and keep is None:
+        return model
     return store_parameters(model, stored, keep)  # those that the folder does not hold
 
 

@@ -56,6 +56,18 @@ PATCHES = {
             Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()"),
         ],
     ),
+    "weight_files": (
+        ["transformers.modeling_utils:safe_open"],
+        [
+            Reason("transformers.modeling_utils", "load_state_dict", "checkpoint_file", "with safe_open("),
+            Reason(
+                "transformers.modeling_utils",
+                "PreTrainedModel._load_pretrained_model",
+                "model state_dict",
+                "file_pointer = safe_open(file",
+            ),
+        ],
+    ),
     "order_checks": (
         [f"{ZERO_UTILS}:get_lst_from_rank0", f"{ZERO_UTILS}:assert_lst_len_same_as_other_ranks"],
         [

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from tests.train.reference import Plan, relative_difference, text_windows, train
 from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
+from zerofit.models.build import build
+from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -159,6 +162,17 @@ def test_models(pools, tmp_path, corpus, references, name, stage):
     plans, get = references
     trained = pools(2).train(tmp_path / "run", **options(plans[name], corpus, ds_config=f"zero{stage}"))
     agree(trained, get(name))
+
+
+@pytest.mark.parametrize("how", [{"ds_config": "zero1"}, {"ds_config": "zero3"}, {"pipeline": 2}], ids=str)
+def test_weights_out_of_a_pretrained_folder(pools, tmp_path, corpus, references, how):
+    plans, get = references
+    plan = replace(plans["llama"], model=str(tmp_path / "pretrained"), args={})
+    torch.manual_seed(plan.seed)
+    weights: Any = build(find("llama-tiny"), plan.inputs, TINY_LLAMA)
+    weights.save_pretrained(plan.model)
+    trained = pools(2).train(tmp_path / "run", **options(plan, corpus, **how))
+    agree(trained, get("llama"))
 
 
 LAYOUTS = {

@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -81,10 +82,10 @@ def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Ex
 
 
 def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
-    """Let it read no weights of a pretrained model, and swap to nowhere: shapes are all that counts."""
+    """Let it draw weights that are pickled in a pretrained folder, and swap to nowhere: shapes are all that counts."""
     job = target.job
     source = find(job.run.model)
-    if source.origin == PRETRAINED:
+    if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
         job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
     zero = dict(job.ds_config.get("zero_optimization", {}))
     for part in ("offload_optimizer", "offload_param"):
@@ -104,6 +105,7 @@ def _set_environment(target: SimulationTarget) -> None:
         "MASTER_PORT": "29500",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads know nothing of fakes
     }
 
 
