@@ -14,8 +14,9 @@ from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
+from zerofit.check.reader import Reader, guess
 from zerofit.check.subject import TargetHardware
-from zerofit.config.ds_json import find_config, read_document
+from zerofit.config.ds_json import bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -40,6 +41,7 @@ class CheckResult:
     """Faults of a DeepSpeed JSON, and what can be done about them."""
 
     file: str  # its path; "ds_config" where it was given as data
+    reader: Reader
     findings: tuple[Finding, ...]  # by line
     document: Document = field(repr=False)
     hardware: TargetHardware = field(repr=False)
@@ -58,7 +60,7 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit check --json` prints."""
-        return {"file": self.file, "problems": [f.as_dict() for f in self.findings]}
+        return {"file": self.file, "reader": self.reader.name, "problems": [f.as_dict() for f in self.findings]}
 
     def explain(self) -> list[KeyRow]:
         """Return what each key does, which keys are ignored, and the defaults that matter."""
@@ -122,6 +124,7 @@ def check(
     run: Run | RunRequest | None = None,
     cluster: Cluster | str | None = None,
     *,
+    reader: str | None = None,
     on_event: OnEvent | None = None,
 ) -> CheckResult:
     """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
@@ -130,6 +133,7 @@ def check(
         ds_config: a file, the name of a bundled one, or the configuration itself.
         run: the run that it is for. Sizes are checked against its model if it names one (which imports torch).
         cluster: where it will run; a kind alone ("h100-80gb") leaves the number of ranks to the run.
+        reader: the program that reads the file, one of `zerofit.check.reader.READERS`; guessed where it is not given.
         on_event: hears what is being done.
 
     Raises UserError where the file does not parse, or the run's model or the kind is not known.
@@ -158,16 +162,26 @@ def check(
 
         facts = probe(*find_model(request), None, request.run)
     able = cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")
+    ours = any(path.samefile(file) for path in bundled().values() if Path(file).is_file())
+    known = Reader(name=reader or "zerofit") if reader or ours else guess(document.config)
     hardware = TargetHardware(
         ranks=ranks,
         pipeline=request.run.pipeline,
         accelerator=None if cluster is None else "cpu" if cluster.on_cpu else "cuda",
         precisions=tuple(able),
         facts=facts,
+        reader=known.name,
+        guessed=bool(known.why),
     )
     findings = tuple(find_all(document, hardware))
     return CheckResult(
-        file=file, findings=findings, document=document, hardware=hardware, request=request, cluster=cluster
+        file=file,
+        reader=known,
+        findings=findings,
+        document=document,
+        hardware=hardware,
+        request=request,
+        cluster=cluster,
     )
 
 

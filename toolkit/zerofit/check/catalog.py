@@ -83,7 +83,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
     def walk(node: Schema, prefix: str, told: str) -> None:
         for key, child in node.get("properties", {}).items():
             path = f"{prefix}{key}"
-            known_as = told + _documented(prefix, key, deprecated)
+            known_as = told + documented(prefix, key, deprecated)
             child.update(refinements.get(path, {}))
             text = descriptions.get(path) or descriptions.get(known_as)
             if text:
@@ -95,7 +95,7 @@ def _lay_in(schema: Schema, deprecated: Mapping[str, str]) -> None:
     walk(schema, "", "")
 
 
-def _documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
+def documented(prefix: str, key: str, deprecated: Mapping[str, str]) -> str:
     """Return the name of a key that the documentation has; some old names lead to it in two steps."""
     for _ in range(2):
         new = deprecated.get(f"{prefix}{key}", key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
@@ -51,11 +52,13 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     Starts no rank, imports no torch.
     """
     known = catalog()
-    found = list(keys(document, known))
+    found = list(keys(document, known, setting.reader))
     if isinstance(document.config, dict):
-        subject = CheckSubject(config=document.config, catalog=known, setting=setting)
-        for rule in (*RULES, *FUNCTIONS):
-            found.extend(rule(subject))
+        aliases = resolve(document.config, known)
+        subject = CheckSubject(config=aliases.config, catalog=known, setting=setting)
+        for finding in (one for rule in (*RULES, *FUNCTIONS) for one in rule(subject)):
+            path, edits = aliases.in_file(finding.path), aliases.edits_in_file(finding.edits)
+            found.append(replace(finding, path=path, edits=edits))
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)
@@ -64,9 +67,9 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:
-    """Return the text with every fix applied that needs no decision of the user; fixes may uncover further ones."""
+    """Return the text with every error fixed whose fix keeps what was meant; fixes may uncover further ones."""
     for _ in range(rounds):
-        edits = [edit for finding in check(document, setting) for edit in finding.edits]
+        edits = [edit for f in check(document, setting) if f.severity == "error" for edit in f.edits]
         text = apply(document, edits)
         if text == document.text:
             break

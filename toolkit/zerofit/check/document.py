@@ -30,6 +30,9 @@ GRAMMAR = r"""
 _SPOKEN = {"COMMA": "a comma", "COLON": "a colon", "RBRACE": "}", "RSQB": "]", "STRING": "a string in double quotes"}
 
 
+_COMMENTS: list[TextPosition] = []  # of the text that is being parsed: the parser has no other place for them
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextPosition:
     """The place where something stands: line and column from 1 on, offsets into the text from 0 on."""
@@ -75,6 +78,7 @@ class Document:
     root: ParsedValue
     generated: bool = False  # the user has never seen the text, its lines say nothing
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
+    comment: TextPosition | None = None  # the first one
 
     @property
     def config(self) -> Any:
@@ -125,6 +129,7 @@ def _duplicates(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMe
 def parse(text: str) -> Document:
     """Parse a text. Raises SyntaxFault with line, column and what was expected there."""
     try:
+        _COMMENTS.clear()
         tree = _parser().parse(text)
         commas: list[TextPosition] = []
         root = _value(tree.children[0], commas)
@@ -132,7 +137,7 @@ def parse(text: str) -> Document:
         raise _fault(error, text) from None
     except RecursionError:
         raise SyntaxFault("objects or arrays are nested too deeply to be a configuration", 1, 1) from None
-    return Document(text=text, root=root, commas=tuple(commas))
+    return Document(text=text, root=root, commas=tuple(commas), comment=_COMMENTS[0] if _COMMENTS else None)
 
 
 def of_data(config: Any) -> Document:
@@ -142,7 +147,18 @@ def of_data(config: Any) -> Document:
 
 @cache
 def _parser() -> Lark:
-    return Lark(GRAMMAR, parser="lalr", propagate_positions=True, maybe_placeholders=False)
+    return Lark(
+        GRAMMAR,
+        parser="lalr",
+        propagate_positions=True,
+        maybe_placeholders=False,
+        lexer_callbacks={"COMMENT": _note_comment},
+    )
+
+
+def _note_comment(token: Token) -> Token:
+    _COMMENTS.append(_place(token))
+    return token
 
 
 def _value(node: Tree | Token, commas: list[TextPosition]) -> ParsedValue:

@@ -35,6 +35,14 @@ class Renaming:
 
 
 @dataclass(frozen=True)
+class Move:
+    """Put the value at a dotted path where it belongs, unless something stands there."""
+
+    path: str
+    to: str
+
+
+@dataclass(frozen=True)
 class Deletion:
     """Take out what stands at these offsets of the text that was checked."""
 
@@ -42,7 +50,7 @@ class Deletion:
     end: int
 
 
-Edit = Assignment | Removal | Renaming | Deletion
+Edit = Assignment | Removal | Renaming | Move | Deletion
 
 
 def apply(document: Document, edits: Iterable[Edit]) -> str:
@@ -74,6 +82,11 @@ def _apply(document: Document, edit: Edit) -> str:
     text = document.text
     if member is None:
         return text
+    if isinstance(edit, Move):
+        if document.member(edit.to):
+            return text
+        moved = parse(_set(document, Assignment(edit.to, member.value.data)))
+        return _apply(moved, Removal(edit.path))
     if isinstance(edit, Renaming):
         return text[: member.place.start] + json.dumps(edit.key) + text[member.place.end :]
     start, end = _span_of(document, edit.path, member)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zerofit.check.edit import Edit, Removal, Renaming
+from zerofit.check.edit import Edit, Renaming
 from zerofit.check.subject import CheckSubject
 
+SLIP = 0.87  # from this likeness on a wrong name is a slip of the pen, as difflib counts
+
 Severity = Literal["error", "warning"]
+Effect = Literal["stops", "changes", "ignored", "advice"]
 Edits = tuple[Edit, ...]
 Text = str | Callable[[CheckSubject], str]
 
@@ -26,13 +31,20 @@ class Finding:
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it
     fix: str  # the way out, in words
-    edits: Edits = ()  # the same as changes to the text; none where only the user can know
+    edits: Edits = ()  # that keep what the writer plainly meant: move, rename, correct a type; else none
     line: int = 0
     column: int = 0
 
+    @property
+    def effect(self) -> Effect:
+        """What it does to a run, as `why` says it."""
+        if re.search(r"\b(stops?|fails?|refuses|raises|ends an ordinary run)\b", self.why):
+            return "stops"
+        return "ignored" if re.search(r"\b(ignores|drops|nothing reads|reads it)\b", self.why) else "changes"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that `zerofit check --json` prints."""
-        names = ("line", "column", "path", "severity", "code", "message", "why", "fix")
+        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
         return {name: getattr(self, name) for name in names}
 
 
@@ -50,7 +62,7 @@ class Rule:
     message: Text
     why: Text  # what DeepSpeed does
     fix: Text = "remove it"
-    edits: Edit | Edits | Callable[[CheckSubject], Edit | Edits] | None = None  # None: the key at `path` is removed
+    edits: Edits | Callable[[CheckSubject], Edits] = ()  # as of a finding
     source: str  # file:line below deepspeed/ in 0.19.8
 
     def __call__(self, subject: CheckSubject) -> Iterator[Finding]:
@@ -61,8 +73,6 @@ class Rule:
         def text(of: Text) -> str:
             return (of(subject) if callable(of) else of).replace("{value}", json.dumps(subject.get(self.path)))
 
-        edits = Removal(self.path) if self.edits is None else self.edits
-        edits = edits(subject) if callable(edits) else edits
         yield Finding(
             code=self.code,
             severity=self.severity,
@@ -70,7 +80,7 @@ class Rule:
             message=text(self.message),
             why=text(self.why),
             fix=text(self.fix),
-            edits=edits if isinstance(edits, tuple) else (edits,),
+            edits=self.edits(subject) if callable(self.edits) else self.edits,
         )
 
 
@@ -94,8 +104,15 @@ def unknown_parameter(
         message=f"{owner} takes no parameter {key!r}; it takes: {', '.join(taken)}",
         why=why or f"DeepSpeed stops once the ranks run: \"unexpected keyword argument '{key}'\"",
         fix=f"did you mean {better}?" if better else "remove it",
-        edits=(Renaming(path, better),) if free and better else (Removal(path),),
+        edits=(Renaming(path, better),) if free and better and plainly(key, better, synonyms) else (),
     )
+
+
+def plainly(word: str, name: str, synonyms: Mapping[str, str] | None = None) -> bool:
+    """Return whether a wrong name can mean no other than this one: a synonym, or a slip of a letter or two."""
+    bare, meant = (w.lower().replace("_", "").replace("-", "") for w in (word, name))
+    known = (synonyms or {}).get(word.lower()) == name
+    return bare == meant or known or difflib.SequenceMatcher(None, bare, meant).ratio() >= SLIP
 
 
 def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
@@ -113,3 +130,14 @@ def near(word: str, known: Iterable[str], synonyms: Mapping[str, str] | None = N
         return meant
     close = difflib.get_close_matches(bare, plain, n=1, cutoff=0.6)
     return plain[close[0]] if close else None
+
+
+def as_number(text: str) -> float | int | None:
+    """Return the number that a string writes, None where it writes none that JSON has."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else value

@@ -8,10 +8,10 @@ from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema
 from zerofit.check.document import Document
-from zerofit.check.dotted import get
-from zerofit.check.edit import Assignment, Deletion, Edit, Removal, Renaming, after_comma
-from zerofit.check.finding import Finding, near
-from zerofit.check.schema import FILLED
+from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming, after_comma
+from zerofit.check.finding import Finding, as_number, near, plainly
+from zerofit.check.reader import SPOKEN, STRICT_READERS
+from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO
 
 # other words for the same, from users' reports
@@ -47,22 +47,11 @@ INSTEAD = {
 }
 
 
-def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
+def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]:
     """Yield findings about single keys and their values; combinations are the rules' matter."""
+    yield from _strict_json(document, reader)
     for path, first, last in document.duplicates():
         yield _duplicate(document, path, first, last)
-    for place in document.commas:
-        yield Finding(
-            code="trailing-comma",
-            severity="warning",
-            path="",
-            message="a comma after the last member",
-            why="DeepSpeed takes it; Hugging Face's integrations read strict JSON and stop",
-            fix="remove it",
-            edits=(Deletion(place.start, place.end),),
-            line=place.line,
-            column=place.column,
-        )
     if not isinstance(document.config, Mapping):
         yield Finding(
             code="not-an-object",
@@ -72,7 +61,38 @@ def keys(document: Document, catalog: Catalog) -> Iterator[Finding]:
             fix="write {...}",
         )
         return
-    yield from _walk(document.config, catalog.schema, "", catalog)
+    for finding in _walk(document.config, catalog.schema, "", catalog, filled_by(reader)):
+        if not (reader == "neox" and finding.code == "unknown-key" and "." not in finding.path):
+            yield finding
+
+
+def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
+    """Yield what DeepSpeed's reader takes and a strict reader of JSON does not."""
+    stops = reader in STRICT_READERS
+    for place in document.commas:
+        yield Finding(
+            code="trailing-comma",
+            severity="error" if stops else "warning",
+            path="",
+            message="a comma after the last member",
+            why=f"{SPOKEN[reader]} reads strict JSON and stops"
+            if stops
+            else "DeepSpeed takes it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not",
+            fix="remove it",
+            edits=(Deletion(place.start, place.end),),
+            line=place.line,
+            column=place.column,
+        )
+    if stops and document.comment:
+        yield Finding(
+            code="json-comment",
+            path="",
+            message="a comment",
+            why=f"{SPOKEN[reader]} reads strict JSON and stops",
+            fix="remove all comments",
+            line=document.comment.line,
+            column=document.comment.column,
+        )
 
 
 def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
@@ -85,59 +105,76 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
         message=f"{path} stands twice: here and in line {last.place.line}",
         why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers take the last one',
         fix="remove one of them",
-        edits=(Deletion(start, end),),
+        edits=(Deletion(start, end),) if first.value.data == last.value.data else (),
         line=first.place.line,
         column=first.place.column,
     )
 
 
-def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog) -> Iterator[Finding]:
+def _walk(
+    config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, filled: frozenset[str]
+) -> Iterator[Finding]:
     known = schema.get("properties", {})
     for key, value in config.items():
         path = f"{prefix}{key}"
         if path in catalog.removed:
-            yield _removed(path)
+            yield _removed(path, value)
         elif key not in known:
             if not schema.get("additionalProperties", True):
-                yield _unknown(path, known, config, catalog)
+                yield from _unknown(path, known, config, catalog, filled)
         else:
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
-            yield from _value(path, value, known[key], catalog)
+            yield from _value(path, value, known[key], catalog, filled)
 
 
-def _removed(path: str) -> Finding:
+def is_off(value: Any) -> bool:
+    """Return whether a section, or a flag, switches nothing on."""
+    if isinstance(value, Mapping):
+        switched = value.get("enabled")
+        return switched is False or (switched is None and all(is_off(v) for v in value.values() if _switches(v)))
+    return value is False
+
+
+def _switches(value: Any) -> bool:
+    return isinstance(value, Mapping | bool)
+
+
+def _removed(path: str, value: Any) -> Finding:
     return Finding(
         code="removed-key",
         path=path,
         message=f"{path} is gone from this DeepSpeed",
         why="DeepSpeed stops at the key, whatever its value, also where it is disabled",
         fix="remove it" + (f"; {INSTEAD[path]}" if path in INSTEAD else ""),
-        edits=(Removal(path),),
+        edits=(Removal(path),) if is_off(value) else (),
     )
 
 
-def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog) -> Finding:
+def _unknown(
+    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, filled: frozenset[str]
+) -> Iterator[Finding]:
     parent, _, key = path.rpartition(".")
     documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
     elsewhere = sorted(p for p in _paths(catalog.schema) if p.rpartition(".")[2] == key and p not in catalog.deprecated)
     better = None if key.startswith("_") or elsewhere else near(key, documented, SYNONYMS)
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
-    edits: tuple[Edit, ...] = (Removal(path),)
+    edits: tuple[Edit, ...] = ()
     fix = "remove it"
     if better:
         fix = f"did you mean {better}?"
-        edits = (Renaming(path, better),) if better not in siblings else edits
+        if better not in siblings and plainly(key, better, SYNONYMS):
+            edits = (Renaming(path, better),)
     elif elsewhere:
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
-        if len(elsewhere) == 1 and not parent and get(siblings, elsewhere[0]) is None:
-            edits = (*edits, Assignment(elsewhere[0], siblings[key]))
+        if len(elsewhere) == 1 and _may_be_meant(siblings[key], catalog.node(elsewhere[0]) or {}):
+            edits = (Move(path, elsewhere[0]),)
     if parent in catalog.strict:
         why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
     else:
         why = "DeepSpeed ignores it without a word and takes its default"
-    return Finding(
+    yield Finding(
         code="unknown-key",
         severity="warning" if key.startswith(("_", "$")) and parent not in catalog.strict else "error",
         path=path,
@@ -146,6 +183,9 @@ def _unknown(path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], c
         fix=fix,
         edits=edits,
     )
+    meant = known[better] if better else catalog.node(elsewhere[0]) if len(elsewhere) == 1 else None
+    if edits and meant:  # what is wrong inside shows at once, not after the name is right
+        yield from _value(path, siblings[key], meant, catalog, filled)
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
@@ -166,7 +206,7 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     new = catalog.deprecated[path]
     alias = catalog.deprecated.get(f"{parent}.{new}", new)
     code = "deprecated-key"
-    edits: tuple[Edit, ...] = (Removal(path),)
+    edits: tuple[Edit, ...] = (Removal(path),) if value is not True else ()
     if not new.isidentifier():  # "a or b": the value is dropped
         message, why = f"{key} is the old form of {new}", "DeepSpeed warns and drops the value"
         fix = "remove it, and set pin_memory in these sections"
@@ -174,26 +214,30 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
         code = "deprecated-and-new"
         message, fix = f"{key} stands beside {alias}, which is its new name", f"keep {alias}"
         why = "DeepSpeed reads the new one only"
+        other = siblings.get(new, siblings.get(alias))
+        edits = (Removal(path),) if value == other or (value is False and key.startswith("cpu_offload")) else ()
         if parent in catalog.strict:
             why = 'DeepSpeed stops: "Cannot provide deprecated parameter ... and replacing parameter ... together"'
+    elif key.startswith("cpu_offload"):
+        if value is True:
+            edits = (Removal(path), Assignment(f"{parent}.{new}", {"device": "cpu"}))
+        message, fix = f"{key} is another name of {new}", f"write {new}"
+        why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
     else:
-        if not key.startswith("cpu_offload"):
-            new, edits = alias, (Renaming(path, alias),)
-        elif value is True:
-            edits = (*edits, Assignment(f"{parent}.{new}", {"device": "cpu"}))
+        new, edits = alias, (Renaming(path, alias),)
         message, fix = f"{key} is another name of {new}", f"write {new}"
         why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
     severity = "warning" if code == "deprecated-key" else "error"
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
-def _value(path: str, value: Any, schema: Schema, catalog: Catalog) -> Iterator[Finding]:
+def _value(path: str, value: Any, schema: Schema, catalog: Catalog, filled: frozenset[str]) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
-        yield from _walk(value, schema, f"{path}.", catalog)
+        yield from _walk(value, schema, f"{path}.", catalog, filled)
         return
     own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
     if value == "auto" and not own_auto:
-        if path not in FILLED:
+        if path not in filled:
             yield _auto(path, schema, catalog)
         return
     if path == ZERO and isinstance(value, bool):
@@ -202,19 +246,15 @@ def _value(path: str, value: Any, schema: Schema, catalog: Catalog) -> Iterator[
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
-    default = schema.get("default")
-    strict = path.rpartition(".")[0] in catalog.strict
-    why = (
-        f"DeepSpeed drops it and takes its default, {json.dumps(default)}" if strict else "DeepSpeed fails on the word"
-    )
-    section = schema.get("type") == "object" or "properties" in schema
+    dropped = path.rpartition(".")[0] in catalog.strict
+    why = f"DeepSpeed takes its default for it, {json.dumps(schema.get('default'))}"
     return Finding(
         code="auto-unfilled",
+        severity="warning" if dropped else "error",
         path=path,
-        message=f'{path} is "auto", which nothing fills: neither zerofit nor Hugging Face\'s integrations',
-        why=why,
-        fix="write a value, or remove the key",
-        edits=(Removal(path),) if default is None or section else (Assignment(path, default),),
+        message=f'{path} is "auto", which nothing fills in before DeepSpeed reads it',
+        why=why if dropped else "DeepSpeed fails on the word",
+        fix="write a value, or remove the key for DeepSpeed's default",
     )
 
 
@@ -227,11 +267,10 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
         return
     allowed = _allowed(schema)
     shown = json.dumps(value) if len(json.dumps(value)) < 60 else f"{json.dumps(value)[:57]}..."
-    default = schema.get("default")
-    edits: tuple[Any, ...] = (Removal(path),) if default is None else (Assignment(path, default),)
+    edits: tuple[Assignment, ...] = ()
     code, why = "wrong-type", "DeepSpeed refuses it, or fails on it later"
-    if isinstance(value, str) and _number(value) is not None and _fits(_number(value), schema):
-        code, edits = "number-as-string", (Assignment(path, _number(value)),)
+    if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
+        code, edits = "number-as-string", (Assignment(path, number),)
         why = "DeepSpeed converts it in some sections and fails on it in others"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
@@ -243,13 +282,13 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
     elif error.validator == "enum" and isinstance(value, str):
         code = "not-allowed"
         better = near(value, [v for v in schema["enum"] if isinstance(v, str)])
-        edits = (Assignment(path, better),) if better else edits
+        edits = (Assignment(path, better),) if better and plainly(value, better) else ()
     yield Finding(
         code=code,
         path=path,
         message=f"{path} is {shown}; allowed: {allowed}",
         why=why,
-        fix=f"take {json.dumps(edits[0].value)}" if isinstance(edits[0], Assignment) else "correct it, or remove it",
+        fix=f"take {json.dumps(edits[0].value)}" if edits else "correct it, or remove it",
         edits=edits,
     )
 
@@ -269,16 +308,6 @@ def _fits(value: Any, schema: Schema) -> bool:
     from jsonschema import Draft202012Validator
 
     return Draft202012Validator(schema).is_valid(value)
-
-
-def _number(text: str) -> float | int | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    if value != value or value in (float("inf"), float("-inf")):
-        return None
-    return int(value) if value == int(value) else value
 
 
 def _allowed(schema: Schema) -> str:

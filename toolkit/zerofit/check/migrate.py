@@ -10,6 +10,7 @@ from zerofit.check.catalog import catalog
 from zerofit.check.check import check
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import Assignment, Removal, apply
+from zerofit.check.finding import Edits, Finding
 from zerofit.check.rules.optimizer import GONE
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
@@ -65,7 +66,7 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
         for finding in found:
             if finding.code == "removed-key":
                 lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
-        document = parse(apply(document, [edit for finding in found for edit in finding.edits]))
+        document = parse(apply(document, [edit for finding in found for edit in _edits(finding)]))
     kept = []
     for path, old, matters, text in DEFAULTS:
         subject = CheckSubject(config=document.config, catalog=catalog(), setting=setting)
@@ -73,6 +74,11 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
             document = parse(apply(document, [Assignment(path, old)]))
             kept.append(f"{path} {old}: {text}")
     return Migrated(text=document.text, lost=tuple(lost), kept=tuple(kept))
+
+
+def _edits(finding: Finding) -> Edits:
+    """Return the edits that carry a key over; what is gone is taken out, and named as lost."""
+    return (Removal(finding.path),) if finding.code == "removed-key" else finding.edits
 
 
 def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:

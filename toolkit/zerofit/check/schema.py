@@ -55,6 +55,13 @@ ZEROFIT = HUGGING_FACE | {
 FILLED = HUGGING_FACE | ACCELERATE | ZEROFIT
 
 
+def filled_by(reader: str) -> frozenset[str]:
+    """Return the keys whose "auto" a program fills before DeepSpeed sees it."""
+    return {"zerofit": FILLED, "trainer": HUGGING_FACE | ACCELERATE, "accelerate": HUGGING_FACE | ACCELERATE}.get(
+        reader, frozenset()
+    )
+
+
 def schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the installed DeepSpeed.
 

@@ -15,13 +15,15 @@ ZERO = "zero_optimization"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetHardware:
-    """The hardware that the JSON will run on; None where nobody has said."""
+    """The hardware and the program that the JSON is for; None where nobody has said."""
 
     ranks: int | None = None
     pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
     accelerator: str | None = None  # "cuda" or "cpu"
     precisions: tuple[str, ...] = PRECISIONS  # that the device has
     facts: ModelFacts | None = None
+    reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
+    guessed: bool = False  # from the file, by nobody's word
 
 
 @dataclass(frozen=True, kw_only=True)

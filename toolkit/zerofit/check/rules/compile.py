@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Rule
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.subject import CheckSubject
 
 TP = "tensor_parallel"
 OFFLOADS = ("offload_activation", "offload_opt_states", "offload_parameters")
@@ -32,7 +31,6 @@ COMPILE = (
         message="DeepCompile without ZeRO",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="take ZeRO stage 1, 2 or 3",
-        edits=Assignment("compile.deepcompile", False),
         source="runtime/engine.py:5806",
     ),
     Rule(
@@ -41,7 +39,6 @@ COMPILE = (
         when=lambda c: c.deepcompile and c.stage > 0 and c.on_cpu,
         message="DeepCompile without a GPU",
         why="DeepSpeed's native op for it needs CUDA, and compiling fails",
-        edits=Assignment("compile.deepcompile", False),
         source="compile/util.py:29",
     ),
     Rule(
@@ -51,7 +48,6 @@ COMPILE = (
         message=lambda c: f"the pass autosp at ZeRO stage {c.stage}",
         why="DeepSpeed says so in an info line and compiles as torch does: sequences are not split",
         fix="take stage 1",
-        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/engine.py:5773",
     ),
     Rule(
@@ -61,7 +57,6 @@ COMPILE = (
         message="the pass autotp together with others: {value}",
         why='DeepSpeed stops: "The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO passes."',
         fix="take autotp alone",
-        edits=Assignment("compile.passes", ["autotp"]),
         source="runtime/engine.py:5843",
     ),
     Rule(
@@ -93,7 +88,6 @@ COMPILE = (
         message=lambda c: f"compile.offload_... at ZeRO stage {c.stage}",
         why="DeepSpeed reads it at stage 3 only",
         fix="take stage 3, or remove it",
-        edits=tuple(Removal(f"compile.{key}") for key in OFFLOADS),
         source="compile/init_z1_and_2.py (no reader), compile/init_z3.py:94",
     ),
     Rule(
@@ -115,11 +109,6 @@ COMPILE = (
         message="compile.passes {value}: z1 and z3 select nothing",
         why="DeepSpeed takes the passes of the ZeRO stage that zero_optimization.stage gives",
         fix="remove them",
-        edits=lambda c: (
-            (Assignment("compile.passes", left),)
-            if (left := [p for p in _passes(c) if p not in ("z1", "z3")])
-            else (Removal("compile.passes"),)
-        ),
         source="runtime/engine.py:1587,5817",
     ),
     Rule(
@@ -131,7 +120,6 @@ COMPILE = (
         message="the pass autotp without tensor_parallel.autotp_size above 1",
         why="DeepSpeed says so in an info line and compiles as torch does",
         fix="set tensor_parallel.autotp_size, or remove the pass",
-        edits=(Removal("compile.passes"), Assignment("compile.deepcompile", False)),
         source="runtime/engine.py:5783",
     ),
 )

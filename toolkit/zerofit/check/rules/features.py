@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO
 
@@ -38,7 +37,6 @@ FEATURES = (
         message="comms_logger.enabled is false, which does not switch it off",
         why="DeepSpeed looks only whether the section is there: the logger runs, and synchronises every collective",
         fix="remove the section",
-        edits=Removal("comms_logger"),
         source="comm/config.py:22",
     ),
     Rule(
@@ -48,11 +46,11 @@ FEATURES = (
         message="autotuning is on",
         why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
         fix="remove the section from the JSON of a real run",
-        edits=Assignment("autotuning.enabled", False),
         source="runtime/engine.py:3657",
     ),
     Rule(
         code="activations-contiguous",
+        severity="warning",  # Megatron hands both over in code
         path=f"{ACT}.contiguous_memory_optimization",
         when=lambda c: (
             c.on(f"{ACT}.contiguous_memory_optimization")
@@ -61,7 +59,7 @@ FEATURES = (
         message="contiguous_memory_optimization without partition_activations and number_checkpoints",
         why='DeepSpeed stops in deepspeed.checkpointing.configure: "Contiguous Checkpointing is only available with '
         'partitioned activations"',
-        fix="remove it, or give both",
+        fix="give both, here or to deepspeed.checkpointing.configure in the code, or remove it",
         source="runtime/activation_checkpointing/checkpointing.py:1229",
     ),
     *(
@@ -74,7 +72,6 @@ FEATURES = (
             why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
             "through deepspeed.checkpointing.checkpoint",
             fix=fix,
-            edits=(),
             source="runtime/activation_checkpointing/checkpointing.py:1121",
         )
         for code, key, fix in (
@@ -115,7 +112,6 @@ FEATURES = (
         message="aio.use_gds without a GPU",
         why='DeepSpeed stops: "GDS currently only supported for CUDA accelerator"',
         fix="set it to false",
-        edits=Assignment("aio.use_gds", False),
         source="runtime/swap_tensor/aio_config.py:39",
     ),
     *(
@@ -126,7 +122,6 @@ FEATURES = (
             message=f"data_efficiency.enabled is false, which does not switch off its {inner.rpartition('.')[2]}",
             why="DeepSpeed looks at the inner switch only",
             fix=f"set {inner.rpartition('.')[2]}.enabled to false",
-            edits=Assignment(f"{inner}.enabled", False),
             source="runtime/engine.py:1402-1421",
         )
         for inner in (CURRICULUM, f"{DATA}.data_routing.random_ltd")
@@ -138,7 +133,6 @@ FEATURES = (
         message="curriculum_learning without curriculum_metrics",
         why='DeepSpeed stops: "Curriculum learning is enabled, curriculum_metrics must be specified"',
         fix="give the metrics, or disable it",
-        edits=Assignment(f"{CURRICULUM}.enabled", False),
         source="runtime/data_pipeline/config.py:88",
     ),
     Rule(
@@ -148,18 +142,17 @@ FEATURES = (
         message="dynamic_batching without max_tokens",
         why='DeepSpeed stops: "Dynamic batching is enabled, so max_tokens must be specified"',
         fix="give max_tokens, or disable it",
-        edits=Assignment(f"{DYNAMIC}.enabled", False),
         source="runtime/data_pipeline/config.py:108",
     ),
     *(
         Rule(
             code="monitor-package",
+            severity="warning",  # the machine that trains may have it
             path=f"{section}.enabled",
             when=lambda c, section=section, package=package: c.on(f"{section}.enabled") and _absent(package),
             message=f"{section} needs the package {package}, which is not installed",
             why="DeepSpeed fails on rank 0 only, and the other ranks hang or time out",
             fix=f"pip install {package}, or disable it",
-            edits=Assignment(f"{section}.enabled", False),
             source="monitor/utils.py:9, monitor/monitor.py:40",
         )
         for section, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))
@@ -172,7 +165,6 @@ FEATURES = (
         message="flops_profiler.profile_step is {value}",
         why="DeepSpeed counts steps from 0: this one never comes, and nothing is profiled",
         fix="take 1, or a step after the warm-up",
-        edits=Assignment("flops_profiler.profile_step", 1),
         source="runtime/engine.py:3583",
     ),
     *(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding, Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -43,8 +42,24 @@ OFFLOAD = (
         message="offload_optimizer without ZeRO",
         why="DeepSpeed offloads nothing at stage 0; the device only makes it choose its CPU Adam",
         fix="take stage 1 or higher, or remove the block",
-        edits=Assignment(f"{ZERO}.stage", 2),
         source="runtime/engine.py:2384",
+    ),
+    Rule(
+        code="offload-own-optimizer",
+        path=OPTIMIZER,
+        when=lambda c: (
+            c.setting.reader in ("deepspeed", "lightning")
+            and c.offload("optimizer")
+            and c.stage > 0
+            and c.has("scheduler.type")
+            and not c.has("optimizer")
+            and not c.off("zero_force_ds_cpu_optimizer")
+        ),
+        message="the optimizer is offloaded, and the JSON names a scheduler but no optimizer",
+        why='DeepSpeed stops if the code brings one of torch: "You are using ZeRO-Offload with a client provided '
+        'optimizer"',
+        fix="name the optimizer in the JSON, bring DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer to false",
+        source="runtime/engine.py:2345",
     ),
     Rule(
         code="nvme-stage",
@@ -53,7 +68,6 @@ OFFLOAD = (
         message=lambda c: f"offload_optimizer to NVMe at ZeRO stage {c.stage}",
         why="DeepSpeed keeps the states in host memory and never touches the path, even one that does not exist",
         fix="take stage 3, or device cpu",
-        edits=Assignment(f"{OPTIMIZER}.device", "cpu"),
         source="runtime/zero/stage_1_and_2.py:220",
     ),
     Rule(
@@ -74,7 +88,6 @@ OFFLOAD = (
         message="offload_optimizer.ratio {value} with torch's Adam",
         why='DeepSpeed stops: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"',
         fix="remove torch_adam",
-        edits=Removal("optimizer.params.torch_adam"),
         source="runtime/zero/stage3.py:316",
     ),
     Rule(
@@ -99,10 +112,13 @@ OFFLOAD = (
         path=ZENFLOW,
         when=lambda c: c.zenflow and c.stage < 3,
         message=lambda c: f"zenflow at ZeRO stage {c.stage}",
-        why="DeepSpeed fails at the first step without ZeRO; at stages 1 and 2 it mixes up the order of the matrices' "
-        "elements when the engine starts (a toy's loss stays at 0.9 instead of 0.0004)",
+        why=lambda c: (
+            "DeepSpeed mixes up the order of the matrices' elements when the engine starts (a toy's loss stays at 0.9 "
+            "instead of 0.0004)"
+            if c.stage
+            else "DeepSpeed fails at the first step"
+        ),
         fix="take stage 3 with the optimizer offloaded to the CPU",
-        edits=(Assignment(f"{ZERO}.stage", 3), Assignment(f"{OPTIMIZER}.device", "cpu")),
         source="runtime/zenflow/engine.py:25, runtime/zero/stage_1_and_2.py:894",
     ),
     Rule(
@@ -112,7 +128,6 @@ OFFLOAD = (
         message="zenflow without a whole number as update_interval",
         why="DeepSpeed takes it as the gradient accumulation steps, 0 for auto, and divides the loss by it",
         fix="give the number of steps between updates on the CPU",
-        edits=Assignment(UPDATE, 4),
         source="runtime/zenflow/engine.py:69",
     ),
     Rule(
@@ -122,7 +137,6 @@ OFFLOAD = (
         message="zenflow.select_interval {value} with the strategy auto",
         why="DeepSpeed raises its own warning as an exception",
         fix="remove select_interval, or take select_strategy step or epoch",
-        edits=Assignment(STRATEGY, "step"),
         source="runtime/zenflow/engine.py:39",
     ),
     Rule(
@@ -132,7 +146,6 @@ OFFLOAD = (
         message="zenflow.select_strategy {value} without a whole number as select_interval",
         why='DeepSpeed stops: "If don\'t use auto select strategy, select_interval must be a number."',
         fix="give the interval",
-        edits=(Assignment(STRATEGY, "auto"), Removal(f"{ZENFLOW}.select_interval")),
         source="runtime/zenflow/engine.py:45",
     ),
     Rule(
@@ -142,7 +155,6 @@ OFFLOAD = (
         message=lambda c: f"zenflow.update_interval {{value}} is above select_interval {_interval(c)}",
         why='DeepSpeed stops: "Select interval must be greater or equal to update interval"',
         fix="make update_interval the smaller one",
-        edits=lambda c: Assignment(UPDATE, max(1, int(_interval(c) or 1))),
         source="runtime/zenflow/engine.py:63",
     ),
     Rule(
@@ -187,7 +199,6 @@ def nvme(c: CheckSubject) -> Iterator[Finding]:
                 message=f"offload_{what} to NVMe without nvme_path",
                 why="DeepSpeed stops once the ranks run: it has no folder to write to",
                 fix="name a folder on the NVMe disk, or offload to the CPU",
-                edits=(Assignment(f"{part}.device", "cpu"), Removal(f"{part}.nvme_path")),
             )
         elif not Path(path).is_dir():
             yield Finding(

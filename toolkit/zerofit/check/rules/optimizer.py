@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding, Rule, near, unknown_parameter
+from zerofit.check.finding import Finding, Rule, as_number, near, plainly, unknown_parameter
 from zerofit.check.rules.precision import bf16_optimizer
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -16,6 +16,7 @@ GRAD_NORM = f"{ZERO}.compute_grad_norm"
 MAX_NORM = "optimizer.params.max_grad_norm"
 # optimizers that are gone since 0.19.7, and the one whose uncompressed steps they made
 GONE = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb"}
+SAME = {"adam_w": "AdamW", "fusedadam": "AdamW", "fusedlamb": "lamb"}  # classes' names of the same optimizers
 # what other libraries call them
 SYNONYMS = {
     "learning_rate": "lr",
@@ -67,7 +68,6 @@ GRADIENTS = (
         message="gradient_allreduce_op sum with ZeRO-3, ZenFlow or DeepCompile",
         why="DeepSpeed stops: these can only average",
         fix="take mean, and a learning rate that suits it",
-        edits=Assignment("gradient_allreduce_op", "mean"),
         source="runtime/config.py:694-699",
     ),
     Rule(
@@ -78,12 +78,9 @@ GRADIENTS = (
         why="DeepSpeed stops: \"'max_grad_norm' is not supported as an optimizer parameter\"",
         fix="write gradient_clipping at the top level",
         edits=lambda c: (
-            Removal(MAX_NORM),
-            *(
-                (Assignment("gradient_clipping", c.number(MAX_NORM)),)
-                if c.number(MAX_NORM) is not None and not c.has("gradient_clipping")
-                else ()
-            ),
+            (Removal(MAX_NORM), Assignment("gradient_clipping", c.get(MAX_NORM)))
+            if c.number(MAX_NORM) is not None and c.get("gradient_clipping") in (None, c.get(MAX_NORM))
+            else ()
         ),
         source="runtime/engine.py:2481",
     ),
@@ -143,7 +140,6 @@ OPTIMIZER_RULES = (
         message="the optimizer block has no type",
         why="DeepSpeed then builds none, without a word",
         fix='name one, "AdamW" say',
-        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/config.py:289",
     ),
     Rule(
@@ -167,7 +163,6 @@ OPTIMIZER_RULES = (
         message="Adam with weight decay",
         why='DeepSpeed takes "Adam" for AdamW: the decay is decoupled from the gradient',
         fix='write AdamW if that is meant, else "adam_w_mode": false',
-        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -178,7 +173,6 @@ OPTIMIZER_RULES = (
         message="AdamW with adam_w_mode false",
         why="DeepSpeed ignores it: the name decides",
         fix='write "Adam" for a decay that goes through the gradient',
-        edits=Assignment("optimizer.type", "Adam"),
         source="runtime/engine.py:2490",
     ),
     Rule(
@@ -188,7 +182,6 @@ OPTIMIZER_RULES = (
         message="Lamb with a static loss scale of {value}",
         why='DeepSpeed stops, even with fp16 off: "DeepSpeed lamb optimizer requires dynamic loss scaling"',
         fix="set loss_scale to 0",
-        edits=Assignment("fp16.loss_scale", 0),
         source="runtime/engine.py:2021",
     ),
     Rule(
@@ -198,7 +191,6 @@ OPTIMIZER_RULES = (
         message="Lamb on the CPU",
         why='DeepSpeed stops: "This op had not been implemented on CPU backend."',
         fix="take AdamW",
-        edits=Assignment("optimizer.type", "AdamW"),
         source="ops/lamb/fused_lamb.py:56",
     ),
     Rule(
@@ -208,7 +200,6 @@ OPTIMIZER_RULES = (
         message="optimizer {value} needs the package mup, which is not installed",
         why="DeepSpeed logs that and then fails with an UnboundLocalError",
         fix="pip install mup, or take AdamW",
-        edits=Assignment("optimizer.type", "AdamW"),
         source="runtime/engine.py:2513",
     ),
     Rule(
@@ -227,7 +218,6 @@ OPTIMIZER_RULES = (
         message="Lion without a GPU and without offload",
         why="DeepSpeed's op for it is written for CUDA only; offloaded to the CPU it has another one",
         fix="take AdamW, or offload the optimizer to the CPU",
-        edits=Assignment("optimizer.type", "AdamW"),
         source="ops/lion/fused_lion.py:36, ops/op_builder/cpu/ (no fused_lion)",
     ),
 )
@@ -241,7 +231,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
     known = c.catalog.optimizers
     variants = known.get(c.optimizer or "")
     if variants is None:
-        better = near(name, ["AdamW", *known], {"adam_w": "AdamW", "fusedadam": "AdamW", **GONE})
+        better = near(name, ["AdamW", *known], SAME | GONE)
         yield Finding(
             code="optimizer-unknown",
             path="optimizer.type",
@@ -249,7 +239,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer" (names of torch '
             "are case-sensitive)",
             fix=f"did you mean {better}?" if better else "take AdamW",
-            edits=(Assignment("optimizer.type", better or "AdamW"),),
+            edits=(Assignment("optimizer.type", better),) if better and plainly(name, better, SAME) else (),
         )
         return
     taken = variants.get(_variant(c, variants))
@@ -276,7 +266,6 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
             message=f"betas is {betas!r}; allowed: two numbers from 0 up to but not including 1",
             why="DeepSpeed hands it on, and the optimizer fails or diverges",
             fix="take [0.9, 0.999]",
-            edits=(Assignment(f"{PARAMS}.betas", [0.9, 0.999]),),
         )
 
 
@@ -293,19 +282,15 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
     if value is None or value == "auto":
         return
     path = f"{PARAMS}.{key}"
-    as_number = value
     if isinstance(value, str):
-        try:
-            as_number = float(value)
-        except ValueError:
-            as_number = None
+        meant = as_number(value)
         yield Finding(
             code="number-as-string",
             path=path,
             message=f"{key} is the string {value!r}",
             why="DeepSpeed hands it on as it is: \"'<=' not supported between instances of 'float' and 'str'\"",
             fix="write it without quotes",
-            edits=(Assignment(path, as_number) if as_number is not None else Removal(path),),
+            edits=(Assignment(path, meant),) if meant is not None else (),
         )
     elif isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (key == "lr" and value == 0):
         yield Finding(
@@ -314,5 +299,4 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             message=f"{key} is {value!r}; allowed: a number {'above' if key == 'lr' else 'from'} 0",
             why="DeepSpeed's own optimizers do not look, and train nothing or diverge; torch's stop",
             fix="correct it, or remove it for the default",
-            edits=(Removal(path),),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Assignment
 from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -29,10 +28,6 @@ def _heads(c: CheckSubject) -> tuple[int, int | None]:
     return (facts.attention_heads or 0, facts.kv_heads) if facts else (0, None)
 
 
-def _largest(c: CheckSubject, degree: int) -> int:
-    return max(d for d in range(1, degree + 1) if (c.ranks or 1) % d == 0)
-
-
 def _experts(c: CheckSubject) -> int:
     return c.degree(f"{EP}.autoep_size")
 
@@ -45,7 +40,6 @@ PARALLEL = (
         message=lambda c: f"autotp_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed does not look: it fails by an assertion without a text, or leaves ranks out",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: Assignment(f"{TP}.autotp_size", _largest(c, c.tensor_parallel)),
         source="runtime/utils/groups.py:202",
     ),
     Rule(
@@ -58,7 +52,6 @@ PARALLEL = (
         ),
         why="DeepSpeed makes uneven shards or leaves ranks without a head",
         fix="take a divisor of both",
-        edits=Assignment(f"{TP}.autotp_size", 1),
         source="runtime/engine.py:1046",
     ),
     Rule(
@@ -68,7 +61,6 @@ PARALLEL = (
         message="tensor_parallel.tp.tp_size {value} without autotp_size",
         why="DeepSpeed splits nothing in training: autotp_size decides",
         fix="set tensor_parallel.autotp_size",
-        edits=lambda c: Assignment(f"{TP}.autotp_size", _nested(c)),
         source="runtime/engine.py:595",
     ),
     Rule(
@@ -105,7 +97,6 @@ PARALLEL = (
         message=lambda c: f"sequence_parallel_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed divides all the same and goes on with a fraction of a data parallel rank",
         fix="take a divisor of the number of ranks",
-        edits=lambda c: Assignment("sequence_parallel_size", _largest(c, c.sequence_parallel)),
         source="runtime/config.py:461",
     ),
     Rule(
@@ -119,7 +110,6 @@ PARALLEL = (
         why="DeepSpeed only divides its batch arithmetic by it: no group is built unless code hands over an mpu "
         "(zerofit does) or data_parallel_size is given too",
         fix="give data_parallel_size too, or register Ulysses in code",
-        edits=lambda c: Assignment("data_parallel_size", max(1, c.ranks // c.sequence_parallel)),
         source="__init__.py:543",
     ),
     Rule(
@@ -143,7 +133,6 @@ PARALLEL = (
         message="timers or the flops profiler with a pipeline, without steps_per_print",
         why="DeepSpeed fails at the first batch: \"unsupported operand type(s) for %: 'int' and 'NoneType'\"",
         fix="set steps_per_print",
-        edits=Assignment("steps_per_print", 10),
         source="runtime/pipe/engine.py:1240",
     ),
     Rule(
@@ -174,11 +163,6 @@ PARALLEL = (
         why='DeepSpeed does not look: above it torch stops ("Mesh should not be bigger than default world size"), '
         "below it ranks are left out of every group",
         fix="take the number of ranks divided by sequence_parallel_size",
-        edits=lambda c: (
-            (Assignment("data_parallel_size", c.ranks // c.sequence_parallel),)
-            if c.ranks % c.sequence_parallel == 0
-            else ()
-        ),
         source="__init__.py:545, comm/comm.py:817",
     ),
 )
@@ -190,7 +174,6 @@ EXPERTS = (
         message="expert_parallel without enabled",
         why="DeepSpeed leaves it off, without a word",
         fix='add "enabled": true',
-        edits=Assignment(f"{EP}.enabled", True),
         source="module_inject/auto_ep_config.py:48",
     ),
     Rule(
@@ -216,7 +199,6 @@ EXPERTS = (
         message="expert_parallel at ZeRO stage 3 with sequence parallelism, hpZ or quantized gradients",
         why='DeepSpeed stops: "AutoEP with ZeRO Stage 3 does not support ... yet"',
         fix="take stage 2",
-        edits=Assignment(f"{EP}.enabled", False),
         source="runtime/engine.py:2218",
     ),
     Rule(
@@ -236,7 +218,6 @@ EXPERTS = (
         message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
         why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
         fix="leave one of them out",
-        edits=Assignment(f"{EP}.enabled", False),
         source="module_inject/auto_ep_folding.py:202",
     ),
     Rule(
@@ -247,10 +228,6 @@ EXPERTS = (
         why='DeepSpeed stops once the ranks run: "autoep_size * expert_tensor_parallel_size must divide the stage '
         'size"',
         fix="take a divisor of the number of ranks, and of the experts",
-        edits=lambda c: Assignment(
-            f"{EP}.autoep_size",
-            max(d for d in range(1, _experts(c) + 1) if (c.ranks // c.pipeline) % d == 0),
-        ),
         source="module_inject/auto_ep_folding.py:112",
     ),
 )

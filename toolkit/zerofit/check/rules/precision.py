@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -51,7 +50,6 @@ PRECISION = (
         message="fp16.enabled and bf16.enabled are both true",
         why='DeepSpeed stops: "bfloat16 and fp16 modes cannot be simultaneously enabled"',
         fix="set one of them to false; bf16 needs no loss scaling where the device has it",
-        edits=Assignment("fp16.enabled", False),
         source="runtime/config.py:511",
     ),
     Rule(
@@ -61,10 +59,6 @@ PRECISION = (
         message="fp16 on a device that has no fp16 arithmetic",
         why='DeepSpeed stops once the ranks run: "Type fp16 is not supported on your device."',
         fix="take bf16, or neither",
-        edits=lambda c: (
-            Assignment("fp16.enabled", False),
-            *((Assignment("bf16.enabled", True),) if "bf16" in c.setting.precisions else ()),
-        ),
         source="runtime/engine.py:2003",
     ),
     Rule(
@@ -75,7 +69,6 @@ PRECISION = (
         message="bf16 on a device that has no bf16 arithmetic",
         why='torch emulates it, slowly; else DeepSpeed stops: "Type bf16 is not supported on your device."',
         fix="take fp16",
-        edits=(Assignment("bf16.enabled", False), Assignment("fp16.enabled", True)),
         source="runtime/engine.py:2006",
     ),
     Rule(
@@ -87,7 +80,6 @@ PRECISION = (
         why="DeepSpeed makes an optimizer step on zero gradients at the start, which counts as Adam's first: the real "
         "first steps are too small (zerofit undoes it)",
         fix="take ZeRO stage 1: it needs no more memory or time",
-        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/fp16/unfused_optimizer.py:425",
     ),
     Rule(
@@ -97,7 +89,6 @@ PRECISION = (
         message="fp16.loss_scale_window is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: the loss scale could never rise again",
         fix="take 1000, or remove the key",
-        edits=Assignment("fp16.loss_scale_window", 1000),
         source="runtime/precision_config.py:192",
     ),
     Rule(
@@ -107,7 +98,6 @@ PRECISION = (
         message="fp16.min_loss_scale is {value}; allowed: a whole number from 1 on",
         why="DeepSpeed refuses it: a loss scale that may reach 0 loses every gradient",
         fix="take 1, or remove the key",
-        edits=Assignment("fp16.min_loss_scale", 1),
         source="runtime/precision_config.py:196",
     ),
     Rule(
@@ -123,7 +113,6 @@ PRECISION = (
         ),
         why="DeepSpeed starts below the floor: the first overflow raises the scale, the next one ends the run",
         fix="take initial_scale_power 16 and min_loss_scale 1",
-        edits=(Assignment("fp16.initial_scale_power", 16), Assignment("fp16.min_loss_scale", 1)),
         source="runtime/fp16/loss_scaler.py:258",
     ),
     Rule(
@@ -134,7 +123,6 @@ PRECISION = (
         message="the loss scale starts at 2^{value}",
         why="fp16 ends at 65504: DeepSpeed skips a step for each halving until the scale fits",
         fix="take 16",
-        edits=Assignment("fp16.initial_scale_power", 16),
         source="runtime/fp16/loss_scaler.py:160",
     ),
     Rule(
@@ -149,7 +137,6 @@ PRECISION = (
         message="a static loss scale of {value} beside settings of the dynamic one",
         why="DeepSpeed scales by that number for the whole run and reads none of the others",
         fix="set loss_scale to 0 for dynamic scaling, or remove the others",
-        edits=Assignment("fp16.loss_scale", 0),
         source="runtime/engine.py:2450",
     ),
     Rule(
@@ -168,7 +155,6 @@ PRECISION = (
         message="bf16 master weights without ZeRO",
         why='DeepSpeed stops: "Bf16_master_weights_and_grads is only supported with ZeRO Stage 1, 2, or 3."',
         fix="take ZeRO stage 1 or higher",
-        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/config.py:706",
     ),
     Rule(
@@ -187,7 +173,6 @@ PRECISION = (
         message="bf16.bf16_optimizer_states without bf16_master_weights_and_grads",
         why='DeepSpeed stops: "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
         fix="set both",
-        edits=Assignment(BF16_MASTERS, True),
         source="runtime/config.py:714",
     ),
     Rule(
@@ -209,9 +194,6 @@ PRECISION = (
         why='DeepSpeed stops while it builds the optimizer: "Master weights feature requires ZeRO-... Offload with '
         'DeepSpeedCPUAdam"',
         fix="set bf16.bf16_optimizer_states too (bf16), or offload the optimizer to the CPU with DeepSpeed's own Adam",
-        edits=lambda c: (
-            (Assignment("bf16.bf16_optimizer_states", True),) if c.on(BF16_MASTERS) else (Removal(FP16_MASTERS),)
-        ),
         source="runtime/zero/stage_1_and_2.py:332, stage3.py:300",
     ),
     Rule(
@@ -221,7 +203,6 @@ PRECISION = (
         message="bf16 master weights while bf16 is off",
         why="DeepSpeed does not look at bf16.enabled here and keeps 16-bit masters of an fp32 model",
         fix="enable bf16",
-        edits=Assignment("bf16.enabled", True),
         source="runtime/base_optimizer.py:523",
     ),
     Rule(
@@ -242,7 +223,6 @@ PRECISION = (
         why="DeepSpeed changes to another optimizer class, which holds a full-size fp32 gradient buffer and reads no "
         "bucket sizes: 133 MB instead of 104 MB in a measured case",
         fix="take stage 2, which partitions that buffer",
-        edits=(),
         source="runtime/engine.py:2305, runtime/bf16_optimizer.py:191",
     ),
     Rule(
@@ -275,7 +255,6 @@ PRECISION = (
         message=lambda c: f"torch_autocast and {_mode(c)} are both on",
         why="DeepSpeed applies both: the parameters are cast too, and autocast's fp32 weights are gone",
         fix="keep one",
-        edits=Assignment("torch_autocast.enabled", False),
         source="runtime/torch_autocast.py:111",
     ),
     Rule(
@@ -286,7 +265,6 @@ PRECISION = (
         message="torch_autocast is on without a dtype",
         why="torch then takes the device's own (fp16 on CUDA), and DeepSpeed starts no gradient scaler for it",
         fix='set torch_autocast.dtype to "bfloat16" (or "float16")',
-        edits=Assignment("torch_autocast.dtype", "bfloat16"),
         source="runtime/config.py:194, runtime/torch_autocast.py:112",
     ),
     Rule(
@@ -296,7 +274,6 @@ PRECISION = (
         message="torch_autocast together with zero_quantized_weights",
         why='DeepSpeed stops: "Cannot enable both torch autocast and zero quantized weights"',
         fix="keep one",
-        edits=Assignment(f"{ZERO}.zero_quantized_weights", False),
         source="runtime/torch_autocast.py:32",
     ),
     Rule(
@@ -311,7 +288,6 @@ PRECISION = (
         message="fp16.hysteresis without ZeRO",
         why="DeepSpeed reads it with ZeRO only: here each overflow halves the loss scale",
         fix="take ZeRO stage 1, or remove it",
-        edits=(Removal("fp16.hysteresis"), Removal("fp16.consecutive_hysteresis")),
         source="runtime/fp16/loss_scaler.py:72-124, runtime/fp16/fused_optimizer.py:404",
     ),
     Rule(
@@ -326,10 +302,6 @@ PRECISION = (
         message="communication_data_type {value} with sequence parallelism",
         why="DeepSpeed overwrites it by seq_parallel_communication_data_type, which is fp32 where it is not given",
         fix="set seq_parallel_communication_data_type",
-        edits=lambda c: (
-            Assignment("seq_parallel_communication_data_type", c.get("communication_data_type")),
-            Removal("communication_data_type"),
-        ),
         source="runtime/engine.py:2182, runtime/constants.py:236",
     ),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Assignment, Removal
-from zerofit.check.finding import Finding, Rule, near, unknown_parameter
+from zerofit.check.edit import Assignment
+from zerofit.check.finding import Finding, Rule, as_number, near, plainly, unknown_parameter
 from zerofit.check.subject import CheckSubject
 
 PARAMS = "scheduler.params"
@@ -55,8 +55,8 @@ SCHEDULER_RULES = (
         message="the scheduler block has no params",
         why='DeepSpeed stops once the ranks run: "argument after ** must be a mapping, not NoneType"',
         fix='add "params": {}',
-        edits=lambda c: Assignment(
-            PARAMS, dict.fromkeys(c.catalog.schedulers[c.word("scheduler.type") or ""]["required"], "auto")
+        edits=lambda c: (
+            () if c.catalog.schedulers[c.word("scheduler.type") or ""]["required"] else (Assignment(PARAMS, {}),)
         ),
         source="runtime/engine.py:1934",
     ),
@@ -67,7 +67,6 @@ SCHEDULER_RULES = (
         message="torch's scheduler {value} with ZeRO, fp16 or bf16",
         why='DeepSpeed stops once the ranks run: "DeepSpeedZeroOptimizer is not an Optimizer"',
         fix="take one of DeepSpeed's own (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle), or build it in code",
-        edits=Assignment("scheduler", {"type": "WarmupLR", "params": {}}),
         source="runtime/engine.py:1893",
     ),
     Rule(
@@ -77,7 +76,6 @@ SCHEDULER_RULES = (
         message="ReduceLROnPlateau in the JSON",
         why="DeepSpeed passes it the batch size as the metric: a constant, so that the learning rate falls for ever",
         fix="take one of DeepSpeed's own",
-        edits=Assignment("scheduler", {"type": "WarmupLR", "params": {}}),
         source="runtime/engine.py:3543",
     ),
     Rule(
@@ -87,7 +85,9 @@ SCHEDULER_RULES = (
         message="warmup_num_steps is {value}; allowed: a whole number from 1 on, without a decimal point",
         why='DeepSpeed stops once the ranks run: "warmup_num_steps must be a positive integer"',
         fix="take 1 for no warm-up",
-        edits=lambda c: Assignment(WARMUP, max(1, int(c.number(WARMUP) or 1))),
+        edits=lambda c: (
+            (Assignment(WARMUP, int(number)),) if (number := c.number(WARMUP) or 0) >= 1 and number % 1 == 0 else ()
+        ),
         source="runtime/lr_schedules.py:733",
     ),
     Rule(
@@ -100,7 +100,6 @@ SCHEDULER_RULES = (
         message='warmup_type is {value}; allowed: "log" or "linear"',
         why="DeepSpeed warns and takes log",
         fix="take linear",
-        edits=Assignment(f"{PARAMS}.warmup_type", "linear"),
         source="runtime/lr_schedules.py:746",
     ),
     Rule(
@@ -110,7 +109,6 @@ SCHEDULER_RULES = (
         message=lambda c: f"total_num_steps {{value}} is below warmup_num_steps {c.number(WARMUP)}",
         why="DeepSpeed warns and goes on: the learning rate never reaches its peak",
         fix="give the optimizer steps of the whole run",
-        edits=lambda c: Assignment(WARMUP, max(1, int(c.number(TOTAL) or 1) // 20)),
         source="runtime/lr_schedules.py:826",
     ),
     Rule(
@@ -124,7 +122,6 @@ SCHEDULER_RULES = (
         message=lambda c: f"WarmupDecayLR without warmup_max_lr beside lr {c.number('optimizer.params.lr')}",
         why="DeepSpeed takes 0.001 as the peak, not the optimizer's learning rate",
         fix="set warmup_max_lr",
-        edits=lambda c: Assignment(f"{PARAMS}.warmup_max_lr", c.number("optimizer.params.lr")),
         source="runtime/lr_schedules.py:818",
     ),
     Rule(
@@ -139,7 +136,6 @@ SCHEDULER_RULES = (
         message="OneCycle cycles the momentum too where cycle_momentum is not given",
         why="DeepSpeed overwrites the optimizer's betas with (0.8 to 0.9, 0.99)",
         fix="set cycle_momentum to false to keep your betas",
-        edits=Assignment(f"{PARAMS}.cycle_momentum", False),
         source="runtime/lr_schedules.py:565",
     ),
     Rule(
@@ -200,10 +196,6 @@ SCHEDULER_RULES = (
             ),
             why=f"DeepSpeed does not look: the {what}",
             fix="exchange the two",
-            edits=lambda c, lower=lower, upper=upper: (
-                Assignment(f"{PARAMS}.{upper}", c.get(f"{PARAMS}.{lower}")),
-                Assignment(f"{PARAMS}.{lower}", c.get(f"{PARAMS}.{upper}")),
-            ),
             source=source,
         )
         for lower, upper, what, source in (
@@ -233,9 +225,7 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
             message=f"DeepSpeed knows no scheduler {name!r}; its own: {', '.join(sorted(own))}",
             why=f'DeepSpeed stops once the ranks run: "DeepSpeed does not recognize LR scheduler {name}"',
             fix=f"did you mean {better}?" if better else "take WarmupLR",
-            edits=(Assignment("scheduler.type", better),)
-            if better
-            else (Assignment("scheduler", {"type": "WarmupLR", "params": {}}),),
+            edits=(Assignment("scheduler.type", better),) if better and plainly(name, better) else (),
         )
         return
     if not known[name]["own"] and _wrapped(c):
@@ -254,7 +244,6 @@ def scheduler(c: CheckSubject) -> Iterator[Finding]:
                 message=f"{name} needs {key}",
                 why=f"DeepSpeed stops once the ranks run: \"missing 1 required positional argument: '{key}'\"",
                 fix='give it ("auto" where zerofit or Hugging Face fill it)',
-                edits=(Assignment(f"{PARAMS}.{key}", "auto"),),
             )
 
 
@@ -265,17 +254,14 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
     for key, value in c.section(PARAMS).items():
         path = f"{PARAMS}.{key}"
         if isinstance(value, str) and value != "auto" and key not in ("warmup_type", "warmup_num_steps"):
-            try:
-                edit: Assignment | Removal = Assignment(path, float(value) if "lr" in key else int(float(value)))
-            except (ValueError, OverflowError):
-                edit = Removal(path)
+            meant = as_number(value)
             yield Finding(
                 code="number-as-string",
                 path=path,
                 message=f"{key} is the string {value!r}",
                 why="DeepSpeed hands it on as it is, and the scheduler fails to reckon with it",
                 fix="write it without quotes",
-                edits=(edit,),
+                edits=(Assignment(path, meant),) if meant is not None else (),
             )
         number = c.number(path)
         if number is not None and ((key in LEARNING_RATES and number < 0) or (key == "total_num_steps" and number < 1)):
@@ -285,7 +271,4 @@ def scheduler_values(c: CheckSubject) -> Iterator[Finding]:
                 message=f"{key} is {number}; allowed: a number from {0 if key in LEARNING_RATES else 1} on",
                 why="DeepSpeed does not look, and trains with learning rates below 0 or without any",
                 fix='correct it, or write "auto" where zerofit or Hugging Face fill it',
-                edits=(
-                    Assignment(path, "auto" if key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr") else 0.001),
-                ),
             )

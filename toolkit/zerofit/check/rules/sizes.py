@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -18,22 +17,19 @@ def _whole(c: CheckSubject, path: str) -> int | None:
 
 def batch(c: CheckSubject) -> Iterator[Finding]:
     """Check the three sizes against each other and against the ranks, degrees of model parallelism taken off."""
-    if not any(c.has(path) for path in (TOTAL, MICRO)):
-        yield Finding(
-            code="batch-missing",
-            severity="warning",
-            path=STEPS if c.has(STEPS) else "",
-            message=f"neither {TOTAL} nor {MICRO} is given",
-            why='DeepSpeed alone stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be '
-            'provided" (zerofit and Accelerate fill them in)',
-            fix='write "auto" if one of these fills it, else a number',
-            edits=(Assignment(MICRO, "auto"),),
-        )
+    if all(c.get(path) is None for path in (TOTAL, MICRO)):
+        if c.setting.reader == "deepspeed":
+            yield Finding(
+                code="batch-missing",
+                path=next((path for path in (TOTAL, MICRO, STEPS) if c.has(path)), ""),
+                message=f"neither {TOTAL} nor {MICRO} is given",
+                why='DeepSpeed stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
+                fix="give one of them (the Trainer, Accelerate, Lightning and zerofit fill them in)",
+            )
         return
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
     if total and c.tensor_parallel > 1:
         degree = c.tensor_parallel
-        micro_edit = () if c.has(MICRO) else (Assignment(MICRO, max(1, total // degree // (steps or 1))),)
         yield Finding(
             code="batch-tensor-parallel",
             path=TOTAL,
@@ -41,7 +37,6 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
             why=f"DeepSpeed counts all ranks as data parallel here, so that a step has {total}/{degree} samples of its "
             "batch, or it refuses the right number",
             fix=f"remove it and give {MICRO} and {STEPS}",
-            edits=(Removal(TOTAL), *micro_edit),
         )
     elif total and c.ranks:
         yield from _against_ranks(c, total, micro, steps, c.ranks)
@@ -76,7 +71,6 @@ def _identity(c: CheckSubject, total: int, micro: int, steps: int, dp: int | Non
         message=f"{TOTAL} {total} {wrong}",
         why='DeepSpeed stops once the ranks run: "Check batch related parameters" or "... has to be greater than 0"',
         fix=f"take {TOTAL} {near}, or leave one of the three out",
-        edits=(Assignment(TOTAL, near),),
     )
 
 
@@ -101,7 +95,6 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             message=f"{given} for a model of {facts.parameters:,} parameters",
             why=f"DeepSpeed allocates it whole, whatever the model: {size * 2 / 1e6:,.0f} MB a buffer in 16 bits",
             fix='write "auto" if zerofit or Hugging Face fill it, else the number of parameters',
-            edits=(Assignment(f"{ZERO}.reduce_bucket_size", facts.parameters + facts.parameters % 2),),
         )
     threshold = c.number(f"{ZERO}.stage3_param_persistence_threshold")
     if c.stage == 3 and threshold is not None and threshold >= facts.largest_parameter:
@@ -113,7 +106,6 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             f"({facts.largest_parameter:,} elements)",
             why="DeepSpeed then partitions nothing: every rank holds all parameters, as at stage 2",
             fix="take ten times the model's width",
-            edits=(Assignment(f"{ZERO}.stage3_param_persistence_threshold", 10 * facts.hidden_size),),
         )
     buffer = c.number(f"{ZERO}.offload_param.buffer_size")
     if c.offload("param") == "nvme" and buffer is not None and buffer < facts.largest_parameter:
@@ -124,5 +116,4 @@ def sizes(c: CheckSubject) -> Iterator[Finding]:
             f"({facts.largest_parameter:,} elements)",
             why='DeepSpeed stops when it swaps that one: "More elements ... than buffer size ..."',
             fix="take the largest parameter's size",
-            edits=(Assignment(f"{ZERO}.offload_param.buffer_size", facts.largest_parameter),),
         )

@@ -51,8 +51,9 @@ ZERO_RULES = (
     Rule(
         code="zero-flag",
         path=ZERO,
-        when=lambda c: isinstance(c.get(ZERO), bool),
+        when=lambda c: c.get(ZERO) is True,
         message="zero_optimization is {value} instead of an object",
+        severity="warning",
         why="DeepSpeed still takes this form of 2020: true means stage 1, with all sizes at their defaults",
         fix='write {"stage": 1}, or the stage that you want',
         edits=lambda c: (
@@ -68,7 +69,6 @@ ZERO_RULES = (
         message="zero_optimization has no stage",
         why="DeepSpeed takes stage 0: the whole section has no effect",
         fix="give the stage: 1 optimizer states, 2 and gradients, 3 and parameters",
-        edits=lambda c: Assignment(f"{ZERO}.stage", 3 if c.has(f"{ZERO}.offload_param") else 2),
         source="runtime/zero/config.py:95",
     ),
     *(
@@ -107,7 +107,6 @@ ZERO_RULES = (
         message="allgather_bucket_size {value} is odd",
         why='DeepSpeed stops: "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2"',
         fix="take an even number",
-        edits=lambda c: Assignment(ALLGATHER, int(c.number(ALLGATHER) or 1) + 1),
         source="runtime/zero/stage_1_and_2.py:389",
     ),
     Rule(
@@ -134,7 +133,6 @@ ZERO_RULES = (
         message=lambda c: f"zero_hpz_partition_size {{value}} does not divide {c.ranks} ranks",
         why="DeepSpeed stops by an assertion once the ranks run",
         fix="take the GPUs of one node",
-        edits=Assignment(f"{ZERO}.zero_hpz_partition_size", 1),
         source="runtime/utils/groups.py:944",
     ),
     Rule(
@@ -163,7 +161,6 @@ ZERO_RULES = (
         message="optimizer {value} under ZeRO",
         why='DeepSpeed stops: "You are using an untested ZeRO Optimizer"',
         fix="set zero_allow_untested_optimizer to true",
-        edits=Assignment("zero_allow_untested_optimizer", True),
         source="runtime/engine.py:2299",
     ),
     Rule(
@@ -173,7 +170,6 @@ ZERO_RULES = (
         message="Muon at ZeRO stage 3 with reduce_scatter, which is on where it is not given",
         why='DeepSpeed stops: "Muon and reduce scatter cannot be used together"',
         fix="set reduce_scatter to false",
-        edits=Assignment(f"{ZERO}.reduce_scatter", False),
         source="runtime/zero/stage3.py:361",
     ),
     Rule(
@@ -184,7 +180,6 @@ ZERO_RULES = (
         why='DeepSpeed stops once every rank has built its engine: "ZeRO-2 and ZeRO-3 are incompatible with pipeline '
         'parallelism"',
         fix="take stage 1",
-        edits=Assignment(f"{ZERO}.stage", 1),
         source="runtime/pipe/engine.py:73",
     ),
     Rule(
@@ -220,7 +215,6 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed ignores it below stage 3: {lost}",
                 fix="take stage 3, or remove it",
-                edits=(Removal(f"{ZERO}.{key}"),),
             )
     ignored = (*ONLY_3, *(ONLY_1_2 if c.stage == 0 else ())) if c.stage < 3 else ONLY_1_2
     for key in ignored:
@@ -232,5 +226,4 @@ def other_stages(c: CheckSubject) -> Iterator[Finding]:
                 message=f"{key} at ZeRO stage {c.stage}",
                 why=f"DeepSpeed reads it at {'stage 3' if key in ONLY_3 else 'stages 1 and 2'} only",
                 fix="remove it",
-                edits=(Removal(f"{ZERO}.{key}"),),
             )
