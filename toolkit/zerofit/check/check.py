@@ -17,6 +17,7 @@ from zerofit.check.rules.offload import OFFLOAD, nvme
 from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
 from zerofit.check.rules.parallel import EXPERTS, PARALLEL
 from zerofit.check.rules.precision import PRECISION
+from zerofit.check.rules.readers import READER_RULES, left_to_reader
 from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
 from zerofit.check.rules.sizes import batch, sizes
 from zerofit.check.rules.zero import ZERO_RULES, other_stages
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *EXPERTS,
     *COMPILE,
     *FEATURES,
+    *READER_RULES,
 )
 FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     batch,
@@ -43,6 +45,7 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     scheduler,
     scheduler_values,
     sizes,
+    left_to_reader,
 )
 
 

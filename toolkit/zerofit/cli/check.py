@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from zerofit.check.reader import READERS
 from zerofit.cli.console import EventConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
 from zerofit.spec.run import load_run
@@ -60,13 +61,14 @@ class CheckReport:
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
 @click.option("--gpu", metavar="KIND", help="the device that it is for: h100-80gb, a100-40gb, ..., cpu")
 @run_options(RUN_FIELDS)
+@click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads it; guessed from the file")
 @click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
 @click.option("--fix", is_flag=True, help="write the fixed file beside the old one and show the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and the defaults that matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
 @AS_JSON
-def check(file: str, gpu: str | None, as_json: bool, strict: bool, **options: Any) -> None:
+def check(file: str, gpu: str | None, reader: str | None, as_json: bool, strict: bool, **options: Any) -> None:
     """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
 
     FILE is a path or the name of a bundled file. Exit code 0: clean, 1: warnings under --strict, 2: errors.
@@ -76,7 +78,7 @@ def check(file: str, gpu: str | None, as_json: bool, strict: bool, **options: An
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
     def work(console: EventConsole) -> CheckReport:
-        result = run_check(file, load_run(None, flags), gpu, on_event=console)
+        result = run_check(file, load_run(None, flags), gpu, reader=reader, on_event=console)
         return _report(result, **{name: options[name] for name in ("fix", "migrate", "explain", "resolve")})
 
     result = answer_watched(work, as_json, _show).result
@@ -107,6 +109,7 @@ def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, res
 
 def _show(report: CheckReport) -> None:
     result = report.result
+    click.echo(f"{result.file}: {result.reader.sentence()}", err=True)
     for finding in result.findings:
         _show_finding(result.file, finding)
     if report.resolved:

@@ -41,9 +41,10 @@ FEATURES = (
     ),
     Rule(
         code="autotuning-on",
+        severity="warning",  # which the file may be made for
         path="autotuning.enabled",
         when=lambda c: c.on("autotuning.enabled"),
-        message="autotuning is on",
+        message="autotuning is on, which is for `deepspeed --autotuning`",
         why="DeepSpeed ends an ordinary run in its sixth step by exit(), with status 0",
         fix="remove the section from the JSON of a real run",
         source="runtime/engine.py:3657",

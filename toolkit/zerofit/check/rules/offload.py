@@ -46,16 +46,16 @@ OFFLOAD = (
     ),
     Rule(
         code="offload-own-optimizer",
+        severity="warning",  # the code may bring the right one
         path=OPTIMIZER,
         when=lambda c: (
             c.setting.reader in ("deepspeed", "lightning")
             and c.offload("optimizer")
             and c.stage > 0
-            and c.has("scheduler.type")
             and not c.has("optimizer")
             and not c.off("zero_force_ds_cpu_optimizer")
         ),
-        message="the optimizer is offloaded, and the JSON names a scheduler but no optimizer",
+        message="the optimizer is offloaded, and the JSON names none",
         why='DeepSpeed stops if the code brings one of torch: "You are using ZeRO-Offload with a client provided '
         'optimizer"',
         fix="name the optimizer in the JSON, bring DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer to false",

@@ -1,0 +1,86 @@
+"""What the program that reads the JSON makes of it: the Trainer, Accelerate, Lightning, DeepSpeed itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerofit.check.dotted import autos
+from zerofit.check.finding import Finding, Rule
+from zerofit.check.reader import SPOKEN
+from zerofit.check.schema import FILLED
+from zerofit.check.subject import ZERO, CheckSubject
+
+GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+HUGGING_FACE = ("trainer", "accelerate")
+
+
+def _reader(c: CheckSubject, *names: str) -> bool:
+    return c.setting.reader in names
+
+
+READER_RULES = (
+    Rule(
+        code="zero-missing",
+        path="",
+        when=lambda c: _reader(c, *HUGGING_FACE) and not c.has(ZERO),
+        message="there is no zero_optimization",
+        why='Accelerate, which the Trainer uses, stops: "Please specify the ZeRO optimization config in the DeepSpeed '
+        'config."',
+        fix='add "zero_optimization": {"stage": 0}, or the stage that you want',
+        source="accelerate 1.15 utils/dataclasses.py:1329",
+    ),
+    Rule(
+        code="clipping-default",
+        severity="warning",
+        path="",
+        when=lambda c: _reader(c, *HUGGING_FACE) and not c.has("gradient_clipping"),
+        message="there is no gradient_clipping",
+        why="DeepSpeed clips gradients to the norm 1.0, whatever max_grad_norm the Trainer's arguments have",
+        fix='write "gradient_clipping": "auto" for the Trainer\'s max_grad_norm',
+        source="runtime/constants.py:203",
+    ),
+    Rule(
+        code="gather-weights",
+        severity="warning",
+        path=f"{ZERO}.stage",
+        when=lambda c: (
+            c.stage == 3 and _reader(c, *HUGGING_FACE, "deepspeed", "lightning") and c.get(GATHER) in (None, False)
+        ),
+        message="ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save",
+        why="save_16bit_model, and with it the Trainer's save_model, writes no weights: only the checkpoint's shards",
+        fix="set it to true, or make the weights of a checkpoint with zero_to_fp32.py",
+        source="runtime/engine.py:5608",
+    ),
+    Rule(
+        code="lightning-accumulation",
+        path="gradient_accumulation_steps",
+        when=lambda c: _reader(c, "lightning") and c.has("gradient_accumulation_steps"),
+        message="gradient_accumulation_steps in a file for Lightning",
+        why='Lightning stops: "Do not set `gradient_accumulation_steps` in the DeepSpeed config"',
+        fix="remove it, and give the Trainer's accumulate_grad_batches",
+        source="lightning pytorch/strategies/deepspeed.py, _format_batch_size_and_grad_accum_config",
+    ),
+)
+
+
+def left_to_reader(c: CheckSubject) -> Iterator[Finding]:
+    """Say, where the reader is only guessed, what becomes of "auto" in a program without the Trainer."""
+    if not (c.setting.guessed and _reader(c, "trainer")):
+        return
+    left = [path for path in autos(c.config) if path in FILLED]
+    if not left:
+        return
+    default = [path for path in left if path.rpartition(".")[0] in c.catalog.strict]
+    fails = [path for path in left if path not in default]
+    parts = [
+        f"takes its defaults for {', '.join(default)}" if default else "",
+        f"fails on {', '.join(fails)}" if fails else "",
+    ]
+    yield Finding(
+        code="auto-reader",
+        severity="warning",
+        path=(fails or default)[0],
+        message=f'"auto" is left to {SPOKEN["trainer"]} at {len(left)} key{"s" * (len(left) > 1)}',
+        why=f"without it DeepSpeed {' and '.join(part for part in parts if part)}",
+        fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
+    )
