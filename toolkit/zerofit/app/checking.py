@@ -23,6 +23,15 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run, RunRequest
 
+FLAGS = {
+    "train_batch_size": "global_batch",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "optimizer.params.lr": "lr",
+    "optimizer.params.weight_decay": "weight_decay",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
@@ -171,6 +180,8 @@ def check(
         precisions=tuple(able),
         facts=facts,
         reader=known.name,
+        precision=request.run.precision if "precision" in request.run.model_fields_set else None,
+        asked=_asked(request.run),
         guessed=bool(known.why),
     )
     findings = tuple(find_all(document, hardware))
@@ -183,6 +194,12 @@ def check(
         request=request,
         cluster=cluster,
     )
+
+
+def _asked(run: Run) -> dict[str, tuple[str, float]]:
+    """Return keys of the JSON that fields of the run speak of, with the flag and the value of those that were given."""
+    given = {key: (name, getattr(run, name)) for key, name in FLAGS.items() if name in run.model_fields_set}
+    return {key: (f"--{name.replace('_', '-')}", value) for key, (name, value) in given.items() if value is not None}
 
 
 def _holds(path: Path, text: str) -> bool:

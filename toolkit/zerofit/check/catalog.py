@@ -7,9 +7,9 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -32,6 +32,15 @@ class Catalog:
     optimizers: Mapping[str, Mapping[str, list[str]]]  # name -> variant ("fused", "cpu", "torch") -> parameters
     schedulers: Mapping[str, Mapping[str, Any]]  # name -> required, optional, own
 
+    @cached_property
+    def places(self) -> dict[str, list[str]]:
+        """The dotted paths of each key by its last word, without old and second names."""
+        found: dict[str, list[str]] = {}
+        for path in sorted(_paths(self.schema)):
+            if path not in self.deprecated:
+                found.setdefault(path.rpartition(".")[2], []).append(path)
+        return found
+
     def node(self, path: str) -> Schema | None:
         """Return the schema of the key at a dotted path, or None where DeepSpeed knows no such key."""
         return get(self.schema, "properties." + path.replace(".", ".properties."))
@@ -39,6 +48,12 @@ class Catalog:
     def default(self, path: str) -> Any:
         """Return the value that DeepSpeed takes where the key is missing; None where there is none."""
         return (self.node(path) or {}).get("default")
+
+
+def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
+    for key, child in schema.get("properties", {}).items():
+        yield f"{prefix}{key}"
+        yield from _paths(child, f"{prefix}{key}.")
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ from zerofit.check.finding import Finding, Rule
 from zerofit.check.keys import keys
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
+from zerofit.check.rules.flags import against_flags
 from zerofit.check.rules.offload import OFFLOAD, nvme
 from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
 from zerofit.check.rules.parallel import EXPERTS, PARALLEL
@@ -45,6 +46,7 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     scheduler,
     scheduler_values,
     sizes,
+    against_flags,
     left_to_reader,
 )
 
@@ -65,7 +67,8 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)
-            found[n] = replace(finding, line=place.line, column=place.column)
+            edits = finding.edits if document.source is None else ()  # they are for strict JSON
+            found[n] = replace(finding, line=place.line, column=place.column, edits=edits)
     return sorted(found, key=lambda f: (f.line, f.column, f.severity, f.code))
 
 

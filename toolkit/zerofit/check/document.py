@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from lark import Lark, Token, Tree
@@ -27,6 +29,7 @@ GRAMMAR = r"""
     %ignore COMMENT
     %ignore /[ \t\r\n\ufeff]+/
 """
+MOST_DIGITS = 400  # a double has 309 before its point
 _SPOKEN = {"COMMA": "a comma", "COLON": "a colon", "RBRACE": "}", "RSQB": "]", "STRING": "a string in double quotes"}
 
 
@@ -51,6 +54,11 @@ class ParsedValue:
     data: Any  # as json.loads gives it; of a key that stands twice, the last value
     members: tuple[ObjectMember, ...] = ()
     items: tuple[ParsedValue, ...] = ()
+
+    @cached_property
+    def by_key(self) -> dict[str, ObjectMember]:
+        """Members by key; of a key that stands twice, the last one."""
+        return {member.key: member for member in self.members}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,8 @@ class Document:
     generated: bool = False  # the user has never seen the text, its lines say nothing
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
     comment: TextPosition | None = None  # the first one
+    source: str | None = None  # the file's own text, where `text` is another writing of it
+    loose: SyntaxFault | None = None  # where JSON ends and HJSON begins
 
     @property
     def config(self) -> Any:
@@ -90,7 +100,7 @@ class Document:
         found = None
         value = self.root
         for key in path.split("."):
-            found = next((m for m in reversed(value.members) if m.key == key), None)
+            found = value.by_key.get(key)
             if found is None:
                 return None
             value = found.value
@@ -103,6 +113,8 @@ class Document:
 
     def place(self, path: str) -> TextPosition:
         """Return where a key stands; of a missing one, where the innermost object around it does."""
+        if self.source is not None:
+            return _line_of(path.rpartition(".")[2], self.source)
         while path:
             member = self.member(path)
             if member:
@@ -140,6 +152,19 @@ def parse(text: str) -> Document:
     return Document(text=text, root=root, commas=tuple(commas), comment=_COMMENTS[0] if _COMMENTS else None)
 
 
+def _line_of(key: str, text: str) -> TextPosition:
+    """Return the first place of a key in a text of which only the values are known, else the text's first."""
+    found = re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", text) if key else None
+    start = found.start() if found else 0
+    line = text.count("\n", 0, start) + 1
+    return TextPosition(line=line, column=start - text.rfind("\n", 0, start), start=start, end=start + len(key))
+
+
+def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
+    """Return a document of a text that only DeepSpeed's own reader takes; keys stand in the lines that name them."""
+    return replace(of_data(config), source=text, loose=fault)
+
+
 def of_data(config: Any) -> Document:
     """Return a document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
@@ -163,7 +188,7 @@ def _note_comment(token: Token) -> Token:
 
 def _value(node: Tree | Token, commas: list[TextPosition]) -> ParsedValue:
     if isinstance(node, Token):
-        return ParsedValue(place=_place(node), data=json.loads(node))
+        return ParsedValue(place=_place(node), data=_scalar(node))
     place = _place(node.meta)
     parts = [c for c in node.children if not (isinstance(c, Tree) and c.data == "comma")]
     commas.extend(_place(c.meta) for c in node.children if isinstance(c, Tree) and c.data == "comma")
@@ -172,6 +197,15 @@ def _value(node: Tree | Token, commas: list[TextPosition]) -> ParsedValue:
         return ParsedValue(place=place, data=[i.data for i in items], items=items)
     members = tuple(_member(part, commas) for part in parts)
     return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=members)
+
+
+def _scalar(token: Token) -> Any:
+    """Return the value of a token. Raises SyntaxFault for a number that no double holds."""
+    if token.type == "NUMBER" and (len(token) > MOST_DIGITS or not math.isfinite(float(token))):
+        shown = token if len(token) < 20 else f"a number of {len(token):,} characters"
+        message = f"got {shown}, which is beyond what a number of JSON can be for any reader (1.8e308)"
+        raise SyntaxFault(message, token.line or 1, token.column or 1)
+    return json.loads(token)
 
 
 def _member(pair: Tree, commas: list[TextPosition]) -> ObjectMember:
@@ -195,5 +229,13 @@ def _fault(error: UnexpectedInput, text: str) -> SyntaxFault:
     else:
         assert isinstance(error, UnexpectedToken)
         got, expected = str(error.token), error.accepts or error.expected
+    literal = re.match(r"True\b|False\b|None\b|'", text[_offset(error) :])
+    if literal:
+        python = {"True": "true", "False": "false", "None": "null", "'": 'a double quote "'}[literal.group()]
+        return SyntaxFault(f"got Python's {literal.group()} where JSON has {python}", error.line, error.column)
     spoken = sorted(_SPOKEN.get(name, name.lower()) for name in expected or () if not name.startswith("_"))
     return SyntaxFault(f"got {got!r} where JSON has {' or '.join(spoken[:6])}", error.line, error.column)
+
+
+def _offset(error: UnexpectedInput) -> int:
+    return error.pos_in_stream or 0

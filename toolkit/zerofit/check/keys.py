@@ -14,6 +14,8 @@ from zerofit.check.reader import SPOKEN, STRICT_READERS
 from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO
 
+MOST_GUESSES = 500  # keys of one section whose likeness to known ones is looked at
+
 # other words for the same, from users' reports
 SYNONYMS = {
     "train_micro_batch_size": "train_micro_batch_size_per_gpu",
@@ -69,6 +71,19 @@ def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
     """Yield what DeepSpeed's reader takes and a strict reader of JSON does not."""
     stops = reader in STRICT_READERS
+    if document.loose:
+        yield Finding(
+            code="hjson",
+            severity="error" if stops else "warning",
+            path="",
+            message=f"no JSON but HJSON from here on: {document.loose.message}",
+            why=f"{SPOKEN[reader]} reads strict JSON and stops"
+            if stops
+            else "DeepSpeed's own reader takes it, and a word without quotes as a string up to the line's end",
+            fix="write it as JSON",
+            line=document.loose.line,
+            column=document.loose.column,
+        )
     for place in document.commas:
         yield Finding(
             code="trailing-comma",
@@ -156,8 +171,9 @@ def _unknown(
 ) -> Iterator[Finding]:
     parent, _, key = path.rpartition(".")
     documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
-    elsewhere = sorted(p for p in _paths(catalog.schema) if p.rpartition(".")[2] == key and p not in catalog.deprecated)
-    better = None if key.startswith("_") or elsewhere else near(key, documented, SYNONYMS)
+    elsewhere = catalog.places.get(key, [])
+    crowd = len(siblings) > MOST_GUESSES  # no configuration: only what it is beside counts
+    better = None if key.startswith("_") or elsewhere or crowd else near(key, documented, SYNONYMS)
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
     edits: tuple[Edit, ...] = ()
@@ -193,12 +209,6 @@ def _may_be_meant(value: Any, schema: Schema) -> bool:
     if "properties" in schema:
         return isinstance(value, Mapping)
     return not isinstance(value, Mapping) and (value == "auto" or isinstance(value, str) or _fits(value, schema))
-
-
-def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
-    for key, child in schema.get("properties", {}).items():
-        yield f"{prefix}{key}"
-        yield from _paths(child, f"{prefix}{key}.")
 
 
 def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Catalog) -> Finding:

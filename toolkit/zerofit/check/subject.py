@@ -23,6 +23,8 @@ class TargetHardware:
     precisions: tuple[str, ...] = PRECISIONS  # that the device has
     facts: ModelFacts | None = None
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
+    precision: str | None = None  # "fp32", "bf16" or "fp16", as a flag asks for
+    asked: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # key -> flag and its value
     guessed: bool = False  # from the file, by nobody's word
 
 

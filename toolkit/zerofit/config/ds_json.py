@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import json
+import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 
-from zerofit.check.document import Document, SyntaxFault, parse
+import hjson
+
+from zerofit.check.document import Document, SyntaxFault, of_hjson, parse
 from zerofit.spec.errors import Problem, UserError, nearest
+
+LARGEST = 2 * 2**20  # bytes; a configuration has some thousands
 
 
 def bundled() -> dict[str, Path]:
@@ -17,8 +25,11 @@ def bundled() -> dict[str, Path]:
 def find_config(name: str, where: str = "--ds-config") -> Path:
     """Return the file that `--ds-config NAME` means: a path, or the name of one in ds_configs/. Raises UserError."""
     path = Path(name)
-    if path.is_file():
+    if name == "-" or (path.exists() and not path.is_dir()):  # a pipe is no regular file
         return path
+    if path.is_dir():
+        hint = f"name a file in it, {name.rstrip('/')}/*.json"
+        raise UserError(Problem(kind="unreadable", message=f"{name} is a folder", hint=hint, where=where))
     known = bundled()
     if path.name == name and path.stem in known:
         return known[path.stem]
@@ -35,7 +46,7 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
 def read_document(path: Path, where: str = "--ds-config") -> Document:
     """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
     try:
-        document = parse(path.read_text(encoding="utf-8"))
+        document = parse_text(_read(path))
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} does not parse as JSON at line {fault.line}, column {fault.column}: {fault.message}"
@@ -46,3 +57,26 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     if not isinstance(document.config, dict):
         raise UserError(Problem(kind="json-syntax", message=f"{path} holds no JSON object", where=str(path)))
     return document
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, or of standard input for "-", in UTF-8 or, as its first bytes say, UTF-16."""
+    raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise OSError(f"more than {LARGEST:,} bytes, which no DeepSpeed JSON has")
+    return raw.decode("utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8")
+
+
+def parse_text(text: str) -> Document:
+    """Parse a JSON, or HJSON as DeepSpeed's own reader takes it. Raises SyntaxFault of the JSON."""
+    try:
+        return parse(text)
+    except SyntaxFault as fault:
+        if "Python's" in fault.message or not text.lstrip().startswith(("{", "#", "/")):
+            kind = "; the text looks like YAML" if re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
+            raise SyntaxFault(fault.message + kind, fault.line, fault.column) from None
+        try:
+            config = json.loads(json.dumps(hjson.loads(text), allow_nan=False))
+        except (ValueError, OverflowError, RecursionError):
+            raise fault from None
+        return of_hjson(text, config, fault)

@@ -42,6 +42,22 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
         yield from _against_ranks(c, total, micro, steps, c.ranks)
     elif total and total % ((micro or 1) * (steps or 1)):
         yield _identity(c, total, micro or 1, steps or 1, None)
+    elif total and micro:
+        yield _ranks(total, micro, steps)
+
+
+def _ranks(total: int, micro: int, steps: int | None) -> Finding:
+    most = total // (micro * (steps or 1))
+    allowed = str(most) if steps or most == 1 else f"{most} or a divisor of it"
+    return Finding(
+        code="batch-ranks",
+        severity="warning",
+        path=TOTAL,
+        message=f"{TOTAL} {total} and micro batch {micro}{f' x {steps} steps' if steps else ''} fix the number of data "
+        f"parallel ranks: {allowed}",
+        why='on another number DeepSpeed stops: "Check batch related parameters"',
+        fix="say --ranks N to check against it, or leave one of the sizes out",
+    )
 
 
 def _against_ranks(c: CheckSubject, total: int, micro: int | None, steps: int | None, ranks: int) -> Iterator[Finding]:
