@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
-from zerofit.check.document import Document, of_data
+from zerofit.check.document import Document, of_data, parse
 from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.reader import Reader, guess
 from zerofit.check.subject import TargetHardware
-from zerofit.config.ds_json import bundled, find_config, read_document
+from zerofit.config.ds_json import LARGEST, bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run, RunRequest
 
+MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 FLAGS = {
     "train_batch_size": "global_batch",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -79,6 +80,12 @@ class CheckResult:
         """Return the text with every fix applied that needs no decision of the user."""
         return mend(self.document, self.hardware)
 
+    def errors_of(self, text: str) -> tuple[Finding, ...]:
+        """Return the errors of another text in this file's place, its fixed one for example."""
+        if text == self.document.text:
+            return self.errors
+        return tuple(f for f in find_all(parse(text), self.hardware) if f.severity == "error")
+
     def migrated(self) -> Migrated:
         """Return the text carried from an older DeepSpeed to the installed one, and what was lost on the way."""
         return migrate(self.document, self.hardware)
@@ -126,6 +133,33 @@ class CheckResult:
         rows = [(f.line, f.path, f.severity, f.message, f.fix) for f in self.findings]
         caption = f"{self.file}: {len(self.errors)} errors, {len(self.warnings)} warnings"
         return html_table(caption, ("line", "key", "", "what is wrong", "fix"), rows)
+
+
+def find_files(names: Sequence[str]) -> list[str]:
+    """Return the files that names mean: of a folder every JSON in it that has keys of DeepSpeed.
+
+    Raises UserError where a folder holds none.
+    """
+    found: list[str] = []
+    for name in names:
+        if not Path(name).is_dir():
+            found.append(name)
+            continue
+        inside = sorted(str(path) for path in Path(name).rglob("*.json*") if path.is_file() and _is_ours(path))
+        if not inside:
+            message = f"the folder {name} holds no DeepSpeed JSON"
+            raise UserError(Problem(kind="unreadable", message=message, hint="name a file", where="FILE"))
+        found += inside
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file looks like a DeepSpeed JSON: at least one of three keys that nearly all of them have."""
+    try:
+        text = path.read_bytes() if path.stat().st_size <= LARGEST else b""
+    except OSError:
+        return False
+    return any(f'"{key}"'.encode() in text.replace(b"\0", b"") for key in MARKS)
 
 
 def check(

@@ -9,7 +9,7 @@ from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
-from zerofit.check.finding import Finding, Rule
+from zerofit.check.finding import EFFECTS, Finding, Rule
 from zerofit.check.keys import keys
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
@@ -52,7 +52,7 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
 
 
 def check(document: Document, setting: TargetHardware) -> list[Finding]:
-    """Return everything that is wrong, by line; errors before warnings of the same place.
+    """Return everything that is wrong: what stops a run first, then what changes it, what is ignored, and advice.
 
     Starts no rank, imports no torch.
     """
@@ -69,7 +69,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
             place = document.place(finding.path)
             edits = finding.edits if document.source is None else ()  # they are for strict JSON
             found[n] = replace(finding, line=place.line, column=place.column, edits=edits)
-    return sorted(found, key=lambda f: (f.line, f.column, f.severity, f.code))
+    return sorted(found, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
 
 
 def mend(document: Document, setting: TargetHardware, rounds: int = 5) -> str:

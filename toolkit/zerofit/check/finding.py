@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from zerofit.check.edit import Edit, Renaming
@@ -16,7 +17,8 @@ from zerofit.check.subject import CheckSubject
 SLIP = 0.87  # from this likeness on a wrong name is a slip of the pen, as difflib counts
 
 Severity = Literal["error", "warning"]
-Effect = Literal["stops", "changes", "ignored", "advice"]
+Effect = Literal["stops", "changes", "ignored"]
+EFFECTS: tuple[Effect, ...] = ("stops", "changes", "ignored")
 Edits = tuple[Edit, ...]
 Text = str | Callable[[CheckSubject], str]
 
@@ -35,7 +37,7 @@ class Finding:
     line: int = 0
     column: int = 0
 
-    @property
+    @cached_property
     def effect(self) -> Effect:
         """What it does to a run, as `why` says it."""
         if re.search(r"\b(stops?|fails?|refuses|raises|ends an ordinary run)\b", self.why):

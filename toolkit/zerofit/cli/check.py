@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from zerofit.check.reader import READERS
+from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
 from zerofit.cli.console import EventConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
+from zerofit.spec.errors import UserError
 from zerofit.spec.run import load_run
 
 if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zerofit --help` does not
     from zerofit.app.checking import CheckResult, ResolvedConfig
     from zerofit.check.explain import KeyRow
-    from zerofit.check.finding import Finding
     from zerofit.check.migrate import Migrated
 
 RUN_FIELDS = (
@@ -41,23 +43,49 @@ class CheckReport:
     explained: list[KeyRow] | None = None
     new_text: str | None = None  # fixed or migrated; None: not asked for
     written: str | None = None  # None: nothing changed
+    undecided: tuple[str, ...] = ()  # errors that the new text still has, with their ways out
     migrated: Migrated | None = None
     resolved: ResolvedConfig | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return what `--json` prints for one file."""
         found = self.result.to_dict()
         if self.explained is not None:
             found["explained"] = [row.as_dict() for row in self.explained]
         if self.migrated:
             found |= {"lost": self.migrated.lost, "kept": self.migrated.kept}
         if self.new_text is not None:
-            found["written"] = self.written
+            found |= {"written": self.written, "undecided": list(self.undecided)}
         return found | (self.resolved.to_dict() if self.resolved else {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckReports:
+    """The reports of all files."""
+
+    reports: tuple[CheckReport | UnreadFile, ...]
+    several: bool
+
+    @property
+    def results(self) -> list[CheckResult | UnreadFile]:
+        """What was found in each file."""
+        return [report if isinstance(report, UnreadFile) else report.result for report in self.reports]
+
+    @property
+    def exit_code(self) -> int:
+        """The worst of all files."""
+        if any(isinstance(one, UnreadFile) or one.errors for one in self.results):
+            return ERRORS
+        return WARNINGS if any(not isinstance(one, UnreadFile) and one.findings for one in self.results) else CLEAN
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        found = [report.to_dict() for report in self.reports]
+        return {"files": found} if self.several else found[0]
+
+
 @click.command()
-@click.argument("file")
+@click.argument("files", nargs=-1, required=True)
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
 @click.option("--gpu", metavar="KIND", help="the device that it is for: h100-80gb, a100-40gb, ..., cpu")
 @run_options(RUN_FIELDS)
@@ -67,22 +95,66 @@ class CheckReport:
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
 @click.option("--explain", is_flag=True, help="which keys take effect, which are ignored, and the defaults that matter")
 @click.option("--resolve", is_flag=True, help='print the plain DeepSpeed JSON that a run gets, every "auto" filled')
+@click.option("--all", "every", is_flag=True, help="show every finding, not a screenful")
+@click.option("--format", "form", type=click.Choice(("text", "json", "github", "sarif")), default="text")
 @AS_JSON
-def check(file: str, gpu: str | None, reader: str | None, as_json: bool, strict: bool, **options: Any) -> None:
+def check(
+    files: tuple[str, ...], gpu: str | None, reader: str | None, as_json: bool, strict: bool, **options: Any
+) -> None:
     """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
 
-    FILE is a path or the name of a bundled file. Exit code 0: clean, 1: warnings under --strict, 2: errors.
+    FILES are paths, folders (every DeepSpeed JSON in them), - for standard input, or names of bundled files.
+    Exit code 0: clean, 1: warnings under --strict, 2: errors.
     """
     from zerofit.app.checking import check as run_check
+    from zerofit.app.checking import find_files
 
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
-    def work(console: EventConsole) -> CheckReport:
-        result = run_check(file, load_run(None, flags), gpu, reader=reader, on_event=console)
-        return _report(result, **{name: options[name] for name in ("fix", "migrate", "explain", "resolve")})
+    wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
+    form = "json" if as_json else options["form"]
 
-    result = answer_watched(work, as_json, _show).result
-    sys.exit(ERRORS if result.errors else WARNINGS if strict and result.findings else CLEAN)
+    def work(console: EventConsole) -> CheckReports:
+        names, run = find_files(files), load_run(None, flags)
+        several = len(names) > 1 or names != list(files)
+        if several and options["resolve"]:
+            raise click.UsageError("--resolve takes one FILE")
+
+        def one(name: str) -> CheckReport | UnreadFile:
+            try:
+                return _report(run_check(name, run, gpu, reader=reader, on_event=console), **wanted)
+            except UserError as error:
+                if not several and form in ("text", "json"):
+                    raise
+                return _unread(name, error)
+
+        return CheckReports(reports=tuple(map(one, names)), several=several)
+
+    def show(reports: CheckReports) -> None:
+        if form != "text":
+            print((github if form == "github" else sarif)(reports.results))
+            return
+        for report in reports.reports:
+            _show(report, options["every"], reports.several)
+        _show_total(reports)
+
+    code = answer_watched(work, form == "json", show).exit_code
+    sys.exit(CLEAN if code == WARNINGS and not strict else code)
+
+
+def _unread(name: str, error: UserError) -> UnreadFile:
+    problem = error.problems[0]
+    line = re.search(r":(\d+):\d+$", problem.where or "")
+    return UnreadFile(file=name, problem=problem, line=int(line.group(1)) if line else 1)
+
+
+def _show_total(reports: CheckReports) -> None:
+    """Print the version that was judged by and, of several files, how many are at fault."""
+    from zerofit.check.catalog import catalog
+
+    faulty = [one for one in reports.results if isinstance(one, UnreadFile) or one.errors]
+    total = f"{len(reports.results)} files, {len(faulty)} with errors; " if reports.several else ""
+    click.echo(f"{total}judged by DeepSpeed {catalog().version}", err=True)
 
 
 @click.command()
@@ -101,17 +173,22 @@ def _report(result: CheckResult, *, fix: bool, migrate: bool, explain: bool, res
         result=result,
         explained=result.explain() if explain else None,
         new_text=new_text,
+        undecided=() if new_text is None else tuple(f"{f.message}: {f.fix}" for f in result.errors_of(new_text)),
         written=str(written) if written else None,
         migrated=migrated,
         resolved=result.resolve() if resolve else None,
     )
 
 
-def _show(report: CheckReport) -> None:
+def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
+    if isinstance(report, UnreadFile):
+        click.echo(f"{report.file}: {click.style('error', fg='red')}: {report.problem.message}")
+        return
     result = report.result
+    if several and not (result.findings or report.new_text or report.explained):
+        return
     click.echo(f"{result.file}: {result.reader.sentence()}", err=True)
-    for finding in result.findings:
-        _show_finding(result.file, finding)
+    show_findings(result, every, err=report.resolved is not None)
     if report.resolved:
         print(json.dumps(report.resolved.config, indent=2))
     if report.explained is not None:
@@ -122,23 +199,16 @@ def _show(report: CheckReport) -> None:
         click.echo(f"{click.style('kept', fg='green')}: {line}", err=True)
     if report.written:
         _show_difference(report)
+        if not report.undecided:
+            click.echo("the new file has no errors", err=True)
     elif report.new_text is not None:
-        click.echo("nothing to change", err=True)
+        click.echo("nothing to change" if result.errors or report.migrated else "nothing to fix", err=True)
+    for line in report.undecided:
+        click.echo(f"{click.style('for you to decide', fg='yellow')}: {line}", err=True)
     errors, warnings = len(result.errors), len(result.warnings)
     click.echo(
         f"{result.file}: {errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}", err=True
     )
-
-
-def _show_finding(file: str, finding: Finding) -> None:
-    colour = "red" if finding.severity == "error" else "yellow"
-    head = f"{file}:{finding.line}:{finding.column}"
-    click.echo(
-        f"{click.style(head, bold=True)}: {click.style(finding.severity, fg=colour)}: {finding.message} "
-        f"[{finding.code}]"
-    )
-    click.echo(f"    {finding.why}")
-    click.echo(f"    fix: {finding.fix}")
 
 
 def _show_explained(report: CheckReport) -> None:

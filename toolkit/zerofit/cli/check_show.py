@@ -1,0 +1,101 @@
+"""Findings of `zerofit check` as people, GitHub's workflows and SARIF readers see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerofit.spec.errors import Problem
+
+if TYPE_CHECKING:
+    from zerofit.app.checking import CheckResult
+    from zerofit.check.finding import Finding
+
+SCREEN = 12  # findings of a file that are shown without --all
+LINES = 10  # places of one finding that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadFile:
+    """A file that could not be checked, and why."""
+
+    file: str
+    problem: Problem
+    line: int = field(default=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that `--json` prints for it."""
+        return {"file": self.file, "error": self.problem.as_dict()}
+
+
+def show_findings(result: CheckResult, every: bool, err: bool) -> None:
+    """Print a file's findings, worst first, the same finding of several places once; on standard error if `err`."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in result.findings:
+        groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
+    listed = list(groups.values())
+    for group in listed if every else listed[:SCREEN]:
+        _show_group(result.file, group, every, err)
+    left = listed[SCREEN:] if not every else []
+    if left:
+        click.echo(f"... and {sum(map(len, left))} more: --all shows them", err=err)
+
+
+def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> None:
+    first = group[0]
+    colour = "red" if first.severity == "error" else "yellow"
+    head = click.style(f"{file}:{first.line}:{first.column}", bold=True)
+    click.echo(f"{head}: {click.style(first.severity, fg=colour)}: {first.message} [{first.code}]", err=err)
+    others = group[1:] if every else group[1:LINES]
+    for finding in others:
+        click.echo(f"    also line {finding.line}: {finding.message}", err=err)
+    if len(others) + 1 < len(group):
+        click.echo(f"    and at {len(group) - len(others) - 1} more places", err=err)
+    click.echo(f"    {first.why}", err=err)
+    for fix in dict.fromkeys(finding.fix for finding in (first, *others)):
+        click.echo(f"    fix: {fix}", err=err)
+
+
+def github(results: Iterable[CheckResult | UnreadFile]) -> str:
+    """Return workflow commands of GitHub, one a finding, which it shows at the lines of a change."""
+    lines = []
+    for result in results:
+        if isinstance(result, UnreadFile):
+            lines.append(_command("error", result.file, result.line, 1, result.problem.kind, result.problem.message))
+            continue
+        for f in result.findings:
+            lines.append(_command(f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"))
+    return "\n".join(lines)
+
+
+def _command(severity: str, file: str, line: int, column: int, code: str, text: str) -> str:
+    for sign, code_point in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
+        text, file = text.replace(sign, code_point), file.replace(sign, code_point)
+    file = file.replace(":", "%3A").replace(",", "%2C")
+    return f"::{severity} file={file},line={line},col={column},title=zerofit {code}::{text}"
+
+
+def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
+    """Return a SARIF 2.1.0 log, which code scanning reads."""
+    found: list[dict[str, Any]] = []
+    for result in results:
+        if isinstance(result, UnreadFile):
+            found.append(_sarif("error", result.file, result.line, 1, result.problem.kind, result.problem.message))
+            continue
+        for f in result.findings:
+            found.append(_sarif(f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"))
+    rules = [{"id": code} for code in sorted({one["ruleId"] for one in found})]
+    driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": found}
+    return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
+
+
+def _sarif(severity: str, file: str, line: int, column: int, code: str, text: str) -> dict[str, Any]:
+    region = {"startLine": line, "startColumn": column}
+    place = {"physicalLocation": {"artifactLocation": {"uri": file}, "region": region}}
+    return {"ruleId": code, "level": severity, "message": {"text": text}, "locations": [place]}
