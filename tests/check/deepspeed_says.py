@@ -43,7 +43,6 @@ from tests.check.corpus import Case, cases
 from zerofit.check.check import check, mend
 from zerofit.check.document import parse
 from zerofit.check.dotted import autos, drop, get
-from zerofit.check.edit import apply
 from zerofit.check.schema import FILLED
 
 STEPS = 8
@@ -124,7 +123,7 @@ class Say:
         raise RuntimeError(f"a test builds no op, not {builder.name} either")
 
     def case(self, case: Case) -> dict[str, Any]:
-        """What happened: `raised`, `log` and `value` of the claim, `mended` the error of the mended text's config."""
+        """What happened: `raised`, `log` and `value` of the claim, `mended` the error of a text called clean."""
         claim, started = Claim.of(case), time.monotonic()
         said: dict[str, Any] = {"raised": None, "value": None, "log": []}
         if claim.stage:
@@ -179,14 +178,10 @@ class Say:
             return DeepSpeedConfig(values, mpu or None)
 
     def _mended(self, case: Case) -> str | None:
-        if case.header("also"):
-            text = mend(case.document, case.setting)
-        else:
-            edits = [edit for finding in check(case.document, case.setting) for edit in finding.edits]
-            text = apply(case.document, edits)
-        config = parse(text).config
-        if not isinstance(config, dict):
-            return None
+        document = parse(mend(case.document, case.setting))
+        if any(finding.severity == "error" for finding in check(document, case.setting)):
+            return None  # it waits for a decision
+        config = document.config
         try:
             self._config(filled(config, every=True), case)
         except BaseException as error:

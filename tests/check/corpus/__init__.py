@@ -2,7 +2,7 @@
 
 // seen: where it was reported, or "constructed"
 // also: why a second rule speaks of the same fault (where one does)
-// setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 (what the rule needs)
+// setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 reader=deepspeed (what the rule needs)
 // deepspeed: what the installed DeepSpeed does, as tests/check/deepspeed_says.py reads it
 { ... the faulty line ends with `// <- CODE`, or more of them ... }
 """
@@ -73,6 +73,7 @@ class Case:
             known["precisions"] = tuple(self.words["precisions"].split("+"))
         if self.words.get("model") == "tiny":
             known["facts"] = TINY
+        known["reader"] = self.words.get("reader", "zerofit")
         return TargetHardware(accelerator=self.words.get("accelerator"), **known)
 
 

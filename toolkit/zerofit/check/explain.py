@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from zerofit.check.catalog import catalog
+from zerofit.check.aliases import resolve
+from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
-from zerofit.check.dotted import leaves
+from zerofit.check.dotted import get, leaves
 from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+
+READ_WHEN_OFF = ("comms_logger", "data_efficiency")  # what is in them counts, see comms-logger-off, data-efficiency-off
 
 # findings which say that DeepSpeed does nothing with the key
 IGNORED = frozenset(
@@ -104,16 +107,16 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
     """Return every key of the JSON in its order, then the defaults that matter for it."""
     known = catalog()
-    subject = CheckSubject(config=document.config, catalog=known, setting=setting)
+    subject = CheckSubject(config=resolve(document.config, known).config, catalog=known, setting=setting)
     verdicts = {f.path: f for f in reversed(findings)}
-    rows = [_row(path, value, verdicts) for path, value in leaves(document.config)]
+    rows = [_row(path, value, verdicts, document.config) for path, value in leaves(document.config)]
     for path, matters, text in DEFAULTS:
         if matters(subject) and not subject.has(path):
             rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
     return rows
 
 
-def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> KeyRow:
+def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any]) -> KeyRow:
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in IGNORED)), None)
@@ -121,10 +124,28 @@ def _row(path: str, value: Any, verdicts: Mapping[str, Finding]) -> KeyRow:
         return KeyRow(path=path, value=value, status="ignored", text=finding.why)
     if finding is not None and finding.severity == "error":
         return KeyRow(path=path, value=value, status="wrong", text=finding.message)
+    unread = next((text for p in reversed(above) if (text := _unread(p, path, config))), None)
+    if unread:
+        return KeyRow(path=path, value=value, status="ignored", text=unread)
     if value == "auto":
         return KeyRow(path=path, value=value, status="auto", text="zerofit or Hugging Face fill it in")
     node = catalog().node(path) or {}
     return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
+
+
+def _unread(section: str, path: str, config: Mapping[str, Any]) -> str | None:
+    """Return why DeepSpeed does not read a key: its section is off, or stands under its documented name too."""
+    known = catalog()
+    parent, _, key = section.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    name = documented(prefix, key, known.deprecated)
+    if name != key and get(config, f"{prefix}{name}", None) is not None:
+        return f"{prefix}{name} stands beside it and decides"
+    switch = f"{section}.enabled"
+    if section == path or path == switch or known.node(switch) is None or section in READ_WHEN_OFF:
+        return None
+    on = get(config, switch, known.default(switch))
+    return None if on in (True, "auto") else f"{section} is not enabled"
 
 
 def shown(value: Any) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
-from zerofit.check.check import check
+from zerofit.check.check import check, mend
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import Assignment, Removal, apply
 from zerofit.check.finding import Edits, Finding
@@ -69,11 +70,12 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
         document = parse(apply(document, [edit for finding in found for edit in _edits(finding)]))
     kept = []
     for path, old, matters, text in DEFAULTS:
-        subject = CheckSubject(config=document.config, catalog=catalog(), setting=setting)
+        aliases = resolve(document.config, catalog())
+        subject = CheckSubject(config=aliases.config, catalog=catalog(), setting=setting)
         if matters(subject) and not subject.has(path):
             document = parse(apply(document, [Assignment(path, old)]))
             kept.append(f"{path} {old}: {text}")
-    return Migrated(text=document.text, lost=tuple(lost), kept=tuple(kept))
+    return Migrated(text=mend(document, setting), lost=tuple(lost), kept=tuple(kept))
 
 
 def _edits(finding: Finding) -> Edits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerofit.check.edit import Removal
 from zerofit.check.finding import Rule
 from zerofit.check.subject import ZERO, CheckSubject
 
@@ -79,6 +80,7 @@ PARALLEL = (
         message="tensor_parallel.dtype cannot be given in a JSON",
         why='DeepSpeed stops: "Input should be an instance of dtype"; nothing reads the value',
         fix="remove it: bf16 and fp16 say it",
+        edits=(Removal(f"{TP}.dtype"),),
         source="runtime/tensor_parallel/config.py:40",
     ),
     Rule(

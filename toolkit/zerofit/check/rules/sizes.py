@@ -42,7 +42,7 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
         yield from _against_ranks(c, total, micro, steps, c.ranks)
     elif total and total % ((micro or 1) * (steps or 1)):
         yield _identity(c, total, micro or 1, steps or 1, None)
-    elif total and micro:
+    elif total and micro and c.setting.reader != "zerofit":  # which settles the number of ranks itself
         yield _ranks(total, micro, steps)
 
 

@@ -1,0 +1,193 @@
+"""What depends on the program that reads a file: the guess, "auto", strict JSON, and values given beside it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerofit.app.checking import check as check_file
+from zerofit.check.check import check, mend
+from zerofit.check.document import of_data, parse
+from zerofit.check.reader import READERS, guess
+from zerofit.check.subject import TargetHardware
+from zerofit.config.ds_json import parse_text
+from zerofit.spec.run import Run
+
+TRAINER = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+PLAIN = {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+
+
+def found(config: dict, reader: str, **setting) -> dict[str, str]:
+    """Return code and severity of what is wrong."""
+    return {f.code: f.severity for f in check(of_data(config), TargetHardware(reader=reader, **setting))}
+
+
+def test_the_guess_goes_by_what_stands_in_the_file():
+    assert guess(TRAINER).name == "trainer" and "auto" in guess(TRAINER).sentence()
+    assert guess(PLAIN).name == "deepspeed"
+    neox = PLAIN | {"num-layers": 12, "hidden-size": 768, "pos-emb": "rotary"}
+    assert guess(neox).name == "neox"
+    assert "unknown-key" not in found(neox, "neox")
+    assert "unknown-key" in found(neox, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fails"),
+    [("gradient_clipping", "auto", True), ("zero_optimization", {"stage": 2, "reduce_bucket_size": "auto"}, False)],
+)
+def test_plain_deepspeed_fails_on_auto_or_takes_its_default(path, value, fails):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = PLAIN | {path: value}
+    assert "auto-unfilled" not in found(config, "trainer")
+    assert found(config, "deepspeed")["auto-unfilled"] == ("error" if fails else "warning")
+    theirs = DeepSpeedConfig(json.loads(json.dumps(config)))  # the engine divides by the word later
+    if fails:
+        with pytest.raises(TypeError):
+            _ = theirs.gradient_clipping > 0.0
+    else:
+        assert theirs.zero_config.reduce_bucket_size == 500_000_000
+
+
+def test_a_guessed_trainer_is_told_what_plain_deepspeed_does():
+    (one,) = check(of_data(TRAINER), TargetHardware(reader="trainer", guessed=True))
+    assert one.code == "auto-reader" and "fails on train_batch_size, gradient_clipping" in one.why
+    assert found(TRAINER, "trainer") == {}
+
+
+def test_accelerate_wants_zero_and_says_so(tmp_path):
+    from accelerate.utils import DeepSpeedPlugin
+
+    config = {"train_batch_size": "auto", "gradient_clipping": "auto"}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="Please specify the ZeRO optimization config"):
+        DeepSpeedPlugin(hf_ds_config=str(path))
+    for reader in READERS:
+        assert ("zero-missing" in found(config, reader)) == (reader in ("trainer", "accelerate"))
+
+
+def test_defaults_that_surprise_the_trainer():
+    assert found({k: v for k, v in TRAINER.items() if k != "gradient_clipping"}, "trainer") == {
+        "clipping-default": "warning"
+    }
+    stage3 = TRAINER | {"zero_optimization": {"stage": 3}}
+    assert found(stage3, "trainer") == {"gather-weights": "warning"}
+    assert found(stage3, "zerofit") == {}
+    # an old name of the key is the key
+    old = TRAINER | {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}}
+    assert set(found(old, "trainer")) == {"deprecated-key"}
+
+
+def test_lightning_sets_the_accumulation_itself():
+    assert found(PLAIN | {"gradient_accumulation_steps": 1}, "lightning") == {"lightning-accumulation": "error"}
+
+
+def test_an_offloaded_optimizer_of_the_code():
+    config = PLAIN | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert "offload-own-optimizer" in found(config, "deepspeed")
+    assert "offload-own-optimizer" not in found(config | {"zero_force_ds_cpu_optimizer": False}, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (
+            '{"train_batch_size": 8, # eight\n "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0}',
+            "json-comment",
+        ),
+        ('{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0,}', "trailing-comma"),
+        ('{"train_batch_size": 8, zero_optimization: {"stage": 0}, "gradient_clipping": 1.0}', "hjson"),
+    ],
+)
+def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert DeepSpeedConfig(str(path)).train_batch_size == 8
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
+    document = parse_text(text)
+    severity = {
+        reader: {f.code: f.severity for f in check(document, TargetHardware(reader=reader))} for reader in READERS
+    }
+    assert severity["trainer"] == {code: "error"}
+    assert "error" not in severity["deepspeed"].values()
+
+
+def test_values_given_beside_the_file():
+    config = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "bf16": {"enabled": True}}
+    run = Run(ranks=1, micro_batch=1, gradient_accumulation_steps=4, lr=3e-4, precision="fp16")
+    differing = [f.path for f in check_file(config, run).findings if f.code == "flag-differs"]
+    assert sorted(differing) == ["bf16.enabled", "optimizer.params.lr", "train_batch_size"]
+    same = Run(ranks=8, micro_batch=1, gradient_accumulation_steps=4, lr=1e-4, precision="bf16")
+    assert not [f for f in check_file(config, same).findings if f.code == "flag-differs"]
+
+
+def test_batch_sizes_say_which_ranks_they_allow():
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    (one,) = [f for f in check_file(sizes).findings if f.code == "batch-ranks"]
+    assert "ranks: 4" in one.message
+    assert "batch-ranks" not in found(sizes, "deepspeed", ranks=4)
+    assert "batch-identity" in found(sizes, "deepspeed", ranks=8)
+    both_null = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None}
+    assert "batch-missing" in found(both_null, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"bfloat16": {"enabled": True}, "fp16": {"enabled": True}},
+        {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+    ],
+)
+def test_rules_see_old_names(old):
+    assert "fp16-and-bf16" in found(PLAIN | old, "deepspeed")
+
+
+def test_an_offload_of_2020_is_an_offload():
+    config = PLAIN | {"zero_optimization": {"stage": 0, "cpu_offload": True}}
+    document = of_data(config)
+    (one,) = [f for f in check(document, TargetHardware()) if f.code == "offload-without-zero"]
+    assert one.path == "zero_optimization.cpu_offload"
+    assert document.text.splitlines()[one.line - 1].strip().startswith('"cpu_offload"')
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"zero_optimization": {"stage": 2, "aio": {"block_size": 1}}}, {"aio": {"block_size": 1}}),
+        ({"zero_optimization": {"stage": 3, "fp16": {"enabled": True}}}, {"fp16": {"enabled": True}}),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1, "max_grad_norm": 0.5}}}, {"gradient_clipping": 0.5}),
+        ({"zero_optimisation": {"stage": "2"}}, {"zero_optimization": {"stage": 2}}),
+        ({"elasticity": {"enabled": False, "max_train_batch_size": 9}}, {}),
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_params": 5}}, {}),
+    ],
+)
+def test_a_fix_moves_renames_and_corrects_types(config, expected):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    document = of_data({"train_batch_size": 1} | config)
+    fixed = parse(mend(document, TargetHardware(reader="deepspeed"))).config
+    assert expected.items() <= fixed.items()
+    DeepSpeedConfig(fixed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": {"enabled": True, "opt_level": "O2"}},
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}},
+        {"elasticity": {"enabled": True}},
+        {"gradient_clip_norm_of_all": 1.0},
+        {"zero_optimization": {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}},
+        {"fp16": {"enabled": True, "min_loss_scale": 1e-10}},
+    ],
+)
+def test_a_fix_decides_nothing(config):
+    document = of_data({"train_batch_size": 8} | config)
+    assert mend(document, TargetHardware(reader="deepspeed")) == document.text
