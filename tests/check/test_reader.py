@@ -94,7 +94,7 @@ def test_an_offloaded_optimizer_of_the_code():
     ("text", "code"),
     [
         (
-            '{"train_batch_size": 8, # eight\n "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0}',
+            '{"train_batch_size": 8, # 8\n "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0}',
             "json-comment",
         ),
         ('{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0,}', "trailing-comma"),
@@ -110,11 +110,8 @@ def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
     with pytest.raises(json.JSONDecodeError):
         json.loads(text)
     document = parse_text(text)
-    severity = {
-        reader: {f.code: f.severity for f in check(document, TargetHardware(reader=reader))} for reader in READERS
-    }
-    assert severity["trainer"] == {code: "error"}
-    assert "error" not in severity["deepspeed"].values()
+    assert [(f.code, f.severity) for f in check(document, TargetHardware(reader="trainer"))] == [(code, "error")]
+    assert "error" not in {f.severity for f in check(document, TargetHardware(reader="deepspeed"))}
 
 
 def test_values_given_beside_the_file():

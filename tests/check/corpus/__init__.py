@@ -2,7 +2,8 @@
 
 // seen: where it was reported, or "constructed"
 // also: why a second rule speaks of the same fault (where one does)
-// setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 reader=deepspeed (what the rule needs)
+// setting: ranks=4 rank=0 accelerator=cpu pipeline=2 model=tiny precisions=fp32+bf16 (what the rule needs)
+//          reader=deepspeed
 // deepspeed: what the installed DeepSpeed does, as tests/check/deepspeed_says.py reads it
 { ... the faulty line ends with `// <- CODE`, or more of them ... }
 """
