@@ -180,10 +180,10 @@ def meaning(config: Any) -> dict[str, Any] | str:
 
 def _ranks(config: Mapping[str, Any]) -> int:
     """Return the number of ranks that the batch sizes of a file imply, 1 where they leave it open."""
-    sizes = [config.get(key) for key in (*SIZES, "gradient_accumulation_steps")]
-    if all(isinstance(size, int) and size > 0 for size in sizes) and sizes[0] % (sizes[1] * sizes[2]) == 0:
-        return sizes[0] // (sizes[1] * sizes[2])
-    return 1
+    given = [config.get(key) for key in (*SIZES, "gradient_accumulation_steps")]
+    total, micro, steps = (int(size) if isinstance(size, int) and size > 0 else 0 for size in given)
+    each = micro * steps
+    return total // each if each and total and total % each == 0 else 1
 
 
 def _plain(value: Any) -> Any:

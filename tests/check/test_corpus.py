@@ -70,3 +70,10 @@ def test_a_fix_leaves_what_needs_a_decision(case: Case):
     assert len([f for f in left if f.severity == "error"]) < len(errors)
     assert mend(parse(mended), case.setting) == mended
     assert mended.startswith(case.text[: case.document.root.place.start])  # the comments are still there
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_what_raises_is_said_to_stop(case: Case):
+    found = check(case.document, case.setting)
+    if " raises " in case.header("deepspeed"):
+        assert "stops" in {f.effect for f in found}

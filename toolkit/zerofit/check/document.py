@@ -231,7 +231,7 @@ def _fault(error: UnexpectedInput, text: str) -> SyntaxFault:
         got, expected = str(error.token), error.accepts or error.expected
     literal = re.match(r"True\b|False\b|None\b|'", text[_offset(error) :])
     if literal:
-        python = {"True": "true", "False": "false", "None": "null", "'": 'a double quote "'}[literal.group()]
+        python = {"True": "true", "False": "false", "None": "null", "'": "a string in double quotes"}[literal.group()]
         return SyntaxFault(f"got Python's {literal.group()} where JSON has {python}", error.line, error.column)
     spoken = sorted(_SPOKEN.get(name, name.lower()) for name in expected or () if not name.startswith("_"))
     return SyntaxFault(f"got {got!r} where JSON has {' or '.join(spoken[:6])}", error.line, error.column)

@@ -252,7 +252,7 @@ def _value(path: str, value: Any, schema: Schema, catalog: Catalog, filled: froz
         return
     if path == ZERO and isinstance(value, bool):
         return  # a rule of its own
-    yield from _faults(path, value, schema)
+    yield from _faults(path, value, schema, path.rpartition(".")[0] in catalog.strict)
 
 
 def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
@@ -268,7 +268,7 @@ def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
     )
 
 
-def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
+def _faults(path: str, value: Any, schema: Schema, strict: bool) -> Iterator[Finding]:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
@@ -281,12 +281,14 @@ def _faults(path: str, value: Any, schema: Schema) -> Iterator[Finding]:
     code, why = "wrong-type", "DeepSpeed refuses it, or fails on it later"
     if isinstance(value, str) and (number := as_number(value)) is not None and _fits(number, schema):
         code, edits = "number-as-string", (Assignment(path, number),)
-        why = "DeepSpeed converts it in some sections and fails on it in others"
+        why = "DeepSpeed converts it here; who reads the file before it may not" if strict else "DeepSpeed fails on it"
     elif "properties" in schema and isinstance(value, bool) and "enabled" in schema["properties"]:
         edits = (Assignment(path, {"enabled": value}),)
     elif _fits(True, schema) and (flag := _flag(value)) is not None:
         edits = (Assignment(path, flag),)
-        why = 'DeepSpeed converts it in strict sections; elsewhere any string counts as true, "false" too'
+        why = 'DeepSpeed fails on it, or takes any string for true, "false" too'
+        if strict:
+            why = "DeepSpeed converts it here; who reads the file before it takes any string for true"
     elif error.validator in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         code = "out-of-range"
     elif error.validator == "enum" and isinstance(value, str):

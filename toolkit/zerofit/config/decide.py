@@ -41,7 +41,7 @@ SETTLED = frozenset(
     }
 )
 # warnings about another machine that are errors on the one that trains
-FATAL = frozenset({"nvme-path"})
+FATAL = frozenset({"nvme-path", "monitor-package", "autotuning-on"})
 
 # field of the run -> dotted path in the DeepSpeed JSON
 PAIRS = {

@@ -115,6 +115,8 @@ OFFLOAD = (
         why=lambda c: (
             "DeepSpeed mixes up the order of the matrices' elements when the engine starts (a toy's loss stays at 0.9 "
             "instead of 0.0004)"
+            if c.stage and c.offload("optimizer")
+            else 'DeepSpeed stops: "Zenflow must be used with cpu offload"'
             if c.stage
             else "DeepSpeed fails at the first step"
         ),

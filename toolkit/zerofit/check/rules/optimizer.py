@@ -288,7 +288,7 @@ def _number(c: CheckSubject, key: str, value: Any) -> Iterator[Finding]:
             code="number-as-string",
             path=path,
             message=f"{key} is the string {value!r}",
-            why="DeepSpeed hands it on as it is: \"'<=' not supported between instances of 'float' and 'str'\"",
+            why="DeepSpeed fails on it: \"'<=' not supported between instances of 'float' and 'str'\"",
             fix="write it without quotes",
             edits=(Assignment(path, meant),) if meant is not None else (),
         )

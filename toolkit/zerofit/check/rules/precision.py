@@ -144,7 +144,7 @@ PRECISION = (
         path="fp16.auto_cast",
         when=lambda c: c.on("fp16.auto_cast") and c.get("fp16.enabled") in (None, False),
         message="fp16.auto_cast is on while fp16 is off",
-        why='DeepSpeed casts the inputs to fp16 all the same: "mat1 and mat2 must have the same dtype"',
+        why='DeepSpeed casts the inputs to fp16 all the same and fails: "mat1 and mat2 must have the same dtype"',
         fix="remove it, or enable fp16",
         source="runtime/engine.py:2957",
     ),
