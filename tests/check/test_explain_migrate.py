@@ -119,3 +119,35 @@ def test_mending_needs_several_rounds_where_one_fix_uncovers_the_next():
     assert config["optimizer"]["type"] == "SGD"
     left = [f.code for f in check(of_data(config), TargetHardware()) if f.severity == "error"]
     assert left == ["optimizer-untested"]  # an error only now that there is a stage, and the user's to decide
+
+
+def test_what_is_switched_off_or_decided_elsewhere_takes_no_effect():
+    rows = explained(
+        {
+            "train_batch_size": 8,
+            "fp16": {"enabled": False, "loss_scale": 128},
+            "bf16": {"enabled": True},
+            "bfloat16": {"enabled": False},
+            "zero_optimization": {"stage": 2, "cpu_offload": True},
+            "flops_profiler": {"profile_step": 3},
+        }
+    )
+    ignored = {path for path, row in rows.items() if row.status == "ignored"}
+    assert ignored == {"fp16.loss_scale", "bfloat16.enabled", "flops_profiler.profile_step"}
+    # the defaults of the section that the old name stands for
+    assert rows["zero_optimization.offload_optimizer.pin_memory"].status == "default"
+
+
+def test_what_is_migrated_is_accepted_or_says_what_is_left():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    old = {"train_batch_size": "8", "zero_optimization": {"stage": 2, "cpu_offload": True, "max_live_parameters": 5}}
+    moved = parse(migrate(of_data(old | {"elasticity": {"enabled": True}}), TargetHardware()).text)
+    assert not [f for f in check(moved, TargetHardware()) if f.severity == "error"]
+    theirs = DeepSpeedConfig(moved.config)
+    assert theirs.train_batch_size == 8 and theirs.zero_config.offload_optimizer.device == "cpu"
+    assert theirs.zero_config.max_live_parameters == 5
+    undecided = migrate(of_data(old | {"fp16": {"enabled": True, "opt_level": "O2"}}), TargetHardware())
+    assert [f.path for f in check(parse(undecided.text), TargetHardware()) if f.severity == "error"] == [
+        "fp16.opt_level"
+    ]

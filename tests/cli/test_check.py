@@ -288,6 +288,6 @@ def test_standard_input_is_a_file():
 def test_resolve_prints_nothing_but_json_beside_warnings(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_micro_batch_size_per_gpu": 1, "vocabulary_size": 1000}')
-    done = run(path, "--resolve", "--for", "zerofit", "--model", "llama-tiny", "--gpu", "cpu", "--ranks", 1)
+    done = run(path, "--resolve", "--model", "llama-tiny", "--gpu", "cpu", "--ranks", 1)
     assert json.loads(done.stdout)["train_micro_batch_size_per_gpu"] == 1
     assert "never-read" in done.stderr

@@ -112,6 +112,7 @@ def check(
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
     wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
+    reader = reader or ("zerofit" if options["resolve"] else None)  # which fills the file in
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
