@@ -283,6 +283,8 @@ def test_whatever_the_file_holds(tmp_path, raw, code, says):
 def test_standard_input_is_a_file():
     done = CliRunner().invoke(main, ["check", "-"], input=BROKEN)
     assert done.exit_code == 2 and "-:3:3" in done.stdout
+    done = CliRunner().invoke(main, ["check", "-", "--fix"], input=BROKEN)
+    assert done.exit_code == 2 and "name a file" in done.stderr
 
 
 def test_resolve_prints_nothing_but_json_beside_warnings(tmp_path):

@@ -97,6 +97,9 @@ class CheckResult:
         """
         if text == self.document.text:
             return None
+        if self.file == "-":
+            message = "--fix and --migrate write beside the file, and standard input has no folder"
+            raise UserError(Problem(kind="usage", message=message, hint="name a file", where="FILE"))
         path = Path(self.file)
         target, number = path.with_name(f"{path.stem}.{word}{path.suffix}"), 1
         while target.exists() and not _holds(target, text):
