@@ -25,6 +25,7 @@ from typing import IO, Any, NoReturn
 
 from zerofit.models.catalog import ModelError
 from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
@@ -36,6 +37,7 @@ IMPORTED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
     "zerofit.simulate.rank",
+    "zerofit.simulate.script.rank",
 )
 POLL_S = 0.2
 KILLED = Problem(
@@ -45,7 +47,7 @@ KILLED = Problem(
 )
 
 
-def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+def simulate_all(targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
     """Return the record of each target's rank, or the reason why there is none.
 
     As many run at a time as there are cores; `show` hears how far they are.
@@ -197,19 +199,20 @@ def _answer(folder: Path) -> NoReturn:
     os._exit(0)
 
 
-def _simulate(target: SimulationTarget, folder: Path, n: int) -> NoReturn:
+def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
     """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     from zerofit.simulate.rank import simulate
+    from zerofit.simulate.script.rank import simulate_script
 
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
     result: Any
     try:
-        result = simulate(target, say=say)
+        result = (simulate_script if isinstance(target, ScriptTarget) else simulate)(target, say=say)
     except UserError as error:
         result = error.problems[0]
     except ModelError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
-from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase
+from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
 from zerofit.simulate.verdict import Overhead
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent
@@ -25,6 +25,7 @@ class PeakLocation:
 
     module: str  # of the model, "" outside of it
     line: str  # file:line, the file from its package on
+    own: str  # the user's innermost line, "file:line"; "" where none ran
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,28 @@ class SimulatedRun:
     input: Inputs
     micro_batch: int
     gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedScript:
+    """A user's script that was simulated, and what was seen of it."""
+
+    command: str  # as typed
+    facts: ScriptFacts
+
+    @property
+    def model(self) -> str:
+        """What the simulation is called: the script's file."""
+        return self.facts.name
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether figures are an upper bound, since a mask or a compiled region was not known."""
+        return any(note.bound for note in self.facts.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit simulate --json` prints of it."""
+        return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +98,7 @@ class Simulation:
     world_size: int
     rank: int
     layout: Layout
-    run: SimulatedRun
+    run: SimulatedRun | SimulatedScript
     phases: tuple[RankPhase, ...]  # one for each phase of a step: a step's micro batches together
     peak_bytes: int  # allocated
     peak_phase: str

@@ -1,0 +1,76 @@
+"""`zerofit.simulate_script`: a user's own training script, unmodified, as a rank of any hardware."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zerofit.simulate.assess import SimulatedScriptRank, assess
+from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.result import Simulation
+from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.verdict import blas_workspaces
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+
+STEPS = 2  # ZeRO-3 keeps more alive once it knows the order of the layers
+
+
+def simulate_script(
+    command: Sequence[str],
+    cluster: Cluster | None = None,
+    *,
+    rank: int = 0,
+    steps: int = STEPS,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
+
+    Args:
+        command: what starts it: python, torchrun, deepspeed or accelerate launch, with all options.
+        cluster: where; None: this machine.
+        rank: the rank to simulate.
+        steps: optimizer steps after which the script is stopped.
+        on_event: hears what is being done.
+
+    Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
+    """
+    start, report = time.perf_counter(), Reporter(on_event)
+    read = read_command(command)
+    cluster = Cluster.here() if cluster is None else cluster
+    check_ranks(read, cluster, rank=rank, steps=steps)
+    target = ScriptTarget(
+        command=read,
+        device=cluster.device,
+        gpus=cluster.gpus,
+        nodes=cluster.nodes,
+        rank=rank,
+        workspaces=tuple(blas_workspaces(cluster.device)),
+        steps=steps,
+    )
+    (record,) = simulate_all([target], report.status)
+    if isinstance(record, Problem):
+        raise UserError(record)
+    assert record.script
+    simulated = SimulatedScriptRank(target=target, record=record, facts=record.script)
+    return replace(assess(simulated, cluster), seconds=round(time.perf_counter() - start, 1))
+
+
+def check_ranks(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
+    """Hold what the command starts against the cluster. Raises UserError with all that is wrong."""
+    problems = Problems()
+    if read.gpus is not None and (read.gpus, read.nodes or 1) != (cluster.gpus, cluster.nodes):
+        asked = f"--gpus says {cluster.gpus}" + (f" on --nodes {cluster.nodes}" if cluster.nodes > 1 else "")
+        on = f" on {read.nodes} nodes" if (read.nodes or 1) > 1 else ""
+        problems.add("ranks", f"the command starts {read.ranks} ranks{on}, {asked}", "name one of them", "--gpus")
+    elif read.gpus is None and read.nodes is not None and read.nodes != cluster.nodes:
+        message = f"the command starts ranks on {read.nodes} nodes, --nodes says {cluster.nodes}"
+        problems.add("ranks", message, "name one of them", "--nodes")
+    if not 0 <= rank < cluster.ranks:
+        problems.add("bad-value", f"rank {rank} of {cluster.ranks} ranks", f"take 0 to {cluster.ranks - 1}", "--rank")
+    if steps < 1:
+        problems.add("bad-value", f"{steps} steps, and 1 is the least", "take 2: the second step may need more", "--steps")
+    problems.raise_if_any()
