@@ -173,7 +173,8 @@ class AllocationTracker(TorchDispatchMode):
         again = self._phase == "backward" and bool(self._running)
         noted = Storage(size, where, self._phase, self._step, op, module, code, line, again)
         if where == DEVICE and self.live() + size >= self.peak():
-            noted.own = own_line()
+            own = code is not None and is_own(code.co_filename)
+            noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted))
 
     def _watch(self, storage: Any, index: int) -> None:

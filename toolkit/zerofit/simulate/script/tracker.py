@@ -96,11 +96,12 @@ class ScriptTracker(AllocationTracker):
             return func(*args) if known is None else known.item()
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
+        taken, named = args, kwargs
+        if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
+            # with real inputs FakeTensorMode would compute `real.to(device)` (torch/_subclasses/fake_tensor.py)
+            taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
         try:
-            if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
-                # with real inputs FakeTensorMode would compute `real.to(device)` (torch/_subclasses/fake_tensor.py)
-                args, kwargs = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
-            out = func(*args, **kwargs)
+            out = func(*taken, **named)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
         self._keep_values(func, name, args, kwargs, leaves, out)

@@ -1,0 +1,21 @@
+"""One rank of a script to be measured or simulated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTask:
+    """A command as a user types it, and the folder to run it in."""
+
+    command: tuple[str, ...]
+    folder: str
+    ranks: int = 2
+    rank: int = 0
+    steps: int = 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
