@@ -22,7 +22,7 @@ from .script_task import ScriptTask
 
 ROOT = Path(__file__).parents[2]
 # no GPU: none is asked for, and processes that have asked for one cannot be forked
-PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))
+PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {"PYTHONPATH": PATHS, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = 400
 POLL_S = 0.5

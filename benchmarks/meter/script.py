@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.errors import ScriptStop
 from zerofit.simulate.script.target import ScriptTarget
@@ -52,9 +53,19 @@ def simulated(task: ScriptTask) -> dict[str, Any]:
     device = Cluster("cpu", gpus=task.ranks).device
     command = read_command(_in_folder(task))
     target = ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
-    record = simulate_script(target)
+    record = simulate_script(target, _with_kernels() if task.kernels else None)
     assert record.script
     return {"phases": [asdict(phase) for phase in record.phases], "notes": [asdict(n) for n in record.script.notes]}
+
+
+def _with_kernels() -> Scratch:
+    """Known scratch of collectives, and measured scratch of torch's kernels."""
+    from zerofit.simulate.op_costs import scratch_on
+
+    from .scratch import KernelScratch
+
+    known, measured = scratch_on("cpu"), KernelScratch()
+    return lambda op, *call: (measured if op.startswith("aten::") else known)(op, *call)
 
 
 def _in_folder(task: ScriptTask) -> list[str]:

@@ -59,12 +59,12 @@ def _plain(folder: Path, stage: str) -> tuple[str, ...]:
 
 
 def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
-    script = ("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16")
+    script = ("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16", "True")
     return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script[0]), *script[1:])
 
 
 def _sft(folder: Path, stage: str) -> tuple[str, ...]:
-    script = ("sft.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16", "--learning_rate", "1e-4")
+    script = ("sft.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16", "True", "--learning_rate", "1e-4")
     return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script[0]), *script[1:])
 
 
@@ -73,7 +73,7 @@ def _arguments(folder: Path, stage: str) -> tuple[str, ...]:
     ours = ("--deepspeed", _automatic(folder, stage), "--output_dir", "out", "--report_to", "none")
     sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
     on_cpu = ("--use_cpu", "--accelerator_config", '{"use_configured_state": true}')
-    return (*ours, *sizes, "--gradient_checkpointing", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
+    return (*ours, *sizes, "--gradient_checkpointing", "True", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
 
 
 def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ def main():
     critic = nn.Sequential(
         nn.Conv2d(3, w, 4, 2, 1), nn.LeakyReLU(0.2),
         nn.Conv2d(w, 2 * w, 4, 2, 1), nn.LeakyReLU(0.2),
-        nn.Conv2d(2 * w, 1, 4, 1, 0), nn.Flatten(0),
+        nn.Conv2d(2 * w, 1, 3, 1, 0), nn.Flatten(0),
     )  # fmt: skip
     g, *_ = deepspeed.initialize(model=generator, model_parameters=generator.parameters(), config=config)
     d, *_ = deepspeed.initialize(model=critic, model_parameters=critic.parameters(), config=config)
@@ -36,13 +36,16 @@ def main():
         real = torch.randn(config["train_micro_batch_size_per_gpu"], 3, 16, 16).to(d.device, half)
         noise = torch.randn(len(real), 100, 1, 1).to(g.device, half)
         fake = g(noise)
-        on_real, on_fake = d(real), d(fake.detach())
-        loss_d = loss_of(on_real, torch.ones_like(on_real)) + loss_of(on_fake, torch.zeros_like(on_fake))
+        judged = d(torch.cat([real, fake.detach()]))
+        wanted = torch.cat([torch.ones(len(real)), torch.zeros(len(real))]).to(d.device, half).repeat_interleave(4)
+        loss_d = loss_of(judged, wanted)
         d.backward(loss_d)
         d.step()
-        on_fake = d(fake)
-        loss_g = loss_of(on_fake, torch.ones_like(on_fake))
+        critic.requires_grad_(False)  # its weights only pass the gradient on
+        judged = critic(fake)
+        loss_g = loss_of(judged, torch.ones_like(judged))
         g.backward(loss_g)
+        critic.requires_grad_(True)
         g.step()
         print(f"step {step} loss of D {loss_d.item():.4f}, of G {loss_g.item():.4f}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
@@ -41,7 +42,7 @@ def simulate_script(
     start, report = time.perf_counter(), Reporter(on_event)
     read = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
-    check_ranks(read, cluster, rank=rank, steps=steps)
+    check_command(read, cluster, rank=rank, steps=steps)
     target = ScriptTarget(
         command=read,
         device=cluster.device,
@@ -59,9 +60,11 @@ def simulate_script(
     return replace(assess(simulated, cluster), seconds=round(time.perf_counter() - start, 1))
 
 
-def check_ranks(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
-    """Hold what the command starts against the cluster. Raises UserError with all that is wrong."""
+def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
+    """Hold what the command starts against what is there. Raises UserError with all that is wrong."""
     problems = Problems()
+    if not read.is_module and not Path(read.script).is_file():
+        problems.add("command", f"there is no script {read.script}", "name a file as seen from this folder", "COMMAND")
     if read.gpus is not None and (read.gpus, read.nodes or 1) != (cluster.gpus, cluster.nodes):
         asked = f"--gpus says {cluster.gpus}" + (f" on --nodes {cluster.nodes}" if cluster.nodes > 1 else "")
         on = f" on {read.nodes} nodes" if (read.nodes or 1) > 1 else ""

@@ -21,6 +21,10 @@ from zerofit.simulate.fake_kernels import MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 
 
+class AskedForValueError(RuntimeError):
+    """A module of the user's own asks for a value, and what it does with the answer is not known."""
+
+
 def replace_in(owner: Any, name: str, value: Any) -> None:
     """Replace an attribute that libraries declare with another type, or as a method, which type checkers refuse."""
     setattr(owner, name, value)
@@ -70,7 +74,7 @@ def item(meter: AllocationTracker) -> None:
         if arg.constant is not None:
             return arg.constant.item()
         if meter.in_own_code():
-            raise RuntimeError("the model asks for the value of a tensor, and there is none")
+            raise AskedForValueError("the model asks for the value of a tensor, and there is none")
         if arg.dtype == torch.bool:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0

@@ -1,14 +1,15 @@
-"""The command that a user would start a training with, and what its launcher's own options say. Imports no torch."""
+"""The command that a user would start a training with, and what its launcher's own options say. Imports no torch, unless a launcher's parser does."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -87,9 +88,7 @@ def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> 
 def _script(
     launcher: str, script: str, arguments: Sequence[str], words: tuple[str, ...], *, is_module: bool = False, **more: Any
 ) -> ScriptCommand:
-    """Return the command. Raises UserError where the script's file is not there."""
-    if not is_module and not Path(script).is_file():
-        raise _refused(f"there is no script {script}", "name a file as seen from this folder")
+    """Return the command."""
     read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
     return ScriptCommand(words=words, **read, **more)
 
@@ -113,7 +112,8 @@ def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
 
 
 def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
-    from deepspeed.launcher.runner import parse_args
+    with _quiet():
+        from deepspeed.launcher.runner import parse_args
 
     asked = _parsed("deepspeed", parse_args, rest)
     gpus, nodes = _deepspeed_resources(asked)
@@ -181,6 +181,17 @@ def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[s
     except SystemExit:
         last = (said.getvalue().strip().splitlines() or ["it names no script"])[-1]
         raise _refused(f"{launcher}: {last.partition('error: ')[2] or last}", f"see {launcher} --help") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed from warning of a machine without a GPU when it is imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _refused(message: str, hint: str) -> UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import distributed_c10d as c10d
@@ -74,6 +75,34 @@ def reductions(meter: ScriptTracker) -> None:
         return original(tensor, op, *args, **kwargs)
 
     _replace("all_reduce", all_reduce)
+
+
+def data_parallel(meter: ScriptTracker) -> None:
+    """Send buckets of gradients by a hook: the C++ reducer wants results of collectives, and there are none.
+
+    Its check of the other ranks' shapes is left out. (torch.nn.parallel.DistributedDataParallel,
+    torch/csrc/distributed/c10d/comm.cpp)
+    """
+    from torch.nn.parallel import DistributedDataParallel, distributed
+
+    original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def sent(state, bucket):  # torch compares annotations, which would be text here
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        c10d.all_reduce(bucket.buffer())
+        done.set_result(bucket.buffer())
+        return done
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        register(self, None, sent)
+
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
+        meter.note(f"DistributedDataParallel's communication hook {getattr(hook, '__name__', hook)}: left out")
+
+    replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
+    replace_in(DistributedDataParallel, "__init__", init)
+    replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
 
 
 def _replace(name: str, value: Any) -> None:

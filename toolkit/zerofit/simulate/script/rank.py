@@ -16,10 +16,15 @@ import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from zerofit.simulate import patches
-from zerofit.simulate.categories import tag_owned_storages, watch_gradients
+from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradients
 from zerofit.simulate.device import install
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.phases import PhaseLog
@@ -92,6 +97,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.barriers()
     distributed.object_lists(target)
     distributed.reductions(meter)
+    distributed.data_parallel(meter)
     pretrained.pretrained(meter)
     writes.saving(meter)
     writes.tracking()
@@ -120,6 +126,8 @@ def _announcer(
 def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
     for engine in phases.engines:
         tag_owned_storages(meter.tag, engine)
+    for optimizer in phases.optimizers:
+        tag_plain_optimizer(meter.tag, optimizer)
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
@@ -150,18 +158,37 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
     own = [f for f in frames if is_own(f.filename)] or frames
     where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
     first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
+    missing = _missing_from_hub(error)
+    if missing:
+        message = f"the configuration of {missing} is not in the cache"
+        hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
+        return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
     if not _touches_fakes(error):
         text = "".join(traceback.format_exception(type(error), error, _from_script(error)))
         hint = "no stand-in is involved: it would end so on the machine, too"
         return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
     op, module = meter.last
-    return Problem(
-        kind="not-simulated",
-        message=f"{target.command.script} cannot be simulated: {type(error).__name__} in module {module or '(none)'} "
-        f"at op {op}: {first}",
-        hint="code that needs the values of tensors on the device cannot be simulated; train it for a step instead",
-        where=where,
-    )
+    inside = f"module {module}" if module else "code outside of the model"
+    if isinstance(error, patches.AskedForValueError):
+        message = f"{inside} asks for the value of a tensor; what it does with the answer is not known"
+    elif isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        message = f"{op} in {inside}: its shape depends on values that only a GPU has"
+    elif "meta" in first or "fake" in first:
+        message = f"{op} in {inside} has no shape rule: {first}"
+    else:
+        message = f"{target.command.script} fails at {op} in {inside}: {type(error).__name__}: {first}"
+        hint = "it may be the script's own error: shapes and types are checked as on the machine"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+    hint = "train it for a step instead, or compute without the value (torch.where, masks)"
+    return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+
+
+def _missing_from_hub(error: Exception) -> str:
+    """Return the repository whose files the hub's cache lacks; "" where the error is another one."""
+    if not isinstance(error, OSError):
+        return ""
+    named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((str(name) for name in named if name), "")
 
 
 def _from_script(error: Exception) -> TracebackType | None:

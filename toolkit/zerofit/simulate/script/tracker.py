@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerofit.simulate.op_costs import Scratch
-from zerofit.simulate.tracker import AllocationTracker, is_counted, own_line
+from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
 
 SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
 KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # elements of a tensor on the device whose values are kept
@@ -93,7 +93,7 @@ class ScriptTracker(AllocationTracker):
     def _on_fakes(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
         if func is _VALUE_OF:
             known = known_value(args[0])
-            return func(*args) if known is None else known.item()
+            return self._stand_in(func, args) if known is None else known.item()
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         taken, named = args, kwargs
@@ -109,6 +109,14 @@ class ScriptTracker(AllocationTracker):
             known = known_value(out)
             return out if known is None else known  # back on the host, where values are real
         return out
+
+    def _stand_in(self, func: Any, args: Any) -> Any:
+        """Return a benign value for one that only a GPU has; counted where the script's own code asks for it."""
+        value = func(*args)
+        code = self._call_site()[1]
+        if code is not None and is_own(code.co_filename):
+            self.note(f"the value of a tensor on the device: taken as {value}, at {own_line()}")
+        return value
 
     def _numbers(self, index: Any) -> list[Any]:
         """Return where a mask is True, in each of its dimensions; of a mask of unknown values, everywhere."""
