@@ -25,6 +25,7 @@ TIMEOUT = timedelta(minutes=4)
 def metered(task: ScriptTask) -> dict[str, Any]:
     """Run the script for real in a group of gloo ranks until its optimizer steps are made: {"phases": [...]}."""
     import deepspeed
+    import torch.distributed as dist
 
     from zerofit.simulate.phases import PhaseLog
     from zerofit.simulate.script.phases import ScriptPhases
@@ -37,6 +38,7 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     os.environ |= {"LOCAL_SIZE": str(task.ranks), "MASTER_ADDR": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+    dist.init_process_group = lambda *_, **__: None  # a script's own: the group stands
     log = PhaseLog(AllocatorMeter())
     _loaded_here()
     with suppress(ScriptStop):

@@ -17,7 +17,8 @@ KINDS = ("plain", "trainer", "accelerate", "sft", "gan")
 
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
-    return [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) != ("gan", "zero3")]
+    divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) != ("gan", "zero3")]
+    return [*divided, "torch plain", "torch ddp"]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -64,7 +65,16 @@ def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
 
 
 def _sft(folder: Path, stage: str) -> tuple[str, ...]:
-    script = ("sft.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16", "True", "--learning_rate", "1e-4")
+    script = (
+        "sft.py",
+        "--model",
+        _llama(folder),
+        *_arguments(folder, stage),
+        "--bf16",
+        "True",
+        "--learning_rate",
+        "1e-4",
+    )
     return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script[0]), *script[1:])
 
 
@@ -84,6 +94,10 @@ def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:
 
 def _gan(folder: Path, stage: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "gan.py"), "--config", _config(folder, stage, gradient_accumulation_steps=1))
+
+
+def _torch(folder: Path, stage: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "plain_torch.py"), *(("--ddp",) if stage == "ddp" else ()))
 
 
 def _llama(folder: Path) -> str:
@@ -121,4 +135,5 @@ _WORDS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     "accelerate": _accelerate,
     "sft": _sft,
     "gan": _gan,
+    "torch": _torch,
 }

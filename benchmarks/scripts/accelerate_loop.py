@@ -1,4 +1,5 @@
 """Accelerate with its DeepSpeed plugin, as in its examples (nlp/by_feature/deepspeed_with_config_support)."""
+
 import argparse
 
 import torch
@@ -52,7 +53,9 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
             losses = accelerator.gather_for_metrics(loss.repeat(args.micro))
-            accelerator.print(f"step {step} loss {losses.mean().item():.4f} of {len(losses)}, {batch['input_ids'].shape}")
+            accelerator.print(
+                f"step {step} loss {losses.mean().item():.4f} of {len(losses)}, {batch['input_ids'].shape}"
+            )
         accelerator.print("epoch", epoch, total.item() / len(loader))
     accelerator.wait_for_everyone()
     accelerator.save_state("checkpoint")

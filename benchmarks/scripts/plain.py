@@ -1,4 +1,5 @@
 """A plain DeepSpeed script as in DeepSpeedExamples: knows nothing of any simulation."""
+
 import argparse
 
 import deepspeed
@@ -71,7 +72,7 @@ def main():
     if torch.distributed.get_rank() == 0:
         print("parameters:", sum(p.numel() for p in model.parameters()))
     data = Text(512, args.vocab, args.length)
-    engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     loader = DataLoader(data, args.micro, sampler=DistributedSampler(data), num_workers=args.workers, drop_last=True)
     device = engine.device
     for epoch in range(args.epochs):

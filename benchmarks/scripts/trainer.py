@@ -1,4 +1,5 @@
 """A short run_clm.py: transformers.Trainer with DeepSpeed."""
+
 from dataclasses import dataclass, field
 
 import torch

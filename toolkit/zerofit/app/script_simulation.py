@@ -75,5 +75,7 @@ def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: in
     if not 0 <= rank < cluster.ranks:
         problems.add("bad-value", f"rank {rank} of {cluster.ranks} ranks", f"take 0 to {cluster.ranks - 1}", "--rank")
     if steps < 1:
-        problems.add("bad-value", f"{steps} steps, and 1 is the least", "take 2: the second step may need more", "--steps")
+        problems.add(
+            "bad-value", f"{steps} steps, and 1 is the least", "take 2: the second step may need more", "--steps"
+        )
     problems.raise_if_any()

@@ -68,7 +68,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     Or any training script, unmodified: write what starts it behind --, with python, torchrun, deepspeed or accelerate
     launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
-    --steps optimizer steps (2); of the options above only those of the hardware, --rank, --steps and --plot belong to it.
+    --steps optimizer steps (2). Of the options only those of the hardware, --rank, --steps and --plot belong to it.
 
     Exit code 0: it fits, 1: it does not, or only within the margin, 2: bad input.
     """

@@ -47,7 +47,9 @@ KILLED = Problem(
 )
 
 
-def simulate_all(targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+def simulate_all(
+    targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]
+) -> list[RankRecord | Problem]:
     """Return the record of each target's rank, or the reason why there is none.
 
     As many run at a time as there are cores; `show` hears how far they are.

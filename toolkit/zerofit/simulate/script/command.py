@@ -1,4 +1,7 @@
-"""The command that a user would start a training with, and what its launcher's own options say. Imports no torch, unless a launcher's parser does."""
+"""The command that a user would start a training with, and what its launcher's own options say.
+
+Imports no torch, unless a launcher's parser does.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,13 @@ def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> 
 
 
 def _script(
-    launcher: str, script: str, arguments: Sequence[str], words: tuple[str, ...], *, is_module: bool = False, **more: Any
+    launcher: str,
+    script: str,
+    arguments: Sequence[str],
+    words: tuple[str, ...],
+    *,
+    is_module: bool = False,
+    **more: Any,
 ) -> ScriptCommand:
     """Return the command."""
     read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}

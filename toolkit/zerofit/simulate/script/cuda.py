@@ -16,8 +16,18 @@ from zerofit.spec.devices import Device
 
 # compute capability by the beginning of a device's kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx90a)
 _CAPABILITY = {
-    **{"b200": (10, 0), "h100": (9, 0), "h200": (9, 0), "a100": (8, 0), "a10": (8, 6), "l4": (8, 9), "t4": (7, 5)},
-    **{"v100": (7, 0), "rtx4090": (8, 9), "rtx3090": (8, 6), "mi300": (9, 4), "mi250": (9, 0)},
+    "b200": (10, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "l4": (8, 9),
+    "t4": (7, 5),
+    "v100": (7, 0),
+    "rtx4090": (8, 9),
+    "rtx3090": (8, 6),
+    "mi300": (9, 4),
+    "mi250": (9, 0),
 }
 _STATE_BYTES = 16  # of a CUDA generator
 
@@ -81,7 +91,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Cast as CPUs do where CUDA is named: its list of ops belongs to its dispatch key. (torch.amp.autocast.__init__)"""
+    """Cast as CPUs do where CUDA is named: its list of ops belongs to its dispatch key. (torch.amp.autocast)"""
     kind: Any = torch.amp.autocast_mode.autocast
     original = kind.__init__
 

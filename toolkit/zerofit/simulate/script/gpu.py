@@ -1,7 +1,8 @@
 """A GPU for scripts: Python sees cuda:N where torch's C++ code sees the simulated device.
 
-A fake tensor on a CUDA device dies in autograd where there is no GPU (torch/csrc/autograd/engine.cpp, hasPrimaryContext).
-So C++ gets the device of `simulate.device`, and what Python asks of a tensor, or names as a device, is translated.
+A fake tensor on a CUDA device dies in autograd where there is no GPU (torch/csrc/autograd/engine.cpp,
+hasPrimaryContext). So C++ gets the device of `simulate.device`, and what Python asks of a tensor, or names as a
+device, is translated.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ class ScriptPhases:
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
         torch.autograd.backward = self._plain_backward(backward)
-        nn.modules.module.register_module_forward_pre_hook(self._before_module, )
+        nn.modules.module.register_module_forward_pre_hook(
+            self._before_module,
+        )
         self.log.begin("build")
 
     def _init(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +66,9 @@ class ScriptPhases:
 
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(engine, PipelineEngine):
-                raise not_simulated("a pipeline engine of a script", "describe the run to zerofit: `zerofit simulate MODEL`")
+                raise not_simulated(
+                    "a pipeline engine of a script", "describe the run to zerofit: `zerofit simulate MODEL`"
+                )
             self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
@@ -125,7 +129,9 @@ class ScriptPhases:
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if self._busy or self.engines or not module.training or not torch.is_grad_enabled():
             return
-        if self.log.name in ("build", "init", "backward", "evaluation") and any(p.requires_grad for p in module.parameters()):
+        if self.log.name in ("build", "init", "backward", "evaluation") and any(
+            p.requires_grad for p in module.parameters()
+        ):
             self.log.step = max(self.log.step, 0)
             if self.log.name == "build":
                 self.models.append(module)

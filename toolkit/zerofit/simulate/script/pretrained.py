@@ -19,10 +19,34 @@ _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revisi
 _PLACING = ("device_map", "tp_plan", "state_dict")  # they would change where weights go
 # they only say how weights are read
 _READING = (
-    *("use_safetensors", "weights_only", "low_cpu_mem_usage", "max_memory", "offload_folder", "ignore_mismatched_sizes"),
+    *(
+        "use_safetensors",
+        "weights_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_folder",
+        "ignore_mismatched_sizes",
+    ),
     *("trust_remote_code", "output_loading_info", "adapter_kwargs", "tp_size", "key_mapping", "variant", "_from_auto"),
-    *("_commit_hash", "offload_state_dict", "offload_buffers", "fusion_config", "disable_mmap", "use_kernels", "proxies"),
-    *("_fast_init", "mirror", "resume_download", "from_tf", "from_flax", "_from_pipeline", "adapter_name"),
+    *(
+        "_commit_hash",
+        "offload_state_dict",
+        "offload_buffers",
+        "fusion_config",
+        "disable_mmap",
+        "use_kernels",
+        "proxies",
+    ),
+    *(
+        "_fast_init",
+        "proxies",
+        "ignore_mismatched_sizes",
+        "resume_download",
+        "from_tf",
+        "from_flax",
+        "_from_pipeline",
+        "adapter_name",
+    ),
     *("download_kwargs", "load_config", "device_mesh", "allow_all_kernels", "distributed_config", "kernel_config"),
 )
 

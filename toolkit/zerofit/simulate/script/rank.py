@@ -112,9 +112,7 @@ def _learner(meter: ScriptTracker) -> Callable[[nn.Module], None]:
     return learn
 
 
-def _announcer(
-    meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None]
-) -> Callable[[str, int], None]:
+def _announcer(meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None]) -> Callable[[str, int], None]:
     def begin(name: str, step: int) -> None:
         _tag(meter, phases)
         meter.begin(name, step)
