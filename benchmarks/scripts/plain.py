@@ -73,10 +73,11 @@ def main():
         print("parameters:", sum(p.numel() for p in model.parameters()))
     data = Text(512, args.vocab, args.length)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
-    loader = DataLoader(data, args.micro, sampler=DistributedSampler(data), num_workers=args.workers, drop_last=True)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, args.micro, sampler=sampler, num_workers=args.workers, drop_last=True)
     device = engine.device
     for epoch in range(args.epochs):
-        loader.sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         running = 0.0
         for step, (ids, labels) in enumerate(loader):
             ids, labels = ids.to(device), labels.to(device)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer, TrlParser
+from peft import LoraConfig  # pyright: ignore[reportMissingImports]
+from trl import SFTConfig, SFTTrainer, TrlParser  # pyright: ignore[reportMissingImports]
 
 
 @dataclass

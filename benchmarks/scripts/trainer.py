@@ -35,7 +35,7 @@ class Lines(Dataset):
 
 
 def main():
-    ours, args = HfArgumentParser((Ours, TrainingArguments)).parse_args_into_dataclasses()
+    ours, args = HfArgumentParser([Ours, TrainingArguments]).parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(ours.model)
     if ours.from_config:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ours.model))

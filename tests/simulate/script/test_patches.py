@@ -95,7 +95,9 @@ def test_every_patch_is_listed():
     beside = {"replicate", "install_gpu", "capability"}  # of the same modules
     found = set()
     for module in (host, distributed, pretrained, writes, gpu, cuda):
-        functions = [f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__]
+        functions = [
+            f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
+        ]
         found |= {f.__name__ for f in functions if not f.__name__.startswith("_")}
     assert found - beside == set(PATCHES)
 

@@ -6,6 +6,7 @@ Applied once, in the process of a simulation and nowhere else. Each patch is a f
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -105,11 +106,8 @@ def foreach_types() -> None:
 
     Both do so, with other memory, for types that they do not know. (torch.optim.optimizer, torch.utils._foreach_utils)
     """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for module in (optimizer, _foreach_utils):
-        module._foreach_supported_types.append(FakeTensor)  # pyright: ignore[reportArgumentType]
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
 def order_checks() -> None:

@@ -214,7 +214,7 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
 
     result: Any
     try:
-        result = (simulate_script if isinstance(target, ScriptTarget) else simulate)(target, say=say)
+        result = simulate_script(target, say=say) if isinstance(target, ScriptTarget) else simulate(target, say=say)
     except UserError as error:
         result = error.problems[0]
     except ModelError as error:

@@ -154,6 +154,6 @@ def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
         """A generator of the host for any device."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
-            return original.__new__(cls, "cpu")
+            return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     replace_in(torch, "Generator", HostGenerator)

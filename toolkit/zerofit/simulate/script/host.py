@@ -63,7 +63,7 @@ def tensor_values(meter: ScriptTracker) -> None:
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
     def to_list(self: Any) -> Any:
-        return to_numpy(self.detach(), force=True).tolist()
+        return to_numpy(self, force=True).tolist()
 
     def format_as(self: Any, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else str(self), spec)

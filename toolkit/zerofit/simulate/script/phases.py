@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
-from torch.optim import optimizer as optimizers
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.script.errors import ScriptStop, not_simulated
@@ -52,8 +52,8 @@ class ScriptPhases:
         ):
             method = getattr(DeepSpeedEngine, name)
             setattr(DeepSpeedEngine, name, functools.wraps(method)(wrap(method)))
-        optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
-        optimizers.register_optimizer_step_post_hook(self._after_optimizer)
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
         torch.autograd.backward = self._plain_backward(backward)
         nn.modules.module.register_module_forward_pre_hook(

@@ -71,7 +71,9 @@ def pretrained(meter: ScriptTracker) -> None:
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
         if not isinstance(config, PreTrainedConfig):
             found = cls.config_class or AutoConfig
-            config, kwargs = found.from_pretrained(config or path, return_unused_kwargs=True, **hub, **kwargs)
+            config, kwargs = found.from_pretrained(  # pyright: ignore[reportAssignmentType]
+                config or path, return_unused_kwargs=True, **hub, **kwargs
+            )
         if getattr(config, "quantization_config", None):
             raise not_simulated(f"{path} has quantized weights, which", "name the folder of the weights as trained")
         config.name_or_path = str(path)

@@ -189,12 +189,12 @@ def known_value(leaf: Any) -> Any:
 
 def keep(fake: FakeTensor, value: Tensor) -> None:
     """Note the value of a fake tensor."""
-    fake.__dict__["_known"] = value
+    vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
 
 
 def forget(fake: FakeTensor) -> None:
     """Note that a fake tensor's value is no longer known."""
-    fake.__dict__.pop("_known", None)
+    vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_real(value: Any) -> bool:

@@ -82,12 +82,17 @@ def tracking() -> None:
 def watch_files(meter: ScriptTracker) -> None:
     """Note the files that the script opens for writing all the same, by Python's audit events (PEP 578)."""
     seen: set[str] = set()
+    here = os.getcwd() + os.sep
 
     def opened(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(arguments[0], (str, bytes)) or not isinstance(arguments[1], str):
             return
         path = os.path.abspath(os.fsdecode(arguments[0]))
-        if set(arguments[1]) & set("wax+") and path not in seen and not path.startswith(_PASSED_OVER):
+        if (
+            set(arguments[1]) & set("wax+")
+            and path not in seen
+            and (path.startswith(here) or not path.startswith(_PASSED_OVER))
+        ):
             seen.add(path)
             meter.note(f"written by the script before it was stopped: {os.path.relpath(path)}")
 
