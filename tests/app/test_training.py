@@ -10,8 +10,10 @@ import pytest
 
 import zerofit as zf
 from zerofit.app.supervision import metrics_event
+from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES
 
 MLP = {"model": "mlp", "data": "digits", "ranks": 1, "eval_samples": 16}
+LARGEST_BYTES = 4 * 64 * 256  # its largest parameter
 
 
 def test_in_a_thread_with_what_happens_told(tmp_path):
@@ -28,8 +30,10 @@ def test_in_a_thread_with_what_happens_told(tmp_path):
     assert kinds >= {"phase", "training", "metrics", "evaluated", "saved"}
     assert "<td>12</td>" in result._repr_html_()
     forecast = json.loads((tmp_path / "run" / "plan.json").read_text())["forecast"]
-    assert result.against_forecast["memory_bytes"]["forecast"] == forecast["reserved_bytes"] + forecast["beside_bytes"]
-    assert forecast["margin_bytes"] == round(0.03 * forecast["reserved_bytes"])
+    wanted = forecast["reserved_bytes"] + forecast["beside_bytes"] + CPU_LIBRARY_BYTES
+    assert result.against_forecast["memory_bytes"]["forecast"] == wanted
+    beside = (CPU_PROCESS_HIGH_BYTES - CPU_PROCESS_LOW_BYTES) // 2 + LARGEST_BYTES  # from nothing to twice that
+    assert forecast["margin_bytes"] == round(0.03 * forecast["reserved_bytes"]) + beside
 
 
 def test_a_line_of_metrics_has_the_peaks_beside_their_forecasts():

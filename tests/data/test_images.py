@@ -22,10 +22,13 @@ def test_digits(opened):
 def test_digits_split_is_disjoint_complete_and_stratified(opened):
     from sklearn.datasets import load_digits
 
-    data = opened("image", data="digits")
-    both = np.concatenate([data.train.pixels, data.valid.pixels])[:, 0]
-    key = lambda rows: sorted(row.tobytes() for row in rows)  # noqa: E731
-    assert key(both) == key(load_digits().images.astype(np.uint8))
+    def rows(images, labels):
+        return sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+
+    data, theirs = opened("image", data="digits"), load_digits()
+    pixels = np.concatenate([data.train.pixels, data.valid.pixels])[:, 0]
+    labels = np.concatenate([data.train.labels, data.valid.labels])
+    assert rows(pixels, labels) == rows(theirs.images.astype(np.uint8), theirs.target)
     share = np.bincount(data.valid.labels) / np.bincount(np.r_[data.valid.labels, data.train.labels])
     assert abs(share - 0.2).max() < 0.01
 

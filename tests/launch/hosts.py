@@ -125,14 +125,18 @@ class Hosts:
         path.write_text("".join(f"{node.name} slots={slots}\n" for node in self.nodes[:count]))
         return path
 
-    def left(self) -> dict[str, list[list[str]]]:
-        """Python processes that are still there, by host."""
-        found: dict[str, list[list[str]]] = {}
-        for node in self.nodes:
-            for pid in node.pids():
-                with suppress(psutil.Error):
-                    found.setdefault(node.name, []).append(psutil.Process(pid).cmdline())
-        return found
+    def left(self, patience_s: float = 10) -> dict[str, list[list[str]]]:
+        """Python processes that are still there, by host, once those that are ending have had their time."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            found: dict[str, list[list[str]]] = {}
+            for node in self.nodes:
+                for pid in node.pids():
+                    with suppress(psutil.Error):
+                        found.setdefault(node.name, []).append(psutil.Process(pid).cmdline())
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
 
 
 def stop_sshd(node: Node) -> None:

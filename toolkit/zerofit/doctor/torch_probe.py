@@ -21,6 +21,7 @@ from zerofit.launch.host import environment
 from zerofit.launch.ops import build_ops
 from zerofit.spec.errors import RunFailed
 from zerofit.spec.local_machine import usable_cores
+from zerofit.spec.process import run_and_exit
 
 LIFE_S = 3600  # CUDA ops take minutes each
 IMPORTS = ("torch", "torchvision", "deepspeed", "transformers")
@@ -93,7 +94,11 @@ def answer(question: dict[str, Any], _: ExitStack, say: Say) -> dict[str, Any]:
     return {"error": f"unknown question {asked!r}"}
 
 
-if __name__ == "__main__":
-    end_with_asker()
+def _serve() -> None:
     with suppress(KeyboardInterrupt):
         serve(answer, LIFE_S)
+
+
+if __name__ == "__main__":
+    end_with_asker()
+    run_and_exit(_serve)
