@@ -93,7 +93,10 @@ class ScriptTracker(AllocationTracker):
     def _on_fakes(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
         if func is _VALUE_OF:
             known = known_value(args[0])
-            return self._stand_in(func, args) if known is None else known.item()
+            if known is None:
+                return self._stand_in(func, args)
+            with unset_fake_temporarily():
+                return known.item()
         if func in _INDEXED:
             args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
         taken, named = args, kwargs
@@ -128,7 +131,13 @@ class ScriptTracker(AllocationTracker):
                 self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
                 known = torch.ones(index.shape, dtype=torch.bool)
             found = known.nonzero()
-        return [found[:, d].contiguous().to(index.device) for d in range(index.dim())]
+            columns = [found[:, d].contiguous() for d in range(index.dim())]
+        on_device = [self.fakes.from_tensor(column).to(index.device) for column in columns]
+        if known_value(index) is not None:
+            for fake, column in zip(on_device, columns, strict=True):
+                if isinstance(fake, FakeTensor):
+                    keep(fake, column)
+        return on_device
 
     def _by_values(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], error: Exception) -> Any:
         """Return the output of an op whose shape depends on values, where they are known. Raises the error else."""
