@@ -1,6 +1,6 @@
 """Whether the memory gate is right: random runs, each really started under memory limits around what it needs.
 
-python benchmarks/gate.py [--runs 60] [--limits 12] [--out benchmarks/results]
+python benchmarks/gate.py [--runs 60] [--limits 0.9 1.07 ...] [--out benchmarks/results]
 
 Each run is started on CPU ranks at every limit, whatever the gate says. Programs find the limit as the host's free
 memory, by which zerofit limits its ranks; this script samples the private memory of every rank besides, and kills one
@@ -83,7 +83,7 @@ def main() -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     known = [Start(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    limits = sorted(LIMITS, key=lambda limit: abs(limit - 1))[: asked.limits]
+    limits = asked.limits
     with Progress(*columns, TimeRemainingColumn()) as progress, tempfile.TemporaryDirectory() as place:
         Path(place, "sitecustomize.py").write_text(SITE)
         bar = progress.add_task("", total=asked.runs * len(limits), completed=0)
@@ -237,7 +237,7 @@ def report(starts: Sequence[Start]) -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=60, help="so many runs, always the same ones")
-    parser.add_argument("--limits", type=int, default=len(LIMITS), help="only those nearest to what a run needs")
+    parser.add_argument("--limits", nargs="+", type=float, choices=LIMITS, default=LIMITS, help="only these of them")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of gate.jsonl (ours: {RESULTS.name}/)")
     return parser.parse_args()
 

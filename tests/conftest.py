@@ -12,6 +12,7 @@ import pytest
 
 WHOLE_SUITE = 1000  # tests
 LONG = ("launch", "cli", "app", "train", "test_docs_python.py", "compare")  # first, so that workers end together
+SIMULATED = [f"tests/simulate/test_{name}.py" for name in ("memory", "patches", "traffic")]  # the fixture `simulated`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait would slow a second worker down
 
@@ -64,11 +65,19 @@ def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any):
-    """With `-n 2`, a file's tests stay on one worker, whose ranks were started for them, and files keep their order."""
+    """With `-n 2`, a file's tests stay on one worker, whose ranks were started for them, and files keep their order.
+
+    Files that share simulations stay together.
+    """
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "simulated" if file in SIMULATED else file
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -125,6 +125,25 @@ def test_rank_0_puts_the_model_together_where_ranks_hold_parts_of_it():
     assert 0 < after < found.phases["step"]
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (3, "bf16")])
+def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_path, stage, precision):
+    how = {**LLAMA, "ranks": 2, "micro_batch": 2, "ds_config": f"zero{stage}", "precision": precision}
+    trained = pools(2).train(tmp_path / "run", **how, save_every="1")
+    (saved, *_) = sorted((trained.folder.path / "checkpoints").glob("step-*"))
+    sizes = {path.name: path.stat().st_size for path in saved.rglob("*_states.pt")}
+    first = sum(size for name, size in sizes.items() if "pp_rank_1_" not in name)
+    found = []
+    for background in (False, True):
+        asked = as_request(zf.Run(**how, save_async=background))
+        known = forecasts.forecast(gate.simulated(asked, resolve_job(asked), zf.Cluster("cpu", gpus=2)), Reporter())
+        assert isinstance(known, forecasts.RankForecasts)
+        found.append([known.of(rank).record for rank in range(2)])
+    for plain, copied, size in zip(*found, [first, sum(sizes.values()) - first], strict=True):
+        grown = [a.end_bytes - b.end_bytes for a, b in zip(copied.phases, plain.phases, strict=True)]
+        assert grown[0] == grown[1] == 0 and set(grown[2:]) == {grown[2]}  # not yet while it is built
+        assert grown[2] == pytest.approx(size, rel=0.02, abs=2**16)
+
+
 def test_a_host_whose_memory_is_not_enough_is_named(unhinted):
     found = held_on({"n1": host(8 * GIB)}, zf.Run(**{**LLAMA, "ranks": 2}), slots=2)
     assert found

@@ -75,9 +75,13 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys):
         against_forecast={"memory_bytes": row, "step_s": {"measured": 1.25, "forecast": None, "difference": None}},
     )
     show(result)
-    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
-    assert ["memory", "1.50 GiB  (1.00 GiB forecast, +50.0%)"] in shown
-    assert ["step", "time        1.25 s  (not forecast)"] in shown
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line[2:22].rstrip(): line[23:] for line in lines if line.startswith("  ")}
+    assert shown == {
+        "training loss": "1.0000",
+        "memory": "1.50 GiB  (1.00 GiB forecast, +50.0%)",
+        "step time": "1.25 s  (not forecast)",
+    }
 
 
 def waiting_for_steps(process: subprocess.Popen, metrics: Path) -> None:

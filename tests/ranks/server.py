@@ -18,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
+from torch.distributed import distributed_c10d as c10d
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.launch.parent_death import end_with_parent
@@ -36,7 +37,7 @@ def main() -> None:
     rank = dist.get_rank()
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    number = 0
+    mine, number = set(c10d._world.pg_map), 0
     while not (inbox / "stop").exists():
         job = inbox / f"{number:04}.job"
         if not job.exists():
@@ -49,6 +50,8 @@ def main() -> None:
         number += 1
         for module, state in zip(MODULES, fresh, strict=True):  # process groups of the layout that has just ended
             vars(module).update(copy.copy(state))
+        for group in set(c10d._world.pg_map) - mine:  # else threads of each would look for work 100 times a second
+            dist.destroy_process_group(group)
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
+import torch
+from deepspeed.runtime import compiler
 
 from zerofit.spec.errors import RunFailed
+from zerofit.train.engines import import_muon
 from zerofit.train.zero_layouts import check_attributes
 
 
@@ -34,3 +39,27 @@ def test_what_is_missing_is_named_with_the_version():
     assert f"DeepSpeed {deepspeed.__version__} " in problem.message
     assert "SimpleNamespace.zenflow, DeepSpeedZeroOptimizer.partition_size," in problem.message
     assert "pip install" in problem.hint
+
+
+MUON = "deepspeed.runtime.zero.muon.original_muon"
+
+
+@pytest.mark.versions
+def test_engines_import_muon_without_what_compiles_it():
+    code = "import sys; from zerofit.train.engines import import_muon; import_muon(); "
+    code += f"sys.exit('torch._inductor.compile_fx' in sys.modules or '{MUON}' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.versions
+def test_muon_is_compiled_when_it_is_first_called(monkeypatch):
+    compiled = []
+    monkeypatch.delitem(sys.modules, MUON, raising=False)
+    monkeypatch.setattr(compiler, "compile", lambda: lambda function: compiled.append(function) or function)
+    import_muon()
+    orthogonalize = sys.modules[MUON].zeropower_via_newtonschulz5
+    assert not compiled and orthogonalize.__name__ == "zeropower_via_newtonschulz5"
+    for _ in range(2):
+        singular = torch.linalg.svdvals(orthogonalize(torch.eye(8) + 0.1, 5).float())
+        assert singular.min() > 0.6 and singular.max() < 1.3  # nearly orthogonal, as its docstring says
+    assert [function.__name__ for function in compiled] == ["zeropower_via_newtonschulz5"]

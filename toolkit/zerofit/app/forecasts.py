@@ -16,6 +16,7 @@ from zerofit.app.simulation import PreparedSimulation, first_ranks
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
+from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
 from zerofit.simulate.processes import end_server
 from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
@@ -29,6 +30,7 @@ from zerofit.spec.local_machine import versions
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
+STEPS = ("forward", "backward", "step")
 SAVE = "save"  # the phase in which the trained model is written
 # fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
@@ -88,10 +90,45 @@ def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | 
             return problem
     known = [rank for rank in ranks if isinstance(rank, SimulatedRank)]
     first, *stages = (
-        _with_save(rank, saved, cluster.on_cpu)
-        for rank, saved in zip([known[0], *known], _saved_bytes(job, cluster.on_cpu), strict=True)
+        _with_save(_with_copy(rank, first=n == 0), saved, cluster.on_cpu)
+        for n, (rank, saved) in enumerate(zip([known[0], *known], _saved_bytes(job, cluster.on_cpu), strict=True))
     )
     return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
+
+
+def _with_copy(rank: SimulatedRank, *, first: bool) -> SimulatedRank:
+    """Return a rank with the copy that is written while it trains (`--save-async`), of all that it saves.
+
+    At stage 0 one data parallel rank saves all, at stages 1 and 2 it alone saves the parameters, and at stage 3 they
+    are saved as master weights (`engine.save_checkpoint`). The copy is kept from the first save on
+    (`train.checkpoint_engine.HostCopies`); beside a GPU it is pinned.
+    """
+    job, record = rank.target.job, rank.record
+    if not job.run.save_async or job.run.save_every == "0":
+        return rank
+    stage, one_of_each_stage = job.layout.zero_stage, first or job.layout.dp == 1
+    saved = [STATE, MASTER] if stage or one_of_each_stage else []
+    saved += [PARAMETERS] if stage < 3 and one_of_each_stage else []
+    copy = sum(record.kept[kind] for kind in saved)
+    host = {name: size + (copy if name in STEPS else 0) for name, size in record.host_phases.items()}
+    pinned = {**record.host, "pinned": record.host["pinned"] + copy}
+    if rank.target.accelerator != "cpu":
+        return replace(rank, record=replace(record, host_phases=host, host=pinned))
+    phases = [_larger(one, copy) if one.name in STEPS else one for one in record.phases]
+    peaks = [_larger_peak(one, copy) if one.phase in STEPS else one for one in record.peaks]
+    peaks.sort(key=lambda one: -one.bytes)
+    return replace(rank, record=replace(record, phases=phases, peaks=peaks))
+
+
+def _larger(phase: RankPhase, by: int) -> RankPhase:
+    return replace(
+        phase, start_bytes=phase.start_bytes + by, peak_bytes=phase.peak_bytes + by, end_bytes=phase.end_bytes + by
+    )
+
+
+def _larger_peak(peak: KindPeak, by: int) -> KindPeak:
+    parts = {**peak.breakdown, "copy of what is saved": by}
+    return replace(peak, bytes=peak.bytes + by, breakdown=parts)
 
 
 def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:

@@ -170,8 +170,9 @@ class MemoryGate:
         free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
         if not cluster.on_cpu and room.gpu_bytes is not None:
             free = replace(free, device_memory=max(1, room.gpu_bytes))
+        self._report.warning(f"{worst.message} Nothing was started; looking for changes that would fit")
         look = simulated(asked, resolved, free).knobs(worst.rank)
-        rows = look(lambda event: self._report.status(f"it does not fit; what would: {event.text}"))
+        rows = look(lambda event: self._report.status(event.text))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         hint = "no single change of this run would fit: see `zerofit plan`"
         if fitting:

@@ -144,7 +144,7 @@ def show_description(result: CheckpointDescription) -> None:
         "saved": f"{result.created}, {shown_bytes(result.bytes or 0)} in {len(result.files)} files",
         "model": f"{result.model} ({result.parameters:,} parameters, {result.task})",
         "data": f"{result.data}",
-        "layout": f"{layout} on {result.world_size} rank(s)",
+        "layout": f"{layout}, world size {result.world_size}",
         "training": f"{result.precision}, {result.optimizer}, "
         f"micro batch {result.batch.micro} x {result.batch.accumulation} accumulated",
         "figures": ", ".join(f"{k} {v:.6g}" for k, v in result.figures.items() if isinstance(v, int | float)),

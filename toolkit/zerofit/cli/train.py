@@ -64,15 +64,16 @@ def _train(target: str | None, flags: dict[str, Any], anyway: bool) -> TrainingR
 def show(result: TrainingResult) -> None:
     """Print what a training has come to."""
     layout = " x ".join(f"{k} {v}" for k, v in result.layout.items() if v > 1 or k == "zero_stage")
-    click.echo(f"\n{result.steps} steps on {result.world_size} rank(s) ({layout.replace('_', ' ')})")
-    click.echo(f"  training loss    {result.train_loss:.4f}")
-    for name, value in result.eval.items():
-        click.echo(f"  validation {name:<11}".ljust(19) + f"{value:.4f}")
+    ranks = "1 rank" if result.world_size == 1 else f"{result.world_size} ranks"
+    click.echo(f"\n{result.steps} steps on {ranks} ({layout.replace('_', ' ')})")
+    figures = {"training loss": f"{result.train_loss:.4f}"}
+    figures |= {f"validation {name}": f"{value:.4f}" for name, value in result.eval.items()}
     if result.unigram_entropy_nats is not None:
         meaning = "the loss of a model that only knows how often each token occurs"
-        click.echo(f"  unigram entropy  {result.unigram_entropy_nats:.4f}  ({meaning})")
-    for name, pair in result.against_forecast.items():
-        click.echo(f"  {FIGURES[name]:<17}{_beside(name, pair)}")
+        figures["unigram entropy"] = f"{result.unigram_entropy_nats:.4f}  ({meaning})"
+    figures |= {FIGURES[name]: _beside(name, pair) for name, pair in result.against_forecast.items()}
+    for name, figure in figures.items():
+        click.echo(f"  {name:<20} {figure}")
     if result.sample:
         click.echo("\nA sample of what it writes:\n")
         click.echo("\n".join("    " + line for line in result.sample.splitlines()))

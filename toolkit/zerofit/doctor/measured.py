@@ -50,7 +50,7 @@ def measured(
     cache_root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root()) as name:
         jobs = [replace(first, rank=first.rank + n, device=n, folder=name) for n in range(local)]
-        say(f"starting {local} rank(s)")
+        say(f"starting the ranks here ({local})")
         processes = [_started(job, {**os.environ, **(env or {})}) for job in jobs]
         try:
             _watch(jobs, processes, Path(name), say)

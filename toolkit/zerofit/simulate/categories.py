@@ -14,6 +14,7 @@ from zerofit.simulate.ledger import Storage
 PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weights", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
 GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
+SAVED = (PARAMETERS, MASTER, STATE)  # what a checkpoint holds
 KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES)
 
 Tag = Callable[[Any, str], None]  # AllocationTracker.tag

@@ -2,13 +2,14 @@
 
 That one, the server, is started by its own command line and not by multiprocessing, which would run the user's script
 once more in each process: simulations work from a script without `if __name__ == "__main__"`, from a notebook and from
-any thread. `python -m zerofit.simulate.processes` reads requests' folders from its standard input, a line each, and
-ends with all that it has started when that is closed.
+any thread. `python -m zerofit.simulate.processes` reads requests from its standard input, a line each with a folder and
+the modules to import for it, and ends with all that it has started when that is closed.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -18,25 +19,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from zerofit.models.catalog import ModelError
+from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
-IMPORTED = (
-    "cpuinfo",
-    "torchvision",
-    "transformers.integrations.deepspeed",
-    "transformers.models.auto.modeling_auto",
+IMPORTED = ("cpuinfo", "zerofit.simulate.rank")
+IMPORTED_FOR = {  # by a model's family, before the first simulation of one
+    "torchvision": ("torchvision",),
+    "transformers": ("transformers.integrations.deepspeed", "transformers.models.auto.modeling_auto"),
+}
+IMPORTED_FOR_SCRIPTS = (
+    *(module for modules in IMPORTED_FOR.values() for module in modules),
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
-    "zerofit.simulate.rank",
     "zerofit.simulate.script.rank",
 )
 POLL_S = 0.2
@@ -60,7 +62,7 @@ def simulate_all(
         (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
         server = _server()
         try:
-            server.ask(folder)
+            server.ask(folder, dict.fromkeys(module for target in targets for module in _needed(target)))
             while not all((folder / f"{n}.ended").exists() for n in range(len(targets))):
                 server.refuse_if_ended()
                 show(_progress(folder, len(targets), time.monotonic() - start))
@@ -72,6 +74,13 @@ def simulate_all(
         finally:
             _release(server)
         return [_result(folder / f"{n}.result") for n in range(len(targets))]
+
+
+def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
+    """Return the modules that are imported once, before processes are forked for such a target."""
+    if isinstance(target, ScriptTarget):
+        return IMPORTED_FOR_SCRIPTS
+    return IMPORTED_FOR.get(find(target.job.run.model).family, ())
 
 
 class _Server:
@@ -92,11 +101,11 @@ class _Server:
             start_new_session=True,
         )
 
-    def ask(self, folder: Path) -> None:
-        """Hand over a request."""
+    def ask(self, folder: Path, modules: Iterable[str]) -> None:
+        """Hand over a request, for which these modules are to be imported."""
         assert self.process.stdin
         with suppress(BrokenPipeError):  # `refuse_if_ended` says why
-            self.process.stdin.write(f"{folder}\n".encode())
+            self.process.stdin.write(f"{json.dumps([str(folder), list(modules)])}\n".encode())
             self.process.stdin.flush()
 
     def refuse_if_ended(self) -> None:
@@ -168,10 +177,13 @@ def serve() -> None:
         importlib.import_module(name)
     groups: list[int] = []
     for line in sys.stdin:
+        folder, modules = json.loads(line)
+        for name in modules:
+            importlib.import_module(name)
         groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
         pid = os.fork()
         if pid == 0:
-            _answer(Path(line.rstrip("\n")))
+            _answer(Path(folder))
         groups.append(pid)
     for pid in groups:
         if os.waitpid(pid, os.WNOHANG) == (0, 0):

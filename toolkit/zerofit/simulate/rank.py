@@ -24,7 +24,7 @@ from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.simulate import device
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.categories import classify, tag_owned_storages, watch_gradients
+from zerofit.simulate.categories import SAVED, classify, tag_owned_storages, watch_gradients
 from zerofit.simulate.ledger import device_events, host_peak, host_peaks, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.patches import apply_all
@@ -173,6 +173,7 @@ def record_of(
         peaks=kind_peaks(ledger),
         host=host_peak(ledger),
         host_phases=host_peaks(ledger),
+        kept={kind: sum(one.bytes for one in meter.live_storages() if one.kind == kind) for kind in SAVED},
         nvme_bytes=sum(meter.files.values()),
         reserved_bytes=replay(events).peak_reserved_bytes,
         sent=[

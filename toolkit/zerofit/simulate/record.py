@@ -142,6 +142,7 @@ class RankRecord:
     host: dict[str, int]  # "pageable" and "pinned" bytes at host memory's peak
     nvme_bytes: int
     host_phases: dict[str, int]  # the most bytes of host memory in each phase, of any step
+    kept: dict[str, int]  # kind (SAVED) -> bytes after the steps, in any place
     reserved_bytes: int  # by the caching allocator
     sent: list[CollectiveCalls]
     groups: list[GroupUse]

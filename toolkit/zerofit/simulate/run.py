@@ -119,6 +119,7 @@ def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int
         peaks=peaks,
         host={place: line(few.host[place], more.host[place]) for place in few.host},
         host_phases={name: line(few.host_phases[name], more.host_phases[name]) for name in few.host_phases},
+        kept={kind: line(few.kept[kind], more.kept[kind]) for kind in few.kept},
         nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
         reserved_bytes=max(reserved, round(peaks[0].bytes * fragmented)),
         groups=more.groups,

@@ -88,6 +88,10 @@ class AllocationTracker(TorchDispatchMode):
         index = self._index.get(_address(tensor))
         return None if index is None else self.ledger.storages[index]
 
+    def live_storages(self) -> list[Storage]:
+        """Return what is noted of every storage that is alive."""
+        return [self.ledger.storages[index] for index in self._index.values()]
+
     def tag(self, tensor: Any, kind: str) -> None:
         """Note what a tensor's storage is for, unless that is known; passes over what is not a tensor with memory."""
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":

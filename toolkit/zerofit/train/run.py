@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zerofit.checkpoint.export import PublishedFiles, PublishedModel
-from zerofit.checkpoint.model_folder import ModelInfo
+from zerofit.checkpoint.model_folder import CARD, ModelInfo
 from zerofit.data import Data, open_data
 from zerofit.data.tokenizer import load_transformers
 from zerofit.models.build import build
@@ -200,10 +201,11 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
         PublishedFiles(PublishedModel(model, transformers=True), dtype).write(folder, weights)
         if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
             load_transformers(job.run.tokenizer).save_pretrained(folder)
-    else:
-        whole = {name: tensor.contiguous() for name, tensor in weights}
-        save_file(_without_shared(whole), folder / "model.safetensors")
     ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype)).write(folder)
+    if source.family != "transformers":
+        whole, file = {name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors"
+        save_file(_without_shared(whole), file)
+        shutil.copymode(folder / CARD, file)  # safetensors lets nobody else read it
     dist.barrier()
 
 
