@@ -9,7 +9,8 @@ from pathlib import Path
 
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.result import Simulation
+from zerofit.simulate.record import RankRecord
+from zerofit.simulate.result import LongestBatch, SimulatedScript, Simulation
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.verdict import blas_workspaces
@@ -26,6 +27,7 @@ def simulate_script(
     *,
     rank: int = 0,
     steps: int = STEPS,
+    longest: bool = False,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
@@ -35,6 +37,7 @@ def simulate_script(
         cluster: where; None: this machine.
         rank: the rank to simulate.
         steps: optimizer steps after which the script is stopped.
+        longest: say what it needs with batches as long as it allows, too.
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
@@ -52,12 +55,33 @@ def simulate_script(
         workspaces=tuple(blas_workspaces(cluster.device)),
         steps=steps,
     )
-    (record,) = simulate_all([target], report.status)
+    targets = [target, replace(target, longest=True)] if longest else [target]
+    seen, *more = [_answer(*one, cluster) for one in zip(targets, simulate_all(targets, report.status), strict=True)]
+    if more:
+        seen = _with_longest(seen, more[0])
+    return replace(seen, seconds=round(time.perf_counter() - start, 1))
+
+
+def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
+    """Return what was found. Raises UserError where it cannot be simulated."""
     if isinstance(record, Problem):
         raise UserError(record)
     assert record.script
-    simulated = SimulatedScriptRank(target=target, record=record, facts=record.script)
-    return replace(assess(simulated, cluster), seconds=round(time.perf_counter() - start, 1))
+    return assess(SimulatedScriptRank(target=target, record=record, facts=record.script), cluster)
+
+
+def _with_longest(seen: Simulation, longest: Simulation) -> Simulation:
+    """Return a simulation that knows what the longest batches need; it fits where they do, too."""
+    assert isinstance(seen.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
+    names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
+    tokens = longest.run.facts.longest_seen
+    run = replace(seen.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
+    if longest.fits or not seen.fits:
+        return replace(seen, run=run)
+    because = f"With batches of {tokens} tokens: {longest.because}"
+    return replace(
+        seen, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
+    )
 
 
 def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:

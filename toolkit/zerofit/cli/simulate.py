@@ -15,6 +15,7 @@ from rich.text import Text
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
+from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole, make_table, out
 from zerofit.cli.options import AS_JSON, PATH, clusters, given, hardware_options, run_options
 from zerofit.models.inputs import TextInputs
@@ -59,7 +60,9 @@ class CommandAfterDashes(click.Command):
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
+@click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
+@baseline_options
 @run_options(RUN_FIELDS)
 @AS_JSON
 @click.pass_context
@@ -70,19 +73,26 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
     --steps optimizer steps (2). Of the options only those of the hardware, --rank, --steps and --plot belong to it.
 
-    Exit code 0: it fits, 1: it does not, or only within the margin, 2: bad input.
+    Exit code 0: it fits, 1: it does not, or only within the margin, or more is added than --fail-above, 2: bad input.
     """
     words = ctx.meta[SCRIPT]
 
     def work() -> Simulation:
-        return _simulate(_named(target), as_json, options) if words is None else _script(ctx, words, as_json, options)
+        options["base"] = read_asked_baseline(options)
+        if words is not None:
+            return _script(ctx, words, as_json, options)
+        return _simulate(_named(target, options["longest"]), as_json, options)
 
     result = answer(work, as_json, show_knobs)
-    sys.exit(0 if result.fits else FINDING)
+    annotate(result)
+    sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
 
 
-def _named(target: str | None) -> str:
-    """Return the model or run file. Raises UserError where none is named."""
+def _named(target: str | None, longest: bool) -> str:
+    """Return the model or run file. Raises UserError where none is named, or it is asked what only scripts have."""
+    if longest:
+        hint = "--seq-len is the length of a run's batches"
+        raise UserError(Problem(kind="usage", message="--longest is of a script", hint=hint, where="--longest"))
     if target is None:
         hint = "zerofit simulate MODEL, RUN.yaml, or -- and the command that starts your own script"
         raise UserError(Problem(kind="usage", message="nothing to simulate is named", hint=hint, where="MODEL"))
@@ -106,7 +116,8 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
             hardware["nodes"] = read.nodes
         found = problems.attempt(lambda: one_cluster(hardware))
         problems.raise_if_any()
-        settings = {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
+        settings = {name: options[name] for name in ("rank", "steps", "longest")}
+        settings |= {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
         result = simulate_script(words, found, **settings, on_event=console)
     return _shown(result, as_json, options)
 
@@ -139,7 +150,12 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
-    """Draw and show what was found; return it with its picture."""
+    """Draw and show what was found; return it with its picture and what it is compared with."""
+    if options["base"] is not None:
+        from zerofit.simulate.baseline import compare_with
+
+        allowed = FAIL_ABOVE if options["fail_above"] is None else options["fail_above"]
+        result = replace(result, against=compare_with(options["base"], result, options["baseline"], allowed))
     if options["plot"]:
         result.plot(options["plot"])
         result = replace(result, picture=options["plot"])
@@ -203,9 +219,13 @@ def show(result: Simulation) -> None:
             f"line by {abs(result.extension_error):.3%} (--exact simulates all)"
         )
     if isinstance(result.run, SimulatedScript):
+        _longest(console, result.run)
         _notes(console, result.run)
     if result.picture:
         console.print(f"picture: {result.picture}")
+    if result.against:
+        colour = "red" if result.against.exceeded else "green"
+        console.print(Text(f"\n{result.against.because} ({result.against.baseline})", colour))
 
 
 def _run(run: SimulatedRun) -> str:
@@ -229,7 +249,18 @@ def _seen(run: SimulatedScript) -> str:
     words += [seen.precision, f"micro batch {seen.micro_batch}", f"accumulation {seen.accumulation}", seen.optimizer]
     words += ["activation checkpointing"] if seen.checkpointing else []
     words += [f"batches of up to {seen.longest_seen} tokens"] if seen.longest_seen else []
+    if seen.longest_allowed > seen.longest_seen:
+        words[-1] += f" ({seen.allowed_by} allows {seen.longest_allowed})"
     return ", ".join(words)
+
+
+def _longest(console: Console, run: SimulatedScript) -> None:
+    """Print what batches of the longest sequences would need."""
+    found = run.longest
+    if found:
+        fits = "fits" if found.fits else "does not fit"
+        peak, phase = shown_bytes(found.peak_bytes), found.peak_phase
+        console.print(f"with batches of {found.tokens} tokens: peak {peak} in {phase}, {fits}")
 
 
 def _notes(console: Console, run: SimulatedScript) -> None:

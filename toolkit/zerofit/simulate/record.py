@@ -129,6 +129,8 @@ class ScriptFacts:
     checkpointing: bool
     shapes: tuple[tuple[int, ...], ...]  # of the largest tensor of each micro batch
     longest_seen: int  # tokens of the longest micro batch; 0: none has tokens
+    longest_allowed: int  # tokens of the longest that the script allows; 0: not known, or it has no tokens
+    allowed_by: str  # what says so
     ended: str  # how the simulation came to its end
     notes: tuple[Note, ...]
 

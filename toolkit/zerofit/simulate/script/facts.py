@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
+from zerofit.simulate.script.lengths import Lengths, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -30,8 +31,7 @@ class BatchShapes:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if tensors:
             self.seen[tuple(max(tensors, key=lambda t: t.numel()).shape)] += 1
-        tokens = [t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
-        self.longest = max([self.longest, *(t.shape[1] for t in tokens)])
+        self.longest = max([self.longest, *(t.shape[1] for t in token_tensors(tensors))])
 
     @property
     def micro_batch(self) -> int:
@@ -40,9 +40,10 @@ class BatchShapes:
 
 
 def script_facts(
-    target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, how: str
+    target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
 ) -> ScriptFacts:
     """Return what is said of the script beside its memory."""
+    allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next((e for e in phases.engines if e.optimizer is not None), None)
     model = engine.module if engine else phases.models[0] if phases.models else nn.Module()
     parameters = {id(p): p for p in model.parameters()}.values()
@@ -64,6 +65,8 @@ def script_facts(
         checkpointing=any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),
         shapes=tuple(sorted(shapes.seen)),
         longest_seen=shapes.longest,
+        longest_allowed=allowed,
+        allowed_by=allowed_by,
         ended=how,
         notes=tuple(Note(text=text, count=n, bound=text in meter.inexact) for text, n in meter.notes.items()),
     )

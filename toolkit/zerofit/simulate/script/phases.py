@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.script.errors import ScriptStop, not_simulated
 
+SAVING = "saving"
 WAITED = 10  # times as many steps of the leading engine, for those of the others
 
 
@@ -32,9 +33,10 @@ class ScriptPhases:
         steps: int,
         on_model: Callable[[nn.Module], None] = lambda model: None,
         on_batch: Callable[[Any, Any], None] = lambda args, kwargs: None,
+        on_end: Callable[[list[Any]], None] = lambda engines: None,
     ):
         self.log, self.wanted = log, steps
-        self._on_model, self._on_batch = on_model, on_batch
+        self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
         self.engines: list[Any] = []
         self.optimizers: list[Any] = []  # that stepped without an engine
         self.models: list[nn.Module] = []  # that were trained without an engine
@@ -103,6 +105,8 @@ class ScriptPhases:
             out = self._within(method, engine, *args, **kwargs)
             if boundary:
                 self._stepped(engine, [e for e in self.engines if e.optimizer is not None])
+            else:
+                self.log.begin("forward")  # the next batch belongs to it
             return out
 
         return step
@@ -119,6 +123,7 @@ class ScriptPhases:
         self.steps[id(one)] += 1
         made = [self.steps[id(other)] for other in of]
         if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
+            self._within(self._on_end, self.engines)
             self.log.end()
             raise ScriptStop
         self.log.step = max(made)
@@ -158,3 +163,20 @@ class ScriptPhases:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._stepped(optimizer, self.optimizers)
+
+
+def saving_of(log: PhaseLog) -> Callable[[list[Any]], None]:
+    """Return what comes after the steps: the 16-bit weights are gathered for saving, where the JSON asks for it.
+
+    ZeRO-3 does so layer by layer, and rank 0 keeps them in host memory (stage3_gather_16bit_weights_on_model_save).
+    """
+
+    def save(engines: list[Any]) -> None:
+        for engine in engines:
+            asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
+            if asked and engine.optimizer is not None:
+                log.step = -1
+                log.begin(SAVING)
+                engine._zero3_consolidated_16bit_state_dict()
+
+    return save

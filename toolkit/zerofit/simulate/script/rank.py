@@ -30,11 +30,12 @@ from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.launchers import environment
-from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.lengths import Lengths
+from zerofit.simulate.script.phases import ScriptPhases, saving_of
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.tracker import is_own
@@ -58,9 +59,12 @@ def simulate_script(
     meter = ScriptTracker(shown, scratch or scratch_on("cuda" if target.on_gpu else "cpu"), fakes)
     apply_patches(meter, target)
     os.environ |= environment(target)
-    shapes = BatchShapes()
+    shapes, lengths_seen = BatchShapes(), Lengths()
+    lengths.tokenizers(lengths_seen)
+    lengths.trainer_arguments(lengths_seen)
+    lengths.batches(lengths_seen, target.longest)
     log = PhaseLog(meter)
-    phases = ScriptPhases(log, target.steps, _learner(meter), shapes.note)
+    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen), shapes.note, saving_of(log))
     log.on_begin = _announcer(meter, phases, say)
     with fakes, meter:
         phases.cut()
@@ -69,7 +73,7 @@ def simulate_script(
     _tag(meter, phases)
     if not phases.steps:
         raise ended(*_no_training(target, how, phases))
-    facts = script_facts(target, meter, phases, shapes, how)
+    facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
     return record_of(meter, log, target.workspaces, facts)
 
 
@@ -104,8 +108,9 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     writes.watch_files(meter)
 
 
-def _learner(meter: ScriptTracker) -> Callable[[nn.Module], None]:
+def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]:
     def learn(model: nn.Module) -> None:
+        seen.learn_model(model)
         meter.learn_names(model)
         watch_gradients(meter.tag, model)
 

@@ -19,6 +19,7 @@ class ScriptTarget:
     rank: int = 0
     workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
     steps: int = 2  # optimizer steps after which the script is stopped
+    longest: bool = False  # make every batch as long as the script allows
 
     @property
     def world_size(self) -> int:
