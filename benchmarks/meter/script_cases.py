@@ -110,11 +110,12 @@ def _llama(folder: Path) -> str:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         LlamaForCausalLM(LlamaConfig(**sizes, **heads, **special, dtype="float32")).save_pretrained(path)
-        _tokenizer(path)
+        save_tokenizer(path)
     return str(path)
 
 
-def _tokenizer(path: Path) -> None:
+def save_tokenizer(path: Path) -> None:
+    """Write a tokenizer of bytes into a folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -11,11 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
-from zerofit.simulate.script import cuda, distributed, gpu, host, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
+TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
 PATCHES = {
@@ -72,6 +73,19 @@ PATCHES = {
     "pinning": (["torch:Tensor.pin_memory", "torch:Tensor.is_pinned"], []),
     "constructors": (["torch:tensor", "torch:as_tensor", "torch:asarray"], []),
     "generators": (["torch:Generator"], []),
+    "tokenizers": (
+        ["transformers:PreTrainedTokenizerBase.__call__"],
+        [
+            Reason(
+                TOKENIZERS,
+                "PreTrainedTokenizerBase._get_padding_truncation_strategies",
+                "self padding truncation max_length",
+                "return padding_strategy, truncation_strategy, max_length, kwargs",
+            )
+        ],
+    ),
+    "trainer_arguments": (["transformers:Trainer.__init__"], []),
+    "batches": ([f"{DATA}:_BaseDataLoaderIter.__next__"], []),
 }
 REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]
 
@@ -92,9 +106,9 @@ def test_what_a_patch_replaces_is_there(name):
 
 
 def test_every_patch_is_listed():
-    beside = {"replicate", "install_gpu", "capability"}  # of the same modules
+    beside = {"replicate", "install_gpu", "capability", "token_tensors"}  # of the same modules
     found = set()
-    for module in (host, distributed, pretrained, writes, gpu, cuda):
+    for module in (host, distributed, pretrained, writes, gpu, cuda, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

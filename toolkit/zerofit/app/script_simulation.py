@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.result import LongestBatch, SimulatedScript, Simulation
+from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation
 from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.knobs import script_knobs
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.verdict import blas_workspaces
 from zerofit.spec.cluster import Cluster
@@ -59,7 +61,32 @@ def simulate_script(
     seen, *more = [_answer(*one, cluster) for one in zip(targets, simulate_all(targets, report.status), strict=True)]
     if more:
         seen = _with_longest(seen, more[0])
-    return replace(seen, seconds=round(time.perf_counter() - start, 1))
+    simulate_knobs = ScriptKnobSimulations(target=target, seen=seen, cluster=cluster)
+    return replace(seen, seconds=round(time.perf_counter() - start, 1), simulate_knobs=simulate_knobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptKnobSimulations:
+    """The changes of a command that would need less memory, each simulated when it is called."""
+
+    target: ScriptTarget
+    seen: Simulation
+    cluster: Cluster
+
+    def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Return what each change would bring, the least memory first; one that cannot be simulated is left out."""
+        assert isinstance(self.seen.run, SimulatedScript)
+        report, rows = Reporter(on_event), []
+        with tempfile.TemporaryDirectory() as folder:
+            knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
+            targets = [replace(self.target, command=knob.command) for knob in knobs]
+            records = simulate_all(targets, lambda text: report.status(f"knobs: {text}")) if targets else []
+        for knob, target, record in zip(knobs, targets, records, strict=True):
+            if not isinstance(record, Problem):
+                found = _answer(target, record, self.cluster)
+                names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+                rows.append(KnobResult(change=knob.change, **{name: getattr(found, name) for name in names}))
+        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
 
 
 def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:

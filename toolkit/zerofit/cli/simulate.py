@@ -119,7 +119,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
         settings = {name: options[name] for name in ("rank", "steps", "longest")}
         settings |= {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
         result = simulate_script(words, found, **settings, on_event=console)
-    return _shown(result, as_json, options)
+    return _with_knobs(_shown(result, as_json, options), options)
 
 
 def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
@@ -142,11 +142,16 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
 
         exact = options["exact"] or options["plot"] is not None
         result = run(asked, cluster, rank=options["rank"], image=options["image"], exact=exact, on_event=console)
-    result = _shown(result, as_json, options)
+    result = _with_knobs(_shown(result, as_json, options), options)
+    return replace(result, seconds=round(time.perf_counter() - start, 1))
+
+
+def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
+    """Simulate what could be changed, if that is asked for."""
     if options["knobs"]:
         with EventConsole() as console:
             result.knobs(console)
-    return replace(result, seconds=round(time.perf_counter() - start, 1))
+    return result
 
 
 def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:

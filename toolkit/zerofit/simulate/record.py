@@ -121,6 +121,7 @@ class ScriptFacts:
     trained_parameters: int
     largest_parameter: int
     engines: int  # of DeepSpeed
+    trainer: bool  # whether transformers' Trainer, or one made of it, trains
     zero_stage: int
     precision: str
     optimizer: str  # its class
