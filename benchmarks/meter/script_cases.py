@@ -12,13 +12,14 @@ from .script_task import ScriptTask
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 BUCKET = 500_000
 STAGES = ("zero2", "zero3", "offload")
-KINDS = ("plain", "trainer", "accelerate", "sft", "gan")
+CHECKPOINTING = ("--gradient_checkpointing", "True")
+KINDS = ("plain", "trainer", "seq2seq", "image", "accelerate", "gan", "sft")
 
 
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
     divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) != ("gan", "zero3")]
-    return [*divided, "torch plain", "torch ddp"]
+    return ["plain zero1", *divided, "torch plain", "torch ddp"]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -60,22 +61,24 @@ def _plain(folder: Path, stage: str) -> tuple[str, ...]:
 
 
 def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
-    script = ("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), "--bf16", "True")
-    return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script[0]), *script[1:])
+    return _on_cpu("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
+
+
+def _seq2seq(folder: Path, stage: str) -> tuple[str, ...]:
+    return _on_cpu("seq2seq.py", "--tokenizer", _llama(folder), *_arguments(folder, stage))
+
+
+def _image(folder: Path, stage: str) -> tuple[str, ...]:
+    return _on_cpu("image.py", *_arguments(folder, stage), "--remove_unused_columns", "False")
 
 
 def _sft(folder: Path, stage: str) -> tuple[str, ...]:
-    script = (
-        "sft.py",
-        "--model",
-        _llama(folder),
-        *_arguments(folder, stage),
-        "--bf16",
-        "True",
-        "--learning_rate",
-        "1e-4",
-    )
-    return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script[0]), *script[1:])
+    words = ("--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING, "--learning_rate", "1e-4")
+    return _on_cpu("sft.py", *words)
+
+
+def _on_cpu(script: str, *words: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script), *words)
 
 
 def _arguments(folder: Path, stage: str) -> tuple[str, ...]:
@@ -83,13 +86,13 @@ def _arguments(folder: Path, stage: str) -> tuple[str, ...]:
     ours = ("--deepspeed", _automatic(folder, stage), "--output_dir", "out", "--report_to", "none")
     sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
     on_cpu = ("--use_cpu", "--accelerator_config", '{"use_configured_state": true}')
-    return (*ours, *sizes, "--gradient_checkpointing", "True", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
+    return (*ours, *sizes, "--bf16", "True", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
 
 
 def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:
     flags = ("--offload",) if stage == "offload" else ()
     words = ("--model", _llama(folder), "--plugin", "--stage", "3" if stage == "zero3" else "2", *flags)
-    return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / "accelerate_loop.py"), *words)
+    return _on_cpu("accelerate_loop.py", *words)
 
 
 def _gan(folder: Path, stage: str) -> tuple[str, ...]:
@@ -106,10 +109,10 @@ def _llama(folder: Path) -> str:
     if not path.exists():
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
-        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        LlamaForCausalLM(LlamaConfig(**sizes, **heads, **special, dtype="float32")).save_pretrained(path)
+        sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704}
+        sizes |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+        sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        LlamaForCausalLM(LlamaConfig(**sizes, dtype="float32")).save_pretrained(path)
         save_tokenizer(path)
     return str(path)
 
@@ -133,6 +136,8 @@ def save_tokenizer(path: Path) -> None:
 _WORDS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
     "plain": _plain,
     "trainer": _trainer,
+    "seq2seq": _seq2seq,
+    "image": _image,
     "accelerate": _accelerate,
     "sft": _sft,
     "gan": _gan,

@@ -55,6 +55,10 @@ PATCHES = {
         [f"{DDP}:_verify_param_shape_across_processes", f"{DDP}:DistributedDataParallel.register_comm_hook"],
         [Reason(DDP, "DistributedDataParallel.register_comm_hook", "self state hook", "self._check_comm_hook(hook)")],
     ),
+    "fully_sharded": (
+        ["torch.distributed.fsdp:fully_shard", "torch.distributed.fsdp:FullyShardedDataParallel.__init__"],
+        [],
+    ),
     "pretrained": (
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],

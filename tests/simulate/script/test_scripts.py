@@ -215,6 +215,36 @@ def test_refusals(folder, text, said, hint):
     assert said in problem.message and hint in problem.hint
 
 
+@pytest.mark.parametrize("wrapped", ["fully_shard(model)", "FullyShardedDataParallel(model)"])
+def test_fsdp_is_refused(folder, wrapped):
+    problem = refused(TORCH.replace("DistributedDataParallel(torch", "(torch").replace(
+        ", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\nmodel = {wrapped}\n"
+    ))  # fmt: skip
+    assert problem.message == "a model under FSDP cannot be simulated" and problem.where == "train.py:9"
+    assert "ZeRO-3" in problem.hint
+
+
+def test_pipelines_are_refused(folder):
+    text = BEGIN + "from deepspeed.pipe import PipelineModule\ndeepspeed.init_distributed()\n" + (
+        "model = PipelineModule(list(model), num_stages=1, loss_fn=torch.nn.functional.mse_loss)\n"
+        "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config='ds.json')\n"
+    )  # fmt: skip
+    problem = refused(text)
+    assert problem.message == "a pipeline engine of a script cannot be simulated" and problem.where == "train.py:9"
+
+
+def test_changes_of_the_json_are_simulated(folder):
+    check = "json.load(open(sys.argv[1]))"
+    result = simulated(LOOP.replace("config='ds.json'", f"config={check}"), "python train.py ds.json")
+    rows = {row.change: row for row in result.knobs()}
+    assert list(rows) == [row.change for row in sorted(rows.values(), key=lambda row: row.peak_bytes)]
+    third = rows.pop("ds.json: zero_optimization.stage 3")
+    offload = rows.pop("ds.json: offload_optimizer to the host")
+    assert set(rows) == {"ds.json: buckets of 10,000,000 elements"} and offload.host_node_bytes > third.host_node_bytes
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": {"stage": 3}}))
+    assert simulated(LOOP).peak_bytes == third.peak_bytes
+
+
 def test_weights_that_cannot_be_simulated(folder):
     load = "import transformers\ntransformers.AutoModelForCausalLM.from_pretrained"
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -103,6 +104,21 @@ def data_parallel(meter: ScriptTracker) -> None:
     replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
     replace_in(DistributedDataParallel, "__init__", init)
     replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
+
+
+def fully_sharded() -> None:
+    """Refuse FSDP: it shards and gathers by collectives whose results its C++ code and DTensors look at.
+
+    (torch.distributed.fsdp.fully_shard, FullyShardedDataParallel)
+    """
+    from torch.distributed import fsdp
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        hint = "ZeRO-3 divides a model alike: simulate the script with DeepSpeed, or `zerofit simulate MODEL`"
+        raise not_simulated("a model under FSDP", hint)
+
+    replace_in(fsdp, "fully_shard", refuse)
+    replace_in(fsdp.FullyShardedDataParallel, "__init__", refuse)
 
 
 def _replace(name: str, value: Any) -> None:

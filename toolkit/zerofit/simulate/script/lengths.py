@@ -46,7 +46,7 @@ class Lengths:
 
     def learn_model(self, model: Any) -> None:
         """Note how many positions a model knows."""
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
 
@@ -132,7 +132,7 @@ def _longest_row(dataset: Any) -> int:
         return 0
     with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a row's code can raise anything
         for n in range(len(dataset)):
-            row = dataset[n]
+            row: Any = dataset[n]
             row = row.get("input_ids") if isinstance(row, Mapping) else row[0] if isinstance(row, tuple) else row
             longest = max(longest, len(row) if isinstance(row, list) or getattr(row, "ndim", 0) == 1 else 0)
             if time.monotonic() > deadline:

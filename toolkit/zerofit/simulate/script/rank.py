@@ -102,6 +102,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
+    distributed.fully_sharded()
     pretrained.pretrained(meter)
     writes.saving(meter)
     writes.tracking()
