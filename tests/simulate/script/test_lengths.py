@@ -11,6 +11,7 @@ import torch
 from benchmarks.meter.script_cases import save_tokenizer
 from tests.simulate.script.test_scripts import CONFIG, facts, simulated
 from zerofit.simulate.script.lengths import _longer
+from zerofit.spec.units import shown_bytes
 
 LONG = 40
 SCRIPT = """\
@@ -88,6 +89,31 @@ def test_what_is_lengthened():
     assert made["input_ids"].tolist()[0] == [0, 1, 2, 3, 4, 0, 1, 2]
     assert made["mask"].shape == (2, 1, 8, 8) and made["labels"].shape == (2, 6)
     assert made["images"].shape == (2, 3, 4, 4) and made["more"][0].shape == (2, 8)
+
+
+TRAINER = """\
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+rows = [{"input_ids": [1] * 8, "labels": 1} for _ in range(400)]
+config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=LABELS)
+args = TrainingArguments("out", deepspeed="ds.json", eval_strategy="steps", eval_steps=100, report_to="none",
+                         per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True)
+Trainer(BertForSequenceClassification(config), args, train_dataset=rows, eval_dataset=rows,
+        compute_metrics=lambda found: {}).train()
+"""
+
+
+def test_a_trainer_evaluates_its_first_batches(folder):
+    """Per batch of 8 samples a rank keeps logits of both ranks, float32, until all are seen."""
+    config = {**CONFIG, "optimizer": {"type": "AdamW"}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    labels = 100_000
+    result = simulated(TRAINER.replace("LABELS", str(labels)))
+    assert result.phases[-1].name == "evaluation"
+    (note,) = [n.text for n in facts(result).facts.notes if n.text.startswith("evaluation")]
+    assert note.startswith("evaluation: 4 of 25 batches were simulated; it keeps ")
+    assert shown_bytes(labels * 16 * 4) in note and shown_bytes(25 * labels * 16 * 4)[:2] in note
 
 
 @pytest.mark.parametrize("rank", [0, 1])

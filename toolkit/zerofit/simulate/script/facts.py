@@ -57,7 +57,7 @@ def script_facts(
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
         engines=len(phases.engines),
-        trainer=lengths.has_trainer,
+        trainer=bool(lengths.trainers),
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         precision=_precision(engine, parameters),
         optimizer=_optimizer(engine, phases),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -26,7 +27,7 @@ class Lengths:
     def __init__(self) -> None:
         self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: says nothing
         self.positions = 0  # of the model
-        self.has_trainer = False
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # transformers'
         self.dataset: Any = None  # that gave the last batch with tokens
         self.packed = 1  # samples in a batch of one row
         self._of_targets = False
@@ -105,7 +106,7 @@ def trainer_arguments(lengths: Lengths) -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        lengths.has_trainer = True
+        lengths.trainers.add(self)
         lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
 
     replace_in(Trainer, "__init__", init)

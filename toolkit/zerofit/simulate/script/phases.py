@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.script.errors import ScriptStop, not_simulated
 
-SAVING = "saving"
 WAITED = 10  # times as many steps of the leading engine, for those of the others
 
 
@@ -163,20 +162,3 @@ class ScriptPhases:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._stepped(optimizer, self.optimizers)
-
-
-def saving_of(log: PhaseLog) -> Callable[[list[Any]], None]:
-    """Return what comes after the steps: the 16-bit weights are gathered for saving, where the JSON asks for it.
-
-    ZeRO-3 does so layer by layer, and rank 0 keeps them in host memory (stage3_gather_16bit_weights_on_model_save).
-    """
-
-    def save(engines: list[Any]) -> None:
-        for engine in engines:
-            asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
-            if asked and engine.optimizer is not None:
-                log.step = -1
-                log.begin(SAVING)
-                engine._zero3_consolidated_16bit_state_dict()
-
-    return save

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import accelerate  # noqa: F401  # its modules bind what is replaced below
 import deepspeed  # noqa: F401
@@ -32,10 +33,11 @@ from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
+from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.launchers import environment
 from zerofit.simulate.script.lengths import Lengths
-from zerofit.simulate.script.phases import ScriptPhases, saving_of
+from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.tracker import is_own
@@ -64,7 +66,9 @@ def simulate_script(
     lengths.trainer_arguments(lengths_seen)
     lengths.batches(lengths_seen, target.longest)
     log = PhaseLog(meter)
-    phases = ScriptPhases(log, target.steps, _learner(meter, lengths_seen), shapes.note, saving_of(log))
+    phases = ScriptPhases(
+        log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
+    )
     log.on_begin = _announcer(meter, phases, say)
     with fakes, meter:
         phases.cut()
@@ -116,6 +120,17 @@ def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]
         watch_gradients(meter.tag, model)
 
     return learn
+
+
+def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
+    """Return what follows the steps."""
+
+    def follow(engines: list[Any]) -> None:
+        for trainer in list(seen.trainers):
+            evaluate(trainer, log, meter)
+        gather_to_save(engines, log)
+
+    return follow
 
 
 def _announcer(meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None]) -> Callable[[str, int], None]:
