@@ -16,7 +16,6 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from meter.pool import Ranks
 from meter.report import surroundings
@@ -114,10 +113,14 @@ def met(found: list[ScriptComparison]) -> bool:
 
 
 def write(found: list[ScriptComparison], path: Path) -> None:
-    """All phases, with when and on what they were measured."""
-    cases: list[dict[str, Any]] = [{"name": one.name, "phases": [asdict(p) for p in one.phases]} for one in found]
+    """All phases, with when and on what they were measured; scripts that were not run now stay as they were."""
+    before = json.loads(path.read_text())["scripts"] if path.exists() else []
+    cases = {case["name"]: case for case in before}
+    cases |= {one.name: {"name": one.name, "phases": [asdict(p) for p in one.phases]} for one in found}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**surroundings(), "scripts": cases}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**surroundings(), "scripts": [cases[name] for name in names() if name in cases]}, indent=1) + "\n"
+    )
 
 
 def parse() -> argparse.Namespace:

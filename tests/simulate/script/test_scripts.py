@@ -55,6 +55,9 @@ assert torch.arange(3, device="cuda")[mask].tolist() == [0, 2]
 seen = [torch.zeros(1) for _ in range(8)]
 torch.distributed.all_gather(seen, torch.tensor([5.0]))
 assert [t.item() for t in seen] == [5.0] * 8
+rows = torch.empty(16, dtype=torch.int64, device="cuda")
+torch.distributed.all_gather_into_tensor(rows, torch.tensor([3, 4], device="cuda"))
+assert rows.view(8, 2).cpu().tolist() == [[3, 4]] * 8
 total = torch.tensor([2], device="cuda")
 torch.distributed.all_reduce(total)
 assert total.item() == 16

@@ -159,8 +159,10 @@ class ScriptTracker(AllocationTracker):
     def _keep_values(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor], out: Any) -> None:
         """Compute along what is small and known; forget what an op has overwritten with unknown values."""
         if name == "c10d::_allgather_base_" and known_value(args[1]) is not None:
-            flat = known_value(args[1]).reshape(-1)
-            keep(args[0], flat.repeat(args[0].numel() // max(1, flat.numel())).view(args[0].shape))
+            with unset_fake_temporarily(), _disable_current_modes():
+                flat = known_value(args[1]).reshape(-1)
+                gathered = flat.repeat(args[0].numel() // max(1, flat.numel())).view(args[0].shape)
+            keep(args[0], gathered)
             return
         outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
         small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
