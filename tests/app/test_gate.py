@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import zerofit as zf
-from zerofit.app import forecasts, gate
+from zerofit.app import forecasts, gate, simulation
 from zerofit.app.clusters.hosts import machine_of
 from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
@@ -90,6 +90,39 @@ def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(
     assert "are free on this machine. Of the device's" in problem.message
     assert problem.hint.startswith("these would fit: --") and problem.hint.endswith(gate.ANYWAY)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_far_too_large_is_refused_without_a_simulation(tmp_path, monkeypatch):
+    monkeypatch.setattr(reservations, "host_memory", lambda: (20 * GIB, 20 * GIB))
+
+    def simulate_none(targets, show, *, exact=False):
+        assert not targets
+        return []
+
+    for module in (forecasts, simulation):
+        monkeypatch.setattr(module, "simulate_ranks", simulate_none)
+    run = zf.Run(**{**LLAMA, "model": "llama-3.1-8b", "ranks": 2, "ds_config": "zero3", "precision": "fp32"})
+    with pytest.raises(zf.DoesNotFit) as caught:
+        held_against(run, tmp_path / "run")
+    parameters = 8_030_261_248  # of the published model
+    needed = f"{parameters * (4 + 4 + 4) / GIB:.1f} GiB"  # weights and Adam's two moments
+    assert caught.value.problems[0].message == (
+        f"llama-3.1-8b needs at least {needed} for the parameters and optimizer state of 2 ranks; 20.0 GiB are free "
+        "on this machine."
+    )
+    assert "no single change of this run would fit" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_layout_keeps_less_than_the_least(stage, precision):
+    run = zf.Run(**{**LLAMA, "ranks": 2, "ds_config": f"zero{stage}", "precision": precision})
+    asked = as_request(run)
+    resolved = resolve_job(asked)
+    known = forecasts.forecast(gate.simulated(asked, resolved, zf.Cluster("cpu", gpus=2)), Reporter())
+    assert isinstance(known, forecasts.RankForecasts)
+    kept = sum(sum(known.of(rank).record.kept.values()) for rank in range(2))
+    assert 0.5 * kept < forecasts.least_bytes(resolved.job) <= kept
 
 
 def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp_path, tight):

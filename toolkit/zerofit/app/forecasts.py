@@ -31,6 +31,8 @@ from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
 STEPS = ("forward", "backward", "step")
+# keys of a DeepSpeed JSON that keep master weights (and bf16's the moments) in 16 bits
+NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
 SAVE = "save"  # the phase in which the trained model is written
 # fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
@@ -74,6 +76,20 @@ class RankForecasts:
             return max(rank.record.host_phases.values()) + HOST_PROCESS_BYTES
         beside = assess(rank, self.cluster).overheads
         return rank.record.peaks[0].bytes + sum(one.bytes for one in beside)
+
+
+def least_bytes(job: Job) -> int:
+    """Return what the ranks of a job keep together at the least, without simulating anything.
+
+    The weights (at stage 3 once, else on each data parallel rank), fp32 master weights and Adam's two moments (at stage
+    0 in fp32 on each data parallel rank, else once: `plan.persistent`). Gradients and activations come on top.
+    """
+    parameters, stage, copies = job.facts.parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
+    narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
+    masters = 0 if narrow or job.precision == "fp32" else 4
+    moments = 8 if not narrow and str(get(job.ds_config, "optimizer.type")).lower() in ("adam", "adamw") else 0
+    weights = job.facts.weight_bytes(job.precision) * (1 if stage == 3 else copies)
+    return weights + parameters * (masters + moments) * (1 if stage or job.precision != "fp32" else copies)
 
 
 def _margin(one: Simulation) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.forecasts import RankForecasts, forecast
+from zerofit.app.forecasts import RankForecasts, forecast, least_bytes
 from zerofit.app.resolve import ResolvedJob
 from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
 from zerofit.app.simulation import PreparedSimulation
@@ -29,6 +29,7 @@ from zerofit.spec.run_folder import Job, MemoryForecast
 from zerofit.spec.units import shown_bytes
 
 ANYWAY = "--anyway starts it all the same"
+OFFLOADS = ("offload_optimizer", "offload_param")
 CHANGES = 3  # that a refusal names
 ANY = 1 << 62  # bytes: of what is looked at by itself
 UNKNOWN = "the memory of this run is not forecast"
@@ -71,7 +72,12 @@ class MemoryGate:
 
         Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
         """
-        job, found = resolved.job, self._forecast(asked, resolved)
+        job = resolved.job
+        too_much = None if self._anyway else self._too_much(resolved, output)
+        if too_much:
+            problem = self._memory_problem(asked, resolved, self._cluster(resolved), too_much)
+            self._refuse([problem, disk_problem(job, output, None)])
+        found = self._forecast(asked, resolved)
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
             self._refuse(problems)
@@ -114,6 +120,20 @@ class MemoryGate:
         """Give back what this process has reserved."""
         if self._run:
             release(self._run)
+
+    def _too_much(self, resolved: ResolvedJob, output: Path) -> RoomVerdict | None:
+        """Return the refusal where not even what training keeps all the time has room, which needs no simulation."""
+        job, rooms = resolved.job, self._rooms(resolved.job.layout.world_size, output)
+        ranks, needed = job.layout.world_size, least_bytes(job)
+        there = _room_for(job, rooms, on_cpu=resolved.machine.accelerator == "cpu")
+        if sum(len(room.ranks) for room in rooms) < ranks or needed <= there:
+            return None
+        message = (
+            f"{job.run.model} needs at least {shown_bytes(needed)} for the parameters and optimizer state of {ranks} "
+            f"{'rank' if ranks == 1 else 'ranks'}; {shown_bytes(there)} are free "
+            f"{rooms[0].place if len(rooms) == 1 else f'on {len(rooms)} hosts'}."
+        )
+        return RoomVerdict(room=rooms[0], word=NOT, message=message, rank=0)
 
     def _forecast(self, asked: RunRequest, resolved: ResolvedJob) -> RankForecasts | None:
         job = resolved.job
@@ -171,7 +191,11 @@ class MemoryGate:
         if not cluster.on_cpu and room.gpu_bytes is not None:
             free = replace(free, device_memory=max(1, room.gpu_bytes))
         self._report.warning(f"{worst.message} Nothing was started; looking for changes that would fit")
-        look = simulated(asked, resolved, free).knobs(worst.rank)
+
+        def is_worth(job: Job) -> bool:
+            return least_bytes(job) <= _room_for(job, [room] * nodes, on_cpu=cluster.on_cpu)
+
+        look = replace(simulated(asked, resolved, free).knobs(worst.rank), is_worth=is_worth)
         rows = look(lambda event: self._report.status(event.text))
         fitting = sorted((row for row in rows if row.fits), key=lambda row: -row.reserved_bytes)[:CHANGES]
         hint = "no single change of this run would fit: see `zerofit plan`"
@@ -190,6 +214,16 @@ class MemoryGate:
 
 
 ORDER = (FITS, WITHIN, NOT)
+
+
+def _room_for(job: Job, rooms: Sequence[HostRoom], *, on_cpu: bool) -> int:
+    """Return the memory of some hosts that a job's layout can make use of; no limit where it writes to disks."""
+    places = {get(job.ds_config, f"zero_optimization.{part}.device") for part in OFFLOADS}
+    gpus = [len(room.ranks) * room.gpu_bytes for room in rooms if room.gpu_bytes is not None]
+    if "nvme" in places or (not on_cpu and len(gpus) < len(rooms)):
+        return ANY
+    host = sum(room.host_bytes for room in rooms) if on_cpu or "cpu" in places else 0
+    return host + (0 if on_cpu else sum(gpus))
 
 
 def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> PreparedSimulation:
@@ -260,7 +294,7 @@ def disk_problem(job: Job, output: Path, found: RankForecasts | None) -> Problem
     saved = 0 if job.run.save_every == "0" else job.facts.checkpoint_bytes(job.precision)
     wanted = [(output, saved + job.facts.weight_bytes(job.precision))]
     swapped = sum(found.of(rank).record.nvme_bytes for rank in range(job.layout.world_size)) if found else 0
-    for part in ("offload_optimizer", "offload_param"):
+    for part in OFFLOADS:
         path = get(job.ds_config, f"zero_optimization.{part}.nvme_path")
         if swapped and path:
             wanted.append((Path(path), swapped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,13 +70,14 @@ class KnobSimulations:
     prepared: PreparedSimulation
     rank: int  # of the same pipeline stage in each
     exact: bool
+    is_worth: Callable[[Job], bool] = lambda job: True  # of a change's job: whether to simulate it
 
     def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
         """Return what each change would bring, the least memory first."""
         report, cluster = Reporter(on_event), self.prepared.cluster
         job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.asked.run)
         tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
-        turned = [(knob, one) for knob, one in tried if one is not None]
+        turned = [(knob, one) for knob, one in tried if one is not None and self.is_worth(one.job)]
         targets = [one.target(self.rank) for _, one in turned]
         simulated = simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=self.exact)
         rows = []

@@ -56,6 +56,8 @@ def simulate_all(
 
     As many run at a time as there are cores; `show` hears how far they are.
     """
+    if not targets:
+        return []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder, start = Path(name), time.monotonic()
         path = [os.path.abspath(entry) for entry in sys.path]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -28,17 +30,28 @@ def probe(
 
     Raises UserError where model and data do not go together.
     """
+    ask = (task, inputs, json.dumps(dict(run.model_args), sort_keys=True), run.pipeline > 1)
     with models_say("MODEL"):
-        if model is None:
-            with torch.device("meta"):
-                model = build(source, inputs, dict(run.model_args))
-        flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
-        layers = _layer_count(model, needed=run.pipeline > 1)
+        if model is None and source.path is None and source.family != "custom":
+            return _read_facts(source, *ask)
+        return _read_facts.__wrapped__(source, *ask, model)
+
+
+@lru_cache(maxsize=64)  # the changes of a run are mostly runs of the same model; 80 layers take seconds
+def _read_facts(
+    source: ModelSource, task: Task, inputs: Inputs | None, args: str, pipelined: bool, model: nn.Module | None = None
+) -> ModelFacts:
+    if model is None:
+        with torch.device("meta"):
+            model = build(source, inputs, json.loads(args))
+    flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
+    layers = _layer_count(model, needed=pipelined)
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     largest = max((p.numel() for p in model.parameters()), default=0)
     if not largest:
-        raise UserError(Problem(kind="model-empty", message=f"{run.model} has no parameters to train", where="MODEL"))
+        message = f"{source.name} has no parameters to train"
+        raise UserError(Problem(kind="model-empty", message=message, where="MODEL"))
     return ModelFacts(
         task=task,
         parameters=parameter_count(model),
