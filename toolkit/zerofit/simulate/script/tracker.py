@@ -73,7 +73,8 @@ class ScriptTracker(AllocationTracker):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
         if name.startswith("c10d::"):
             self._note_collective(name, args)
-        if is_counted(func) and not (faked and func._schema.is_mutable and is_real(out)):
+        overwrites_real = faked and func._schema.is_mutable and (is_real(out) or is_real(next(iter(args), None)))
+        if is_counted(func) and not overwrites_real:  # a fake that stood in for it is no memory of its own
             self._note_storages(name, func, args, kwargs, out)
         return out
 
