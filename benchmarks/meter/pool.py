@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +18,11 @@ from zerofit.launch.local import free_port
 from zerofit.simulate.record import SimulationTarget
 
 from .meter import build
+from .script_task import ScriptTask
 
 ROOT = Path(__file__).parents[2]
 # no GPU: none is asked for, and processes that have asked for one cannot be forked
-PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))
+PATHS = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "toolkit"), os.environ.get("PYTHONPATH"))))
 ENVIRONMENT = {"PYTHONPATH": PATHS, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = 400
 POLL_S = 0.5
@@ -69,10 +70,14 @@ class Ranks:
         """The forecast of `zerofit plan` for the rank that needs most."""
         return self._ask("planned", [target], "forecasting")[0]
 
+    def script(self, call: str, task: ScriptTask) -> list[dict[str, Any]]:
+        """All ranks of a script at the same time: "script_metered" for real, or "script_simulated"."""
+        return self._ask(call, [replace(task, rank=rank) for rank in range(task.ranks)], call.replace("_", " "))
+
     def _all(self, call: str, target: SimulationTarget, doing: str) -> list[dict[str, Any]]:
         return self._ask(call, [replace(target, rank=rank) for rank in range(target.job.layout.world_size)], doing)
 
-    def _ask(self, call: str, targets: list[SimulationTarget], doing: str) -> list[dict[str, Any]]:
+    def _ask(self, call: str, targets: Sequence[SimulationTarget | ScriptTask], doing: str) -> list[dict[str, Any]]:
         port = free_port()
         tasks = [{"call": call, "target": target.as_dict(), "port": port} for target in targets]
         self._to.write(json.dumps(tasks) + "\n")

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup, Work
 
 from zerofit.simulate.record import SimulationTarget
 
+from .script_task import ScriptTask
+
 TIMEOUT = timedelta(minutes=2)
 SETTLE_S, POLL_S = 0.002, 0.0005
 PATIENCE_S = 1.0
@@ -110,4 +112,26 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     return planned(target)
 
 
-CALLS = {"metered": metered, "built": built, "simulated": simulated, "planned": planned}
+def script_metered(task: dict[str, Any]) -> dict[str, Any]:
+    """A real rank of a script: {"phases": [...]}."""
+    from .script import metered
+
+    with _settling():
+        return metered(ScriptTask(**task))
+
+
+def script_simulated(task: dict[str, Any]) -> dict[str, Any]:
+    """What `zerofit simulate -- COMMAND` sees of the same rank."""
+    from .script import simulated
+
+    return simulated(ScriptTask(**task))
+
+
+def _of_job(call: Callable[[SimulationTarget], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda target: call(SimulationTarget.from_dict(target))
+
+
+CALLS = {
+    **{call.__name__: _of_job(call) for call in (metered, built, simulated, planned)},
+    **{call.__name__: call for call in (script_metered, script_simulated)},
+}

@@ -1,7 +1,7 @@
 """Forks a process for each rank it is asked for; torch, transformers and DeepSpeed are imported once, before.
 
 `python -m benchmarks.meter.server FOLDER`, started by `pool.Ranks`. One line of JSON on stdin is a list of tasks, one a
-process: {"call": "metered" or "simulated", "target": ..., "port": ...}. They run at the same time; one line of JSON on
+process: {"call": one of rank.CALLS, "target": ..., "port": ...}. They run at the same time; one line of JSON on
 stdout answers with what each has returned, or {"error": traceback}.
 """
 
@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.record import SimulationTarget
-
 from .rank import CALLS
 
 IMPORTED = (
@@ -30,6 +28,7 @@ IMPORTED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "zerofit.train.engines",
     "zerofit.train.pipeline",
+    "zerofit.simulate.script.rank",
 )
 TIMEOUT_S = 300
 GRACE_S = 15  # between the first rank's failure and the end of the others
@@ -61,7 +60,7 @@ def _fork(task: dict[str, Any], path: Path) -> int:
     os.dup2(log, 2)
     try:
         os.environ["MASTER_PORT"] = str(task["port"])
-        answer = CALLS[task["call"]](SimulationTarget.from_dict(task["target"]))
+        answer = CALLS[task["call"]](task["target"])
     except BaseException:
         answer = {"error": traceback.format_exc()}
     path.write_text(json.dumps(answer))

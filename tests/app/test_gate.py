@@ -216,10 +216,10 @@ def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
     assert held_on({"n1": there}, run, slots=1)
     for name in ("used_bytes", "reserved_bytes"):
         (gpu,) = there["gpus"]
-        taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**20}]}
-        with pytest.raises(zf.DoesNotFit, match=r"1.00 MiB are free on n1\. Of the device's"):
+        taken = {**there, "gpus": [{**gpu, name: 80 * GIB - 2**26}]}
+        with pytest.raises(zf.DoesNotFit, match=r"64.0 MiB are free on n1\. Of the device's"):
             held_on({"n1": taken}, run, slots=1)
-    with pytest.raises(zf.DoesNotFit, match=r"1 B are free on n1\."):
+    with pytest.raises(zf.DoesNotFit, match=r"needs at least .* of 1 rank; 0 B are free on n1\."):
         held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)
 
 

@@ -30,6 +30,7 @@ class Reason(NamedTuple):
 FAKE_IMPLS, C10D = "torch._subclasses.fake_impls", "torch.distributed.distributed_c10d"
 ZERO_UTILS, ZERO_INIT = "deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters"
 MASKING, BUILDER = "transformers.masking_utils", "deepspeed.ops.op_builder.builder"
+OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 CPU_INFO = "cpu_info = get_cpu_info()"
 # patch -> attributes that it replaces, and why; what has no source in Python has a test of its own below
@@ -49,11 +50,19 @@ PATCHES = {
         [f"{FAKE_IMPLS}:op_implementations_dict", "torch:equal"],
         [Reason(FAKE_IMPLS, "local_scalar_dense", "fake_mode func arg", "raise DataDependentOutputException(func)")],
     ),
-    "masks": (
-        [f"{MASKING}:is_tracing", f"{MASKING}:find_packed_sequence_indices"],
+    "tracing": (
+        [f"{MASKING}:is_tracing"],
+        [Reason("transformers.utils.import_utils", "is_tracing", "tensor", "is_fake_tensor(tensor)")],
+    ),
+    "packed_samples": (
+        [f"{MASKING}:find_packed_sequence_indices"],
+        [Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()")],
+    ),
+    "foreach_types": (
+        [f"{OPTIMIZER}:_foreach_supported_types", f"{FOREACH}:_foreach_supported_types"],
         [
-            Reason("transformers.utils.import_utils", "is_tracing", "tensor", "is_fake_tensor(tensor)"),
-            Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()"),
+            Reason(OPTIMIZER, "_default_to_fused_or_foreach", "params", "type(p) in _foreach_supported_types"),
+            Reason(FOREACH, "_has_foreach_support", "tensors", "type(t) in _foreach_supported_types"),
         ],
     ),
     "weight_files": (

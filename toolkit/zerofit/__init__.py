@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerofit.app.inference import generate as generate
     from zerofit.app.planning.answers import Plan as Plan
     from zerofit.app.planning.planner import plan as plan
+    from zerofit.app.script_simulation import simulate_script as simulate_script
     from zerofit.app.session import Session as Session
     from zerofit.app.simulation import simulate as simulate
     from zerofit.app.supervision import TrainingResult as TrainingResult
@@ -71,6 +72,7 @@ __all__ = [
     "hf",
     "plan",
     "simulate",
+    "simulate_script",
     "train",
     "tune",
 ]
@@ -82,6 +84,7 @@ _MODULES = {
     "zerofit.app.inference": ("Evaluation", "Generation", "evaluate", "generate"),
     "zerofit.app.planning.answers": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),
+    "zerofit.app.script_simulation": ("simulate_script",),
     "zerofit.app.session": ("Session",),
     "zerofit.app.simulation": ("simulate",),
     "zerofit.app.supervision": ("TrainingResult",),

@@ -8,22 +8,25 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
+from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole, make_table, out
 from zerofit.cli.options import AS_JSON, PATH, clusters, given, hardware_options, run_options
 from zerofit.models.inputs import TextInputs
-from zerofit.spec.errors import Problems
+from zerofit.simulate.result import SimulatedRun, SimulatedScript
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event
 from zerofit.spec.run import RunRequest
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.simulate.result import SimulatedRun, Simulation
+    from zerofit.simulate.result import Simulation
     from zerofit.spec.cluster import Cluster
 
 FINDING = 1
@@ -36,26 +39,97 @@ RUN_FIELDS = (
 )
 WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
+SCRIPT = "zerofit.script"  # words after --, in click's context
 FEW = 8  # collectives to print
 
 
-@click.command()
-@click.argument("target", metavar="MODEL | RUN.yaml")
+class CommandAfterDashes(click.Command):
+    """A command whose words after `--` are another program's command line (`ctx.meta[SCRIPT]`)."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Cut the words after the first `--` off; None where there is none."""
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.meta[SCRIPT] = args[cut + 1 :] if cut < len(args) else None
+        return super().parse_args(ctx, args[:cut])
+
+
+@click.command(cls=CommandAfterDashes)
+@click.argument("target", metavar="MODEL | RUN.yaml | -- COMMAND", required=False)
 @hardware_options(*HARDWARE_FIELDS, kinds="h100-80gb, ..., cpu (default: this machine)")
 @click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
+@click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
+@baseline_options
 @run_options(RUN_FIELDS)
 @AS_JSON
-def simulate(target: str, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: Any) -> None:
     """Run the real DeepSpeed engine as one rank of MODEL's training (or RUN.yaml's), without memory and without GPUs.
 
-    Exit code 0: it fits, 1: it does not, or only within the margin, 2: bad input.
+    Or any training script, unmodified: write what starts it behind --, with python, torchrun, deepspeed or accelerate
+    launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
+    --steps optimizer steps (2). Of the options only those of the hardware, --rank, --steps and --plot belong to it.
+
+    Exit code 0: it fits, 1: it does not, or only within the margin, or more is added than --fail-above, 2: bad input.
     """
-    result = answer(lambda: _simulate(target, as_json, options), as_json, show_knobs)
-    sys.exit(0 if result.fits else FINDING)
+    words = ctx.meta[SCRIPT]
+
+    def work() -> Simulation:
+        options["base"] = read_asked_baseline(options)
+        if words is not None:
+            return _script(ctx, words, as_json, options)
+        return _simulate(_named(target, options["longest"]), as_json, options)
+
+    result = answer(work, as_json, show_knobs)
+    annotate(result)
+    sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _named(target: str | None, longest: bool) -> str:
+    """Return the model or run file. Raises UserError where none is named, or it is asked what only scripts have."""
+    if longest:
+        hint = "--seq-len is the length of a run's batches"
+        raise UserError(Problem(kind="usage", message="--longest is of a script", hint=hint, where="--longest"))
+    if target is None:
+        hint = "zerofit simulate MODEL, RUN.yaml, or -- and the command that starts your own script"
+        raise UserError(Problem(kind="usage", message="nothing to simulate is named", hint=hint, where="MODEL"))
+    return target
+
+
+def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[str, Any]) -> Simulation:
+    """Simulate a user's own script, and show the answer. Raises UserError with all that is wrong."""
+    problems = Problems()
+    _refuse_run_options(ctx, problems)
+    hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
+    with EventConsole() as console:
+        console(Event(kind="status", text="reading the command ..."))  # some launchers' parsers import torch
+        from zerofit.app.script_simulation import STEPS, simulate_script
+        from zerofit.simulate.script.command import read_command
+
+        read = problems.attempt(lambda: read_command(words))
+        if read and hardware["gpus"] is None:
+            hardware["gpus"] = read.gpus
+        if read and hardware["nodes"] is None:
+            hardware["nodes"] = read.nodes
+        found = problems.attempt(lambda: one_cluster(hardware))
+        problems.raise_if_any()
+        settings = {name: options[name] for name in ("rank", "steps", "longest")}
+        settings |= {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
+        result = simulate_script(words, found, **settings, on_event=console)
+    return _with_knobs(_shown(result, as_json, options), options)
+
+
+def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
+    """Refuse options that describe a run of zerofit's own: a script's are words of its command."""
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        described = name in (*RUN_FIELDS, "target", "image", "exact") and name != "steps"
+        if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            message = f"{parameter.opts[-1]} describes a run of zerofit's own, and behind -- stands a command"
+            problems.add("usage", message, "leave it out, and change the command instead", parameter.opts[-1])
 
 
 def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation:
@@ -68,15 +142,31 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
 
         exact = options["exact"] or options["plot"] is not None
         result = run(asked, cluster, rank=options["rank"], image=options["image"], exact=exact, on_event=console)
+    result = _with_knobs(_shown(result, as_json, options), options)
+    return replace(result, seconds=round(time.perf_counter() - start, 1))
+
+
+def _with_knobs(result: Simulation, options: dict[str, Any]) -> Simulation:
+    """Simulate what could be changed, if that is asked for."""
+    if options["knobs"]:
+        with EventConsole() as console:
+            result.knobs(console)
+    return result
+
+
+def _shown(result: Simulation, as_json: bool, options: dict[str, Any]) -> Simulation:
+    """Draw and show what was found; return it with its picture and what it is compared with."""
+    if options["base"] is not None:
+        from zerofit.simulate.baseline import compare_with
+
+        allowed = FAIL_ABOVE if options["fail_above"] is None else options["fail_above"]
+        result = replace(result, against=compare_with(options["base"], result, options["baseline"], allowed))
     if options["plot"]:
         result.plot(options["plot"])
         result = replace(result, picture=options["plot"])
     if not as_json:
         show(result)
-    if options["knobs"]:
-        with EventConsole() as console:
-            result.knobs(console)
-    return replace(result, seconds=round(time.perf_counter() - start, 1))
+    return result
 
 
 def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
@@ -87,12 +177,19 @@ def _asked(target: str, options: dict[str, Any]) -> tuple[RunRequest, Cluster]:
     hardware = {name: options[name] for name in ("kinds", *HARDWARE_FIELDS)}
     if hardware["gpus"] is None and asked and asked.run.ranks:
         hardware["gpus"] = asked.run.ranks // (hardware["nodes"] or 1)
-    found = problems.attempt(lambda: clusters(**hardware))
-    if found and len(found) > 1:
-        problems.add("usage", "--gpu names several kinds", "`zerofit plan` compares several", "--gpu")
+    found = problems.attempt(lambda: one_cluster(hardware))
     problems.raise_if_any()
     assert asked and found
-    return asked, found[0]
+    return asked, found
+
+
+def one_cluster(hardware: dict[str, Any]) -> Cluster:
+    """Return the hardware that the options name. Raises UserError where they name several kinds."""
+    found = clusters(**hardware)
+    if len(found) > 1:
+        hint = "`zerofit plan` compares several"
+        raise UserError(Problem(kind="usage", message="--gpu names several kinds", hint=hint, where="--gpu"))
+    return found[0]
 
 
 def show(result: Simulation) -> None:
@@ -101,12 +198,14 @@ def show(result: Simulation) -> None:
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1) or "dp 1"
     rank = f", rank {result.rank} of {result.world_size} ({layout}, ZeRO {result.layout.zero_stage})"
     console.print(Text.assemble("\n", (result.run.model, "bold"), f"{rank} on {result.device}"))
-    console.print(_run(result.run))
+    console.print(_run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run))
     console.print(_phases(result))
     phase = result.peak_phase + (f" of step {result.peak_step + 1}" if result.peak_step >= 0 else "")
     where = f"{result.peak_at.line}" + (f" in {result.peak_at.module}" if result.peak_at.module else "")
     peak = (f"peak {shown_bytes(result.peak_bytes)}", "bold")
     console.print(Text.assemble("\n", peak, f" in {phase}: {where}"))
+    if result.peak_at.own and not result.peak_at.line.endswith(result.peak_at.own):
+        console.print(f"  your line: {result.peak_at.own}")
     console.print(_breakdown(result))
     _beside(console, result)
     for stage in result.stages:
@@ -124,8 +223,14 @@ def show(result: Simulation) -> None:
             f"extended from {' and '.join(map(str, counts))} layers; at {check} layers the highest moment is off the "
             f"line by {abs(result.extension_error):.3%} (--exact simulates all)"
         )
+    if isinstance(result.run, SimulatedScript):
+        _longest(console, result.run)
+        _notes(console, result.run)
     if result.picture:
         console.print(f"picture: {result.picture}")
+    if result.against:
+        colour = "red" if result.against.exceeded else "green"
+        console.print(Text(f"\n{result.against.because} ({result.against.baseline})", colour))
 
 
 def _run(run: SimulatedRun) -> str:
@@ -138,6 +243,37 @@ def _run(run: SimulatedRun) -> str:
     words += ["activation checkpointing"] if run.activation_checkpointing else []
     words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
     return ", ".join(words)
+
+
+def _seen(run: SimulatedScript) -> str:
+    """Return what was seen of a script."""
+    seen = run.facts
+    words = [f"{seen.model} of {seen.parameters:,} parameters"]
+    if seen.trained_parameters < seen.parameters:
+        words.append(f"{seen.trained_parameters:,} of them trained")
+    words += [seen.precision, f"micro batch {seen.micro_batch}", f"accumulation {seen.accumulation}", seen.optimizer]
+    words += ["activation checkpointing"] if seen.checkpointing else []
+    words += [f"batches of up to {seen.longest_seen} tokens"] if seen.longest_seen else []
+    if seen.longest_allowed > seen.longest_seen:
+        words[-1] += f" ({seen.allowed_by} allows {seen.longest_allowed})"
+    return ", ".join(words)
+
+
+def _longest(console: Console, run: SimulatedScript) -> None:
+    """Print what batches of the longest sequences would need."""
+    found = run.longest
+    if found:
+        fits = "fits" if found.fits else "does not fit"
+        peak, phase = shown_bytes(found.peak_bytes), found.peak_phase
+        console.print(f"with batches of {found.tokens} tokens: peak {peak} in {phase}, {fits}")
+
+
+def _notes(console: Console, run: SimulatedScript) -> None:
+    """Print how the script ended, and what stood in for what."""
+    figures = "figures are an upper bound" if run.is_upper_bound else "figures are exact"
+    console.print(f"{run.facts.name} {run.facts.ended}; {figures}")
+    for note in run.facts.notes:
+        console.print(f"  note: {note.text}" + (f" ({note.count} times)" if note.count > 1 else ""), markup=False)
 
 
 def _phases(result: Simulation) -> Table:

@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shlex
+from dataclasses import dataclass, replace
 
-from zerofit.simulate.record import GroupUse, RankPhase, SimulationTarget
-from zerofit.simulate.result import PeakLocation, SimulatedRun, Simulation
+from zerofit.simulate.record import GroupUse, RankPhase, RankRecord, ScriptFacts, SimulationTarget
+from zerofit.simulate.result import PeakLocation, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.verdict import NOT, Communicator, FitVerdict, Overhead, judge, judge_events, overheads
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
+from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 UNSURE = 0.25  # of an extrapolation's reserved bytes
 
 
-def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
+@dataclass(frozen=True, kw_only=True)
+class SimulatedScriptRank:
+    """A rank of a user's script and what was observed of it."""
+
+    target: ScriptTarget
+    record: RankRecord
+    facts: ScriptFacts
+
+    @property
+    def run(self) -> SimulatedScript:
+        """The script and what was seen of it."""
+        return SimulatedScript(command=shlex.join(self.target.command.words), facts=self.facts)
+
+
+def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> Simulation:
     """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
-    record, target = simulated.record, simulated.target
+    record = simulated.record
+    if isinstance(simulated, SimulatedScriptRank):
+        layout = Layout(dp=simulated.target.world_size, zero_stage=simulated.facts.zero_stage)
+        run, largest, layers, error = simulated.run, simulated.facts.largest_parameter, (), 0.0
+    else:
+        job, layers, error = simulated.target.job, simulated.layers, simulated.check_error
+        layout, run, largest = job.layout, _run(simulated.target), job.facts.largest_parameter
     peak = record.peaks[0]
-    beside = overheads(cluster.device, _communicators(record.groups), _largest_bytes(target))
-    verdict, reserved = _verdict(simulated, beside, cluster)
+    # matrix products take the largest parameter in fp32
+    beside = overheads(cluster.device, _communicators(record.groups), largest * ELEMENT_BYTES["fp32"])
+    verdict, reserved = _verdict(record, beside, cluster)
     host_node_bytes, host_fits, host_sentence = _host(record.host, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
-        world_size=target.job.layout.world_size,
-        rank=target.rank,
-        layout=target.job.layout,
-        run=_run(target),
+        world_size=layout.world_size,
+        rank=simulated.target.rank,
+        layout=layout,
+        run=run,
         phases=_merged(record.phases),
         peak_bytes=peak.bytes,
         peak_phase=peak.phase,
         peak_step=peak.step,
-        peak_at=PeakLocation(module=peak.module, line=peak.at),
+        peak_at=PeakLocation(module=peak.module, line=peak.at, own=peak.own),
         breakdown=peak.breakdown,
         reserved_bytes=reserved,
         overheads=tuple(beside),
@@ -51,15 +75,10 @@ def assess(simulated: SimulatedRank, cluster: Cluster) -> Simulation:
         verdict=verdict.word if host_fits else NOT,
         margin_bytes=verdict.margin_bytes,
         because=" ".join([verdict.sentence, host_sentence]).strip(),
-        layers_simulated=simulated.layers,
-        extension_error=simulated.check_error,
+        layers_simulated=layers,
+        extension_error=error,
         timeline=record.timeline,
     )
-
-
-def _largest_bytes(target: SimulationTarget) -> int:
-    """Return the bytes of the largest parameter as matrix products take it."""
-    return target.job.facts.largest_parameter * ELEMENT_BYTES["fp32"]
 
 
 def _run(target: SimulationTarget) -> SimulatedRun:
@@ -87,9 +106,9 @@ def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
     return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_bytes + beside
 
 
-def _verdict(simulated: SimulatedRank, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
+def _verdict(record: RankRecord, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
     """Return the verdict on the device, and the reserved peak that it rests on."""
-    record, there = simulated.record, cluster.device.memory_bytes
+    there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator: what is released is gone
         taken = record.peaks[0].bytes
         return judge(taken, beside, there), taken

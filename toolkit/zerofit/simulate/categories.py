@@ -96,6 +96,16 @@ def tag_owned_storages(tag: Tag, engine: Any) -> None:
                 tag(leaf, STATE)
 
 
+def tag_plain_optimizer(tag: Tag, optimizer: torch.optim.Optimizer) -> None:
+    """Tag the storages of an optimizer that works on the model's own parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tag(parameter, PARAMETERS)
+            tag(parameter.grad, GRADIENTS)
+    for leaf in tree_leaves(list(optimizer.state.values())):
+        tag(leaf, STATE)
+
+
 def _chain(optimizer: Any) -> Iterator[Any]:
     """Yield DeepSpeed's optimizer and those that it wraps, the innermost first."""
     inner = getattr(optimizer, "optimizer", None)

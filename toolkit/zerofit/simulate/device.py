@@ -37,25 +37,32 @@ _BACKEND = SimpleNamespace(  # what torch asks of a device's module
 def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
     """Let DeepSpeed compute on a device of this size. To be called before anything asks for the accelerator."""
     if gpu:
-        _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
+        register()
     real_accelerator.set_accelerator((SimulatedGpu if gpu else SimulatedHost)(meter, device_bytes))
 
 
-class _FakeStream:
+def register() -> None:
+    """Let torch know the simulated device."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
+
+
+class FakeStream:
     """Ops are issued in order; there is nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
 
     def wait(self, *_: Any) -> None:
-        pass
+        """Wait for nothing."""
 
     wait_stream = wait_event = synchronize = record = wait
 
     def query(self) -> bool:
+        """Say that all is done."""
         return True
 
     def elapsed_time(self, *_: Any) -> float:
+        """Return milliseconds: none."""
         return 0.0
 
 
@@ -125,9 +132,9 @@ class SimulatedGpu(SimulatedHost):
         self._meter.ledger.empty_cache()
 
     @property
-    def Stream(self) -> type[_FakeStream]:
+    def Stream(self) -> type[FakeStream]:
         """The class of streams and of events."""
-        return _FakeStream
+        return FakeStream
 
     Event = Stream
 
@@ -137,7 +144,7 @@ class SimulatedGpu(SimulatedHost):
 
     def current_stream(self, device_index: int | None = None) -> Any:
         """Return the only stream."""
-        return _FakeStream()
+        return FakeStream()
 
     default_stream = current_stream
 

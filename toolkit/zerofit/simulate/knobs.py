@@ -73,8 +73,13 @@ def _bundled(name: str) -> Knob:
     return Knob(change=f"--ds-config {name}", fields={}, config=name)
 
 
-def _edited(written: dict[str, Any], change: str, **values: Any) -> Knob:
+def edited(written: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a DeepSpeed JSON with other values at dotted paths."""
     config = copy.deepcopy(written)
     for path, value in values.items():
         put(config, path, value)
-    return Knob(change=change, fields={}, config=config)
+    return config
+
+
+def _edited(written: dict[str, Any], change: str, **values: Any) -> Knob:
+    return Knob(change=change, fields={}, config=edited(written, values))

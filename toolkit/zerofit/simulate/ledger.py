@@ -31,6 +31,7 @@ class Storage:
     line: int
     recomputed: bool = False  # in backward, for a checkpoint
     kind: str | None = None
+    own: str = ""  # the user's innermost line, "file:line", where memory was higher than before in its phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,7 @@ def _kind_peak(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
         step=storage.step,
         module=storage.module,
         at=at,
+        own=storage.own,
         bytes=size,
         breakdown=dict(sorted(parts.items(), key=lambda item: -item[1])),
     )

@@ -6,6 +6,7 @@ Applied once, in the process of a simulation and nowhere else. Each patch is a f
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,11 @@ from zerofit.simulate.fake_kernels import MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 
 
-def _replace(owner: Any, name: str, value: Any) -> None:
+class AskedForValueError(RuntimeError):
+    """A module of the user's own asks for a value, and what it does with the answer is not known."""
+
+
+def replace_in(owner: Any, name: str, value: Any) -> None:
     """Replace an attribute that libraries declare with another type, or as a method, which type checkers refuse."""
     setattr(owner, name, value)
 
@@ -54,7 +59,7 @@ def module_apply() -> None:
         self._buffers.update({name: b if b is None else function(b) for name, b in self._buffers.items()})
         return self
 
-    _replace(nn.Module, "_apply", apply)
+    replace_in(nn.Module, "_apply", apply)
 
 
 def item(meter: AllocationTracker) -> None:
@@ -70,7 +75,7 @@ def item(meter: AllocationTracker) -> None:
         if arg.constant is not None:
             return arg.constant.item()
         if meter.in_own_code():
-            raise RuntimeError("the model asks for the value of a tensor, and there is none")
+            raise AskedForValueError("the model asks for the value of a tensor, and there is none")
         if arg.dtype == torch.bool:
             return False
         return 1.0 if arg.dtype.is_floating_point else 0
@@ -79,15 +84,30 @@ def item(meter: AllocationTracker) -> None:
     torch.equal = lambda one, other: one.shape == other.shape
 
 
-def masks() -> None:
+def tracing() -> None:
     """Keep transformers from making causal masks that it would leave out: it takes fake tensors for tracing.
 
     (transformers.masking_utils)
     """
     from transformers import masking_utils
 
-    for name, function in MASKING.items():
-        _replace(masking_utils, name, function)
+    replace_in(masking_utils, "is_tracing", MASKING["is_tracing"])
+
+
+def packed_samples() -> None:
+    """Keep transformers from looking for packed samples in the values of positions. (transformers.masking_utils)"""
+    from transformers import masking_utils
+
+    replace_in(masking_utils, "find_packed_sequence_indices", MASKING["find_packed_sequence_indices"])
+
+
+def foreach_types() -> None:
+    """Let optimizers and gradient clipping take fakes for tensors, else they go parameter by parameter.
+
+    Both do so, with other memory, for types that they do not know. (torch.optim.optimizer, torch.utils._foreach_utils)
+    """
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        importlib.import_module(name)._foreach_supported_types.append(FakeTensor)
 
 
 def order_checks() -> None:
@@ -108,8 +128,8 @@ def device_mesh() -> None:
         with _disable_current_modes():
             return original(*args, **kwargs)
 
-    _replace(comm, "initialize_mesh_device", initialize_mesh_device)
-    _replace(sys.modules["deepspeed.comm"], "initialize_mesh_device", initialize_mesh_device)
+    replace_in(comm, "initialize_mesh_device", initialize_mesh_device)
+    replace_in(sys.modules["deepspeed.comm"], "initialize_mesh_device", initialize_mesh_device)
 
 
 def object_collectives() -> None:
@@ -132,7 +152,7 @@ def compiled_ops(meter: AllocationTracker) -> None:
     def load(self: Any, verbose: bool = True) -> Any:
         return fake_op(self.NAME, meter)
 
-    _replace(OpBuilder, "load", load)
+    replace_in(OpBuilder, "load", load)
     sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
 
 
@@ -217,10 +237,12 @@ def weight_files() -> None:
     """
     from transformers import modeling_utils
 
-    _replace(modeling_utils, "safe_open", WeightFile)
+    replace_in(modeling_utils, "safe_open", WeightFile)
 
 
-EVERYWHERE = (module_apply, masks, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
+# of scripts, too
+ALWAYS = (module_apply, tracing, foreach_types, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
+EVERYWHERE = (*ALWAYS, packed_samples)
 
 
 def tensor_constructor() -> None:
@@ -277,7 +299,7 @@ def backend_keys() -> None:
             kwargs["device_for_backend_keys"] = torch.device("cpu")
         return original(cls, data, require_grad, **kwargs)
 
-    _replace(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
+    replace_in(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
 
 
 def data_setter() -> None:
@@ -289,7 +311,7 @@ def data_setter() -> None:
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
 
-    _replace(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
+    replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 
 
 def attention() -> None:
@@ -309,10 +331,11 @@ def attention() -> None:
 
 def record_stream() -> None:
     """Note nothing of a tensor that a stream uses, as there are no streams. (torch.Tensor.record_stream)"""
-    _replace(torch.Tensor, "record_stream", lambda self, stream: None)
+    replace_in(torch.Tensor, "record_stream", lambda self, stream: None)
 
 
-ON_GPU = (tensor_constructor, constants, backend_keys, data_setter, attention, record_stream)
+OF_GPUS = (constants, backend_keys, attention, record_stream)  # of scripts, too
+ON_GPU = (*OF_GPUS, tensor_constructor, data_setter)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker) -> None:

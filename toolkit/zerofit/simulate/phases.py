@@ -53,11 +53,16 @@ class PhaseLog:
     """The phases so far. A phase that begins again while it lasts goes on."""
 
     def __init__(self, meter: MemoryMeter, on_begin: Callable[[str, int], None] = lambda name, step: None):
-        self._meter, self._on_begin = meter, on_begin
+        self._meter, self.on_begin = meter, on_begin
         self._current: tuple[str, int] | None = None  # name, optimizer step
         self._start = 0
         self.step = -1  # the optimizer step that phases belong to from now on
         self.done: list[RankPhase] = []
+
+    @property
+    def name(self) -> str:
+        """The current phase; "" where there is none."""
+        return self._current[0] if self._current else ""
 
     def begin(self, name: str) -> None:
         """End the current phase and begin another one."""
@@ -66,7 +71,7 @@ class PhaseLog:
         self.end()
         self._current, self._start = (name, self.step), self._meter.live()
         self._meter.reset_peak()
-        self._on_begin(name, self.step)
+        self.on_begin(name, self.step)
 
     def end(self) -> None:
         """End the current phase, if there is one."""

@@ -26,6 +26,7 @@ from typing import IO, Any, NoReturn
 
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
@@ -34,6 +35,12 @@ IMPORTED_FOR = {  # by a model's family, before the first simulation of one
     "torchvision": ("torchvision",),
     "transformers": ("transformers.integrations.deepspeed", "transformers.models.auto.modeling_auto"),
 }
+IMPORTED_FOR_SCRIPTS = (
+    *(module for modules in IMPORTED_FOR.values() for module in modules),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
+    "zerofit.simulate.script.rank",
+)
 POLL_S = 0.2
 KILLED = Problem(
     kind="killed",
@@ -42,7 +49,9 @@ KILLED = Problem(
 )
 
 
-def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+def simulate_all(
+    targets: Sequence[SimulationTarget | ScriptTarget], show: Callable[[str], None]
+) -> list[RankRecord | Problem]:
     """Return the record of each target's rank, or the reason why there is none.
 
     As many run at a time as there are cores; `show` hears how far they are.
@@ -53,9 +62,9 @@ def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None
         folder, start = Path(name), time.monotonic()
         path = [os.path.abspath(entry) for entry in sys.path]
         (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
-        server, families = _server(), {find(target.job.run.model).family for target in targets}
+        server = _server()
         try:
-            server.ask(folder, families)
+            server.ask(folder, dict.fromkeys(module for target in targets for module in _needed(target)))
             while not all((folder / f"{n}.ended").exists() for n in range(len(targets))):
                 server.refuse_if_ended()
                 show(_progress(folder, len(targets), time.monotonic() - start))
@@ -67,6 +76,13 @@ def simulate_all(targets: Sequence[SimulationTarget], show: Callable[[str], None
         finally:
             _release(server)
         return [_result(folder / f"{n}.result") for n in range(len(targets))]
+
+
+def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
+    """Return the modules that are imported once, before processes are forked for such a target."""
+    if isinstance(target, ScriptTarget):
+        return IMPORTED_FOR_SCRIPTS
+    return IMPORTED_FOR.get(find(target.job.run.model).family, ())
 
 
 class _Server:
@@ -87,12 +103,11 @@ class _Server:
             start_new_session=True,
         )
 
-    def ask(self, folder: Path, families: Iterable[str]) -> None:
-        """Hand over a request for models of these families."""
+    def ask(self, folder: Path, modules: Iterable[str]) -> None:
+        """Hand over a request, for which these modules are to be imported."""
         assert self.process.stdin
-        modules = [module for family in families for module in IMPORTED_FOR.get(family, ())]
         with suppress(BrokenPipeError):  # `refuse_if_ended` says why
-            self.process.stdin.write(f"{json.dumps([str(folder), modules])}\n".encode())
+            self.process.stdin.write(f"{json.dumps([str(folder), list(modules)])}\n".encode())
             self.process.stdin.flush()
 
     def refuse_if_ended(self) -> None:
@@ -200,19 +215,20 @@ def _answer(folder: Path) -> NoReturn:
     os._exit(0)
 
 
-def _simulate(target: SimulationTarget, folder: Path, n: int) -> NoReturn:
+def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> NoReturn:
     """Leave the result of one simulation in `N.result`: a RankRecord, a Problem, or the exception that ended it."""
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     from zerofit.simulate.rank import simulate
+    from zerofit.simulate.script.rank import simulate_script
 
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
     result: Any
     try:
-        result = simulate(target, say=say)
+        result = simulate_script(target, say=say) if isinstance(target, ScriptTarget) else simulate(target, say=say)
     except UserError as error:
         result = error.problems[0]
     except ModelError as error:

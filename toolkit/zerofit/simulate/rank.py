@@ -29,7 +29,7 @@ from zerofit.simulate.ledger import device_events, host_peak, host_peaks, kind_p
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
-from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, SimulationTarget
+from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts, SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.build import example
@@ -62,7 +62,7 @@ def simulate(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return _record(target, meter, log)
+    return record_of(meter, log, target.workspaces)
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
@@ -160,11 +160,14 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
     return x.shape, x.dtype
 
 
-def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -> RankRecord:
+def record_of(
+    meter: AllocationTracker, log: PhaseLog, workspaces: tuple[int, ...], script: ScriptFacts | None = None
+) -> RankRecord:
+    """Return all that was noted; `workspaces` are bytes that torch keeps for matrix products."""
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)
-    events = device_events(ledger, target.workspaces)
+    events = device_events(ledger, workspaces)
     return RankRecord(
         phases=log.done,
         peaks=kind_peaks(ledger),
@@ -181,4 +184,5 @@ def _record(target: SimulationTarget, meter: AllocationTracker, log: PhaseLog) -
         flops=[PhaseFlops(phase=phase, step=step, flops=n) for (phase, step), n in meter.flops.items()],
         timeline=timeline(ledger),
         events=events,
+        script=script,
     )

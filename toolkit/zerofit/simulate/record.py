@@ -56,6 +56,7 @@ class KindPeak:
     at: str  # file:line, the file from its package on
     bytes: int  # alive then
     breakdown: dict[str, int]  # kind -> bytes; sums to `bytes`
+    own: str = ""  # the user's innermost line, "file:line"; "" where none ran, or memory had been higher in the phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,40 @@ class MemoryPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Note:
+    """A stand-in that was taken while a script ran, and how often."""
+
+    text: str
+    count: int
+    bound: bool = False  # the figures are an upper bound because of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptFacts:
+    """What was seen of a user's script."""
+
+    name: str
+    model: str  # its class
+    parameters: int
+    trained_parameters: int
+    largest_parameter: int
+    engines: int  # of DeepSpeed
+    trainer: bool  # whether transformers' Trainer, or one made of it, trains
+    zero_stage: int
+    precision: str
+    optimizer: str  # its class
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+    shapes: tuple[tuple[int, ...], ...]  # of the largest tensor of each micro batch
+    longest_seen: int  # tokens of the longest micro batch; 0: none has tokens
+    longest_allowed: int  # tokens of the longest that the script allows; 0: not known, or it has no tokens
+    allowed_by: str  # what says so
+    ended: str  # how the simulation came to its end
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """A record of all that one simulated rank allocated, computed and sent."""
 
@@ -117,3 +152,4 @@ class RankRecord:
     flops: list[PhaseFlops]
     timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
+    script: ScriptFacts | None = None  # of a user's script

@@ -10,7 +10,8 @@ from typing import Any
 
 from zerofit.models.inputs import Inputs
 from zerofit.report.html_table import html_table
-from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase
+from zerofit.simulate.baseline import BaselineComparison
+from zerofit.simulate.record import CollectiveCalls, MemoryPoint, RankPhase, ScriptFacts
 from zerofit.simulate.verdict import Overhead
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent
@@ -25,6 +26,7 @@ class PeakLocation:
 
     module: str  # of the model, "" outside of it
     line: str  # file:line, the file from its package on
+    own: str  # the user's innermost line, "file:line"; "" where none ran
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,42 @@ class SimulatedRun:
     input: Inputs
     micro_batch: int
     gradient_accumulation_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestBatch:
+    """The same script with every batch as long as it allows."""
+
+    tokens: int
+    peak_bytes: int
+    peak_phase: str
+    reserved_bytes: int
+    fits: bool
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedScript:
+    """A user's script that was simulated, and what was seen of it."""
+
+    command: str  # as typed
+    facts: ScriptFacts
+    longest: LongestBatch | None = None  # where it was asked for
+
+    @property
+    def model(self) -> str:
+        """What the simulation is called: the script's file."""
+        return self.facts.name
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether figures are an upper bound, since a mask or a compiled region was not known."""
+        return any(note.bound for note in self.facts.notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit simulate --json` prints of it."""
+        longest = {"longest": field_data(self.longest)} if self.longest else {}
+        return {"command": self.command, **field_data(self.facts), "is_upper_bound": self.is_upper_bound, **longest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +113,7 @@ class Simulation:
     world_size: int
     rank: int
     layout: Layout
-    run: SimulatedRun
+    run: SimulatedRun | SimulatedScript
     phases: tuple[RankPhase, ...]  # one for each phase of a step: a step's micro batches together
     peak_bytes: int  # allocated
     peak_phase: str
@@ -104,6 +142,7 @@ class Simulation:
     tried: tuple[KnobResult, ...] = ()  # the knobs, once they were simulated
     seconds: float = 0.0
     picture: Path | None = None  # that was drawn
+    against: BaselineComparison | None = None  # an earlier simulation
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
 
@@ -116,7 +155,7 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit simulate --json` prints; "knobs" are those that were simulated."""
         left_out = ["tried", "timeline", "simulate_knobs"]
-        left_out += [name for name in ("stages", "picture") if not getattr(self, name)]
+        left_out += [name for name in ("stages", "picture", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 
     def plot(self, path: str | Path) -> None:

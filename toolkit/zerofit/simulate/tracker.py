@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections import Counter, defaultdict
-from types import CodeType
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -79,7 +81,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def learn_names(self, model: nn.Module) -> None:
         """Learn the names of a model's modules."""
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names |= {id(module): name for name, module in model.named_modules()}
 
     def storage_of(self, tensor: Tensor) -> Storage | None:
         """Return what is noted of a tensor's storage; None for one on meta or not seen."""
@@ -131,7 +133,7 @@ class AllocationTracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
-        if not func.is_view:
+        if is_counted(func):
             self._note_storages(name, func, args, kwargs, out)
         return out
 
@@ -173,13 +175,21 @@ class AllocationTracker(TorchDispatchMode):
         module, code, line = place or self._call_site()
         where = DEVICE if tensor.device.type == self.device else HOST
         again = self._phase == "backward" and bool(self._running)
-        index = self.ledger.allocated(Storage(size, where, self._phase, self._step, op, module, code, line, again))
-        self._index[address] = index
-        weakref.finalize(storage, self._released, address, index).atexit = False
+        noted = Storage(size, where, self._phase, self._step, op, module, code, line, again)
+        if where == DEVICE and self.live() + size >= self.peak():
+            own = code is not None and is_own(code.co_filename)
+            noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
+        self._watch(storage, self.ledger.allocated(noted))
+
+    def _watch(self, storage: Any, index: int) -> None:
+        """Note the release of a storage when it comes."""
+        self._index[storage._cdata] = index
+        weakref.finalize(storage, self._released, storage._cdata, index).atexit = False
 
     def _released(self, address: int, index: int) -> None:
-        del self._index[address]
-        self.ledger.freed(index)
+        if self._index.get(address) == index:  # else another tensor has taken its place
+            del self._index[address]
+            self.ledger.freed(index)
 
     def _call_site(self) -> CallSite:
         """Return the running module and the innermost line outside of torch; in backward, those of the op's forward."""
@@ -211,9 +221,29 @@ class AllocationTracker(TorchDispatchMode):
         self.groups.setdefault(group.group_name if group else "", (ranks, set()))[1].add(op)
 
 
+def is_counted(func: Any) -> bool:
+    """Return whether an op's output may have memory of its own: torch.tensor() gives its new one out by a "view"."""
+    return not func.is_view or func is torch.ops.aten.lift_fresh.default
+
+
+@cache
 def is_own(file: str) -> bool:
     """Return whether a source file is the user's: neither an installed library's, nor Python's, nor ours."""
     return "site-packages" not in file and not file.startswith((_PYTHON, "<", os.path.dirname(_HERE), _MODELS))
+
+
+def own_line() -> str:
+    """Return the innermost line of the user's own that runs, "file:line"; that waits, where autograd's thread runs."""
+    found = _innermost_own(sys._getframe(1))
+    return found or _innermost_own(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+def _innermost_own(frame: FrameType | None) -> str:
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _address(tensor: Tensor) -> int:

@@ -113,6 +113,8 @@ class Watch:
         if not quiet:
             return ""
         worst = max(quiet, key=lambda s: _quiet_s(s, now))
+        if not worst.beat.get("phase"):
+            return f"{worst.name} is starting ({_quiet_s(worst, now):.0f} s)"
         return f"{worst.name} quiet for {_quiet_s(worst, now):.0f} s ({worst.where})"
 
     def _in_reach(self) -> list[RankState]:

@@ -1,0 +1,88 @@
+"""A user's script as a real rank under the meter, and as a simulated one; both are cut into the same phases."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.errors import ScriptStop
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.spec.cluster import Cluster
+
+from .script_task import ScriptTask
+
+TIMEOUT = timedelta(minutes=4)
+
+
+def metered(task: ScriptTask) -> dict[str, Any]:
+    """Run the script for real in a group of gloo ranks until its optimizer steps are made: {"phases": [...]}."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from zerofit.simulate.phases import PhaseLog
+    from zerofit.simulate.script.phases import ScriptPhases
+
+    from .meter import AllocatorMeter
+
+    command = read_command(_in_folder(task))
+    place = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.ranks, "LOCAL_WORLD_SIZE": task.ranks}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"LOCAL_SIZE": str(task.ranks), "MASTER_ADDR": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", timeout=TIMEOUT)
+    dist.init_process_group = lambda *_, **__: None  # a script's own: the group stands
+    log = PhaseLog(AllocatorMeter())
+    _loaded_here()
+    with suppress(ScriptStop):
+        ScriptPhases(log, task.steps).cut()
+        _run(command)
+    log.end()
+    return {"phases": [asdict(phase) for phase in log.done]}
+
+
+def simulated(task: ScriptTask) -> dict[str, Any]:
+    """The same of the simulation, for a cluster of CPU ranks: {"phases": [...], "notes": [...]}."""
+    from zerofit.simulate.script.rank import simulate_script
+
+    device = Cluster("cpu", gpus=task.ranks).device
+    command = read_command(_in_folder(task))
+    target = ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
+    record = simulate_script(target, _with_kernels() if task.kernels else None)
+    assert record.script
+    return {"phases": [asdict(phase) for phase in record.phases], "notes": [asdict(n) for n in record.script.notes]}
+
+
+def _with_kernels() -> Scratch:
+    """Known scratch of collectives, and measured scratch of torch's kernels."""
+    from zerofit.simulate.op_costs import scratch_on
+
+    from .scratch import KernelScratch
+
+    known, measured = scratch_on("cpu"), KernelScratch()
+    return lambda op, *call: (measured if op.startswith("aten::") else known)(op, *call)
+
+
+def _in_folder(task: ScriptTask) -> list[str]:
+    os.chdir(task.folder)
+    return list(task.command)
+
+
+def _run(command: ScriptCommand) -> None:
+    sys.argv = [command.script, *command.arguments]
+    sys.path.insert(0, str(Path(command.script).resolve().parent))
+    runpy.run_path(command.script, run_name="__main__")
+
+
+def _loaded_here() -> None:
+    """Load batches in this process, as a simulation does: workers' tensors come in shared memory, not torch's."""
+    from zerofit.simulate.script.host import loaders
+
+    loaders()

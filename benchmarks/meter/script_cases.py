@@ -1,0 +1,145 @@
+"""Scripts to be measured and simulated: the commands that users would type, with tiny models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .script_task import ScriptTask
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+BUCKET = 500_000
+STAGES = ("zero2", "zero3", "offload")
+CHECKPOINTING = ("--gradient_checkpointing", "True")
+KINDS = ("plain", "trainer", "seq2seq", "image", "accelerate", "gan", "sft")
+
+
+def names() -> list[str]:
+    """All cases: a kind of script and how DeepSpeed divides its state."""
+    divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) != ("gan", "zero3")]
+    return ["plain zero1", *divided, "torch plain", "torch ddp"]
+
+
+def task(name: str, folder: Path) -> ScriptTask:
+    """The command of a case, with its files in this folder."""
+    kind, stage = name.split()
+    folder.mkdir(parents=True, exist_ok=True)
+    words = _WORDS[kind](folder, stage)
+    return ScriptTask(command=("python", *words), folder=str(folder))
+
+
+def _zero(stage: str) -> dict[str, Any]:
+    sizes = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if stage == "offload":
+        return {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}, **sizes}
+    return {"stage": int(stage[-1]), **sizes}
+
+
+def _json(folder: Path, name: str, content: dict[str, Any]) -> str:
+    (folder / name).write_text(json.dumps(content))
+    return name
+
+
+def _config(folder: Path, stage: str, **more: Any) -> str:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+    written = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+    written |= {"bf16": {"enabled": True}, "zero_optimization": _zero(stage), "gradient_clipping": 1.0}
+    return _json(folder, "ds.json", {**written, **more})
+
+
+def _automatic(folder: Path, stage: str) -> str:
+    """A JSON that is filled by the Trainer."""
+    autos = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    written = {**dict.fromkeys(autos, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": _zero(stage)}
+    return _json(folder, "auto.json", {**written, "zero_allow_untested_optimizer": True})
+
+
+def _plain(folder: Path, stage: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "plain.py"), "--deepspeed", "--deepspeed_config", _config(folder, stage))
+
+
+def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
+    return _on_cpu("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
+
+
+def _seq2seq(folder: Path, stage: str) -> tuple[str, ...]:
+    return _on_cpu("seq2seq.py", "--tokenizer", _llama(folder), *_arguments(folder, stage))
+
+
+def _image(folder: Path, stage: str) -> tuple[str, ...]:
+    return _on_cpu("image.py", *_arguments(folder, stage), "--remove_unused_columns", "False")
+
+
+def _sft(folder: Path, stage: str) -> tuple[str, ...]:
+    words = ("--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING, "--learning_rate", "1e-4")
+    return _on_cpu("sft.py", *words)
+
+
+def _on_cpu(script: str, *words: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "on_cpu.py"), str(SCRIPTS / script), *words)
+
+
+def _arguments(folder: Path, stage: str) -> tuple[str, ...]:
+    """TrainingArguments, two of which are for CPUs only."""
+    ours = ("--deepspeed", _automatic(folder, stage), "--output_dir", "out", "--report_to", "none")
+    sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "10")
+    on_cpu = ("--use_cpu", "--accelerator_config", '{"use_configured_state": true}')
+    return (*ours, *sizes, "--bf16", "True", "--logging_steps", "1", "--save_strategy", "no", *on_cpu)
+
+
+def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:
+    flags = ("--offload",) if stage == "offload" else ()
+    words = ("--model", _llama(folder), "--plugin", "--stage", "3" if stage == "zero3" else "2", *flags)
+    return _on_cpu("accelerate_loop.py", *words)
+
+
+def _gan(folder: Path, stage: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "gan.py"), "--config", _config(folder, stage, gradient_accumulation_steps=1))
+
+
+def _torch(folder: Path, stage: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "plain_torch.py"), *(("--ddp",) if stage == "ddp" else ()))
+
+
+def _llama(folder: Path) -> str:
+    """A pretrained folder of a tiny Llama, made once, with a tokenizer of bytes."""
+    path = folder.parent / "llama"
+    if not path.exists():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704}
+        sizes |= {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+        sizes |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        LlamaForCausalLM(LlamaConfig(**sizes, dtype="float32")).save_pretrained(path)
+        save_tokenizer(path)
+    return str(path)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Write a tokenizer of bytes into a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    vocabulary = {c: i for i, c in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    fast.save_pretrained(path)
+
+
+_WORDS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
+    "plain": _plain,
+    "trainer": _trainer,
+    "seq2seq": _seq2seq,
+    "image": _image,
+    "accelerate": _accelerate,
+    "sft": _sft,
+    "gan": _gan,
+    "torch": _torch,
+}

@@ -1,0 +1,112 @@
+"""Commands of scripts as launchers read them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.spec.errors import UserError
+
+CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 2
+num_machines: 2
+num_processes: 8
+machine_rank: 0
+use_cpu: false
+"""
+
+
+def read(text: str) -> ScriptCommand:
+    return read_command(text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "launcher", "script", "arguments"),
+    [
+        ("python train.py --lr 1e-3", "python", "train.py", ("--lr", "1e-3")),
+        ("python3 -u -W ignore train.py -m x", "python", "train.py", ("-m", "x")),
+        ("train.py --lr 1", "python", "train.py", ("--lr", "1")),
+        ("torchrun train.py --nproc_per_node 3", "torchrun", "train.py", ("--nproc_per_node", "3")),
+        ("python -m torch.distributed.run train.py a", "torchrun", "train.py", ("a",)),
+        ("deepspeed train.py --deepspeed ds.json", "deepspeed", "train.py", ("--deepspeed", "ds.json")),
+        ("accelerate launch --cpu train.py a", "accelerate launch", "train.py", ("a",)),
+        ("python -m accelerate.commands.launch --cpu train.py", "accelerate launch", "train.py", ()),
+    ],
+)
+def test_what_runs(text, launcher, script, arguments):
+    found = read(text)
+    assert (found.launcher, found.script, found.arguments) == (launcher, script, arguments)
+    assert found.words == tuple(text.split()) and not found.is_module
+
+
+@pytest.mark.parametrize("text", ["python -m pkg.train a", "torchrun -m pkg.train a", "deepspeed --module pkg.train a"])
+def test_modules(text):
+    found = read(text)
+    assert (found.script, found.arguments, found.is_module) == ("pkg.train", ("a",), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "nodes"),
+    [
+        ("python train.py", None, None),
+        ("torchrun train.py", None, None),
+        ("torchrun --nproc_per_node 4 train.py", 4, 1),
+        ("torchrun --nproc-per-node=gpu --nnodes 2 train.py", None, 2),
+        ("torchrun --nnodes 1:3 --nproc_per_node 8 train.py", 8, 3),
+        ("deepspeed train.py", None, None),
+        ("deepspeed --num_gpus 4 --num_nodes 2 train.py", 4, 2),
+        ("deepspeed --include localhost:0,2,5 train.py", 3, 1),
+        ("accelerate launch --num_processes 8 --num_machines 2 train.py", 4, 2),
+    ],
+)
+def test_ranks_that_the_launcher_starts(text, gpus, nodes):
+    found = read(text)
+    assert (found.gpus, found.nodes) == (gpus, nodes)
+
+
+def test_files_of_launchers(tmp_path: Path):
+    hosts, config = tmp_path / "hosts", tmp_path / "acc.yaml"
+    hosts.write_text("a slots=8\nb slots=8\nc slots=8\n")
+    config.write_text(CONFIG)
+    found = read(f"deepspeed --hostfile {hosts} --exclude c train.py")
+    assert (found.gpus, found.nodes, found.ranks) == (8, 2, 16)
+    found = read(f"accelerate launch --config_file {config} train.py")
+    assert (found.gpus, found.nodes, found.ranks) == (4, 2, 8)
+    assert read(f"accelerate launch --config_file {config} --num_processes 2 train.py").gpus == 1
+
+
+def test_deepspeed_adds_the_local_rank():
+    assert read("deepspeed train.py").local_rank_argument
+    assert not read("deepspeed --no_local_rank train.py").local_rank_argument
+
+
+def test_another_interpreter_is_said(tmp_path: Path):
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    (note,) = read(f"{other} train.py").notes
+    assert str(other) in note and sys.executable in note
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no command after --"),
+        ("bash run.sh", "'bash' is none of python, torchrun, deepspeed and accelerate launch"),
+        ("python", "names no script"),
+        ("python -c pass", "names no script"),
+        ("torchrun --nproc_per_node", "torchrun: "),
+        ("deepspeed --bogus train.py", "deepspeed: unrecognized arguments: --bogus"),
+        ("accelerate launch --config_file nowhere.yaml train.py", "no configuration nowhere.yaml"),
+        ("accelerate launch --num_processes 3 --num_machines 2 train.py", "3 processes on 2 machines"),
+    ],
+)
+def test_refusals(text, said):
+    with pytest.raises(UserError) as caught:
+        read(text)
+    assert said in caught.value.problems[0].message and caught.value.problems[0].hint

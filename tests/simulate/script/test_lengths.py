@@ -1,0 +1,130 @@
+"""Batches as long as a script allows, and what comes after the steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.meter.script_cases import save_tokenizer
+from tests.simulate.script.test_scripts import CONFIG, facts, simulated
+from zerofit.simulate.script.lengths import _longer
+from zerofit.spec.units import shown_bytes
+
+LONG = 40
+SCRIPT = """\
+import sys
+import deepspeed, torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+def rows(lengths):
+    return [{"input_ids": [1] * n, "labels": [1] * n} for n in lengths]
+
+def collate(batch):
+    longest = max(len(row["input_ids"]) for row in batch)
+    return {k: torch.tensor([row[k] + [0] * (longest - len(row[k])) for row in batch]) for k in batch[0]}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(64, 64), nn.Linear(64, 64)
+
+    def forward(self, input_ids, labels):
+        return nn.functional.cross_entropy(self.out(self.words(input_ids)).flatten(0, 1), labels.flatten())
+
+model = Model()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
+for batch in DataLoader(rows(DATA), batch_size=4, collate_fn=collate):
+    engine.backward(engine(**{k: t.to(engine.device) for k, t in batch.items()}))
+    engine.step()
+"""
+SHORT_FIRST = SCRIPT.replace("DATA", f"[5 + i % 3 for i in range(40)] + [{LONG}]")
+ALL_LONG = SCRIPT.replace("DATA", f"[{LONG}] * 40")
+CUT = """\
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("tokens")
+def rows(lengths):
+    cut = [tokenizer("a" * n, truncation=True, max_length=24)["input_ids"] for n in lengths]
+    return [{"input_ids": row, "labels": row} for row in cut]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_longest_batch_is_that_of_a_script_with_only_such(folder):
+    result = simulated(SHORT_FIRST, longest=True)
+    seen, longest = facts(result).facts, facts(result).longest
+    assert (seen.longest_seen, seen.longest_allowed, seen.allowed_by) == (7, LONG, "the longest row of the data set")
+    assert longest and longest.tokens == LONG and longest.peak_bytes > result.peak_bytes
+    alone = simulated(ALL_LONG)
+    assert facts(alone).facts.longest_seen == LONG and facts(alone).longest is None
+    # both make a batch of int64 indices to lengthen another one on the host, none on the device
+    assert longest.peak_bytes == alone.peak_bytes and longest.peak_phase == alone.peak_phase
+
+
+def test_a_tokenizer_says_where_it_cuts(folder):
+    save_tokenizer(folder / "tokens")
+    start, end = SHORT_FIRST.index("def rows"), SHORT_FIRST.index("def collate")
+    seen = facts(simulated(SHORT_FIRST[:start] + CUT + SHORT_FIRST[end:])).facts
+    assert (seen.longest_allowed, seen.allowed_by) == (24, "max_length of the tokenizer")
+
+
+def test_what_is_lengthened():
+    batch = {
+        "input_ids": torch.arange(10).view(2, 5),
+        "mask": torch.ones(2, 1, 5, 5),
+        "labels": torch.ones(2, 3),
+        "images": torch.ones(2, 3, 4, 4),
+        "more": (torch.ones(2, 5), "text"),
+    }
+    made = _longer(batch, 5, 8, 6)
+    assert made["input_ids"].tolist()[0] == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert made["mask"].shape == (2, 1, 8, 8) and made["labels"].shape == (2, 6)
+    assert made["images"].shape == (2, 3, 4, 4) and made["more"][0].shape == (2, 8)
+
+
+TRAINER = """\
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+rows = [{"input_ids": [1] * 8, "labels": 1} for _ in range(400)]
+config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=LABELS)
+args = TrainingArguments("out", deepspeed="ds.json", eval_strategy="steps", eval_steps=100, report_to="none",
+                         per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True)
+Trainer(BertForSequenceClassification(config), args, train_dataset=rows, eval_dataset=rows,
+        compute_metrics=lambda found: {}).train()
+"""
+
+
+def test_a_trainer_evaluates_its_first_batches(folder):
+    """Per batch of 8 samples a rank keeps logits of both ranks, float32, until all are seen."""
+    config = {**CONFIG, "optimizer": {"type": "AdamW"}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    labels = 100_000
+    result = simulated(TRAINER.replace("LABELS", str(labels)))
+    assert result.phases[-1].name == "evaluation"
+    (note,) = [n.text for n in facts(result).facts.notes if n.text.startswith("evaluation")]
+    assert note.startswith("evaluation: 4 of 25 batches were simulated; it keeps ")
+    assert shown_bytes(labels * 16 * 4) in note and shown_bytes(25 * labels * 16 * 4)[:2] in note
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_are_gathered_for_saving(folder, rank):
+    """Rank 0 has all 16-bit weights in host memory, and the device one layer's."""
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": zero}))
+    result = simulated(ALL_LONG, rank=rank)
+    assert [p.name for p in result.phases[-2:]] == ["step", "saving"]
+    weights = 2 * (64 * 64 + 64 * 64 + 64)
+    gained = result.host_phases["saving"] - result.host_phases["step"]
+    assert gained == pytest.approx(weights if rank == 0 else 0, rel=0.05, abs=2048)
+    last = result.phases[-1]
+    assert 2 * 64 * 64 <= last.peak_bytes - last.start_bytes <= 2 * (2 * 64 * 64 + 64)

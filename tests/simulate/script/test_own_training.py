@@ -1,0 +1,83 @@
+"""zerofit's own training as a script: the answer is the native one, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulate.targets import cluster, target
+from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.simulate.script.command import read_command
+from zerofit.simulate.script.target import ScriptTarget
+
+SCRIPT = """\
+import json, sys
+from datetime import timedelta
+import torch.distributed as dist
+from zerofit.simulate.phases import empty_batches
+from zerofit.simulate.record import SimulationTarget
+from zerofit.train import process_group
+from zerofit.train.engines import ZeroTrainer
+from zerofit.train.trainer import coords_of
+
+target = SimulationTarget.from_dict(json.load(open(sys.argv[1])))
+process_group.start(timedelta(minutes=1))
+driver = ZeroTrainer(target.job, coords_of(dist.get_rank(), target.job.layout), target.inputs)
+batches = empty_batches(target.job, target.inputs)
+while True:
+    driver.train_step(batches)
+"""
+RUNS: dict[str, dict[str, Any]] = {
+    "zero1": {"config": "zero1", "kind": "h100-80gb", "precision": "bf16"},
+    "zero2": {"config": "zero2", "kind": "h100-80gb", "precision": "bf16", "gradient_accumulation_steps": 2},
+    "zero3": {"config": "zero3", "kind": "h100-80gb", "precision": "bf16", "rank": 1},
+    "zero3 offload": {"config": "zero3_offload", "kind": "h100-80gb", "precision": "bf16"},
+    "checkpointing": {"config": "zero2", "kind": "l4", "precision": "bf16", "activation_checkpointing": True},
+    "cnn": {"config": "zero2", "kind": "l4", "precision": "bf16", "model": "resnet18-small"},
+    "fp16": {"config": "zero2", "kind": "v100-16gb", "precision": "fp16"},
+    "on CPUs": {"config": "zero2"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankRecord, RankRecord]]:
+    """Name -> what is said of the run, and of the script that makes the same run."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "train.py").write_text(SCRIPT)
+    natives = [target(**spec) for spec in RUNS.values()]
+    kinds = [spec.get("kind", "cpu") for spec in RUNS.values()]
+    scripts = [as_script(*one, folder / f"{n}.json") for n, one in enumerate(zip(natives, kinds, strict=True))]
+    records: Any = simulate_all([*natives, *scripts], lambda text: None)
+    half = len(natives)
+    return dict(zip(RUNS, zip(records[:half], records[half:], strict=True), strict=True))
+
+
+def as_script(native: SimulationTarget, kind: str, file: Path) -> ScriptTarget:
+    file.write_text(json.dumps(native.as_dict()))
+    return ScriptTarget(
+        command=read_command(["torchrun", "--nproc_per_node", "2", str(file.parent / "train.py"), str(file)]),
+        device=cluster(2, kind).device,
+        gpus=2,
+        nodes=1,
+        rank=native.rank,
+        workspaces=native.workspaces,
+    )
+
+
+def peaks(record: RankRecord) -> list[tuple[str, int, int]]:
+    """Of each phase; at its ends a batch is on the device here, and there it comes with the forward."""
+    return [(phase.name, phase.step, phase.peak_bytes) for phase in record.phases]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_gives_the_native_answer(answers, name):
+    native, script = answers[name]
+    assert isinstance(native, RankRecord) and isinstance(script, RankRecord), (native, script)
+    assert peaks(script) == peaks(native)
+    assert script.peaks[0].bytes == native.peaks[0].bytes and script.peaks[0].at == native.peaks[0].at
+    assert script.reserved_bytes == native.reserved_bytes
+    assert script.host == pytest.approx(native.host, abs=1024)  # batches are real on the host

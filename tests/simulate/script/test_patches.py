@@ -1,0 +1,151 @@
+"""What simulations of scripts change in libraries beside `simulate.patches`: still there, and still needed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import FunctionType
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.simulate.test_patches import C10D, Reason, definition, value_of
+from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
+
+pytestmark = pytest.mark.versions
+DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
+HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
+TOKENIZERS = "transformers.tokenization_utils_base"
+GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
+# patch -> attributes that it replaces, and the lines of the library that make it necessary
+PATCHES = {
+    "parameters": (["torch.nn:Parameter.__new__"], []),
+    "parameter_data": (["torch._C:TensorBase.data"], []),
+    "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
+    "equality": (["torch:equal"], []),
+    "loaders": (
+        ["torch.utils.data:DataLoader.__init__"],
+        [
+            Reason(
+                DATA,
+                "DataLoader.__init__",
+                "self dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last "
+                "timeout worker_init_fn multiprocessing_context generator",
+                "self.num_workers = num_workers",
+            )
+        ],
+    ),
+    "compiling": (["torch:compile", "torch.nn:Module.compile"], []),
+    "triton_kernels": ([], []),
+    "process_groups": (
+        [f"torch.distributed:{name}" for name in GROUPS],
+        [Reason(C10D, "init_process_group", "backend init_method", "_new_process_group_helper(")],
+    ),
+    "barriers": (["torch.distributed:barrier", "torch.distributed:monitored_barrier"], []),
+    "object_lists": (
+        ["torch.distributed:gather_object", "torch.distributed:scatter_object_list"],
+        [Reason(C10D, "gather_object", "obj object_gather_list", "_object_to_tensor(")],
+    ),
+    "reductions": (
+        ["torch.distributed:all_reduce"],
+        [Reason(C10D, "all_reduce", "tensor op", "opts.reduceOp = op")],
+    ),
+    "data_parallel": (
+        [f"{DDP}:_verify_param_shape_across_processes", f"{DDP}:DistributedDataParallel.register_comm_hook"],
+        [Reason(DDP, "DistributedDataParallel.register_comm_hook", "self state hook", "self._check_comm_hook(hook)")],
+    ),
+    "fully_sharded": (
+        ["torch.distributed.fsdp:fully_shard", "torch.distributed.fsdp:FullyShardedDataParallel.__init__"],
+        [],
+    ),
+    "pretrained": (
+        [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
+        [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],
+    ),
+    "saving": ([], []),
+    "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
+    "watch_files": ([], []),
+    "cuda_module": (["torch.cuda:is_available", "torch.cuda:memory_allocated", "torch.cuda.nccl:version"], []),
+    "accelerator_module": (["torch.accelerator:is_available", "torch.accelerator:current_accelerator"], []),
+    "autocast": (["torch.amp.autocast_mode:autocast.__init__"], []),
+    "device_shown": (
+        ["torch._subclasses.fake_tensor:FakeTensor.device", "torch._subclasses.fake_tensor:FakeTensor.fake_device"],
+        [],
+    ),
+    "to_device": (["torch:Tensor.to", "torch:Tensor.cuda"], []),
+    "pinning": (["torch:Tensor.pin_memory", "torch:Tensor.is_pinned"], []),
+    "constructors": (["torch:tensor", "torch:as_tensor", "torch:asarray"], []),
+    "generators": (["torch:Generator"], []),
+    "tokenizers": (
+        ["transformers:PreTrainedTokenizerBase.__call__"],
+        [
+            Reason(
+                TOKENIZERS,
+                "PreTrainedTokenizerBase._get_padding_truncation_strategies",
+                "self padding truncation max_length",
+                "return padding_strategy, truncation_strategy, max_length, kwargs",
+            )
+        ],
+    ),
+    "trainer_arguments": (["transformers:Trainer.__init__"], []),
+    "batches": ([f"{DATA}:_BaseDataLoaderIter.__next__"], []),
+}
+REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_reason_for_a_patch_is_still_in_the_library(reason):
+    node, source = definition(reason.module, reason.path)
+    assert reason.line in source, f"{reason.module}.{reason.path} no longer has {reason.line!r}: is the patch needed?"
+    names, wanted = [a.arg for a in node.args.args], reason.parameters.split()
+    assert names[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_a_patch_replaces_is_there(name):
+    for place in PATCHES[name][0]:
+        value = value_of(place)
+        assert not (getattr(value, "__module__", "") or "").startswith("zerofit"), place
+
+
+def test_every_patch_is_listed():
+    beside = {"replicate", "install_gpu", "capability", "token_tensors"}  # of the same modules
+    found = set()
+    for module in (host, distributed, pretrained, writes, gpu, cuda, lengths):
+        functions = [
+            f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
+        ]
+        found |= {f.__name__ for f in functions if not f.__name__.startswith("_")}
+    assert found - beside == set(PATCHES)
+
+
+@pytest.mark.parametrize("module", writes.SAVERS)
+def test_what_saves_is_where_it_was(module):
+    owner = pytest.importorskip(module)
+    for name in writes.SAVERS[module]:
+        assert callable(value_of(f"{owner.__name__}:{name}")), name
+
+
+def test_triton_runs_kernels_where_they_are_left_out():
+    pytest.importorskip("triton")
+    for place in ("jit:JITFunction.run", "autotuner:Autotuner.run", "autotuner:Heuristics.run"):
+        assert callable(value_of(f"triton.runtime.{place}"))
+
+
+def test_cuda_functions_that_are_answered_exist():
+    from zerofit.simulate.script.target import ScriptTarget
+    from zerofit.spec.devices import DEVICES, find_device
+
+    for kind in DEVICES:
+        assert cuda.capability(find_device(kind)) != (0, 0)
+    assert (cuda.capability(find_device("h100-80gb")), cuda.capability(find_device("l40s"))) == ((9, 0), (8, 9))
+    assert inspect.signature(ScriptTarget).parameters["steps"].default == 2
+    old_names = {"memory_cached", "max_memory_cached", "reset_max_memory_allocated", "reset_max_memory_cached"}
+    answers = {**cuda._random_states(1), **cuda._streams()}
+    assert not [name for name in answers.keys() - old_names if not hasattr(torch.cuda, name)]
+
+
+def test_device_of_a_fake_is_a_property_that_can_be_replaced():
+    assert isinstance(vars(FakeTensor)["device"], property) and isinstance(vars(FakeTensor)["fake_device"], property)
+    assert importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook

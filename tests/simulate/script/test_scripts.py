@@ -1,0 +1,268 @@
+"""Scripts as users write them, simulated: what is said of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from zerofit.app.script_simulation import simulate_script
+from zerofit.simulate.result import SimulatedScript
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, UserError
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
+WIDTH = 64
+BEGIN = """\
+import json, os, sys
+import deepspeed
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+"""
+ENGINE = (
+    BEGIN + "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config='ds.json')\n"
+)
+LOOP = ENGINE + """\
+for i in range(50):
+    x = torch.randn(4, 64).to(engine.device, torch.bfloat16)
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+"""  # fmt: skip
+SAVES = LOOP + """\
+    torch.save(engine.module.state_dict(), "weights.pt")
+    engine.save_checkpoint("checkpoint")
+    with open("log.txt", "w") as file:
+        file.write(f"{loss.item():.4f}")
+"""  # fmt: skip
+SAYS = """\
+assert torch.cuda.is_available() and torch.cuda.device_count() == 4
+where = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+assert engine.device == torch.device("cuda", 1) and torch.distributed.get_backend() == "nccl"
+assert where == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, where
+mask = torch.tensor([True, False, True]).cuda()
+assert mask.sum().item() == 2 and mask.tolist() == [True, False, True]
+assert torch.arange(3, device="cuda")[mask].tolist() == [0, 2]
+seen = [torch.zeros(1) for _ in range(8)]
+torch.distributed.all_gather(seen, torch.tensor([5.0]))
+assert [t.item() for t in seen] == [5.0] * 8
+rows = torch.empty(16, dtype=torch.int64, device="cuda")
+torch.distributed.all_gather_into_tensor(rows, torch.tensor([3, 4], device="cuda"))
+assert rows.view(8, 2).cpu().tolist() == [[3, 4]] * 8
+total = torch.tensor([2], device="cuda")
+torch.distributed.all_reduce(total)
+assert total.item() == 16
+"""
+ASKS = BEGIN.replace("model = ", "inner = ") + """\
+class Asks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y if y.max() > 3 else -y
+model = Asks()
+""" + LOOP.removeprefix(BEGIN)  # fmt: skip
+GAN = ENGINE + """\
+other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+second, *_ = deepspeed.initialize(model=other, model_parameters=other.parameters(), config='ds.json')
+for i in range(50):
+    for one in (engine, second):
+        one.backward(one(torch.randn(4, 64).to(one.device, torch.bfloat16)).square().mean())
+        one.step()
+"""  # fmt: skip
+TORCH = """\
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("nccl")
+local = int(os.environ["LOCAL_RANK"])
+model = DistributedDataParallel(torch.nn.Linear(256, 256).cuda(local), device_ids=[local])
+optimizer = torch.optim.AdamW(model.parameters(), foreach=None)
+for i in range(50):
+    loss = model(torch.randn(8, 256, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def simulated(text: str, words: str = "python train.py", gpus: int = 2, **settings):
+    Path("train.py").write_text(text)
+    nodes = settings.pop("nodes", 1)
+    return simulate_script(words.split(), Cluster("h100-80gb", gpus=gpus, nodes=nodes), **settings)
+
+
+def refused(text: str, words: str = "python train.py", **settings) -> Problem:
+    with pytest.raises(UserError) as caught:
+        simulated(text, words, **settings)
+    return caught.value.problems[0]
+
+
+def facts(result) -> SimulatedScript:
+    assert isinstance(result.run, SimulatedScript)
+    return result.run
+
+
+def test_a_loop_is_stopped_and_writes_nothing(folder):
+    result = simulated(SAVES)
+    seen = facts(result)
+    assert [(p.name, p.step) for p in result.phases[:2]] == [("build", -1), ("init", -1)]
+    assert {p.step for p in result.phases} == {-1, 0, 1} and seen.facts.ended == "stopped after 2 optimizer steps"
+    assert (seen.facts.micro_batch, seen.facts.accumulation, seen.facts.zero_stage) == (4, 2, 2)
+    assert seen.facts.parameters == 2 * WIDTH * (WIDTH + 1) == seen.facts.trained_parameters
+    assert {path.name for path in folder.iterdir()} == {"ds.json", "train.py", "log.txt"}
+    notes = {note.text: note.count for note in seen.facts.notes}
+    saves = [text for text in notes if "writes nothing" in text]
+    assert len(saves) == 2 and all("train.py:1" in text for text in saves)
+    assert "written by the script before it was stopped: log.txt" in notes
+    assert any("the value of a tensor on the device: taken as 1.0, at train.py:" in text for text in notes)
+    assert not seen.is_upper_bound and result.fits and sum(result.breakdown.values()) == result.peak_bytes
+    assert result.to_dict()["run"]["command"] == "python train.py"
+    result.plot(folder / "memory.png")
+    assert (folder / "memory.png").stat().st_size > 1000
+
+
+def test_a_script_sees_its_rank_and_its_gpus(folder):
+    words = "deepspeed --no_local_rank --num_gpus 4 --num_nodes 2 train.py"
+    text = LOOP.replace("for i in", SAYS + "for i in")
+    result = simulated(text, words, gpus=4, nodes=2, rank=5)
+    assert (result.rank, result.world_size) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ("deepspeed --num_gpus 2", ["--local_rank=0", "a"]),
+        ("torchrun --nproc_per_node 2", ["a"]),
+        ("accelerate launch --num_processes 2 --use_deepspeed --zero_stage 3", ["a"]),
+    ],
+)
+def test_launchers(folder, launcher, arguments):
+    check = f"assert sys.argv[1:] == {arguments!r}, sys.argv\n"
+    if launcher.startswith("accelerate"):
+        check += "assert os.environ['ACCELERATE_DEEPSPEED_ZERO_STAGE'] == '3', os.environ\n"
+    result = simulated(LOOP.replace("for i in", check + "for i in"), f"{launcher} train.py a")
+    assert facts(result).facts.optimizer == "FusedAdam"
+
+
+def test_engines_that_both_train_make_their_steps(folder):
+    result = simulated(GAN.replace("range(50)", "range(4)"))
+    assert facts(result).facts.engines == 2
+    assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
+
+
+def test_plain_torch(folder):
+    result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
+    size = 4 * (256 * 256 + 256)
+    assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
+    assert result.breakdown["parameters"] == pytest.approx(2 * size, rel=0.01)  # and buckets of their gradients
+    assert result.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
+    assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
+
+
+def test_compiling_makes_an_upper_bound(folder):
+    text = LOOP.replace("engine, *_", "model = torch.compile(model)\nengine, *_")
+    assert facts(simulated(text)).is_upper_bound
+
+
+def test_a_mask_of_unknown_values_is_all_true(folder):
+    text = LOOP.replace(".square().mean()", "[torch.rand(4, 64, device='cuda') > 0.5].mean()")
+    seen = facts(simulated(text))
+    assert seen.is_upper_bound and any("taken as all True" in note.text for note in seen.facts.notes)
+
+
+def test_the_scripts_own_error_comes_out_as_it_is(folder):
+    problem = refused(ENGINE + "{'a': 1}['b']\n")
+    assert problem.message.startswith("this is the script's error:\nTraceback (most recent call last):\n  File \"train")
+    assert problem.message.endswith("KeyError: 'b'") and problem.where == "train.py:7"
+    assert "zerofit/simulate" not in problem.message
+
+
+def test_a_module_that_asks_for_a_value_is_named(folder):
+    problem = refused(ASKS)
+    assert "asks for the value of a tensor; what it does with the answer is not known" in problem.message
+    assert problem.where == "train.py:13"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("print('done')\n", "ended by itself and made neither a DeepSpeed engine nor", "is DeepSpeed switched on?"),
+        ("import sys\nsys.exit(3)\n", "called exit(3)", "is DeepSpeed switched on?"),
+        (ENGINE, "before its engine made an optimizer step", "at least one step"),
+        (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
+        (ENGINE + "(torch.rand(9, device='cuda') > 0).nonzero()\n", "depends on values that only a GPU has", "masks"),
+    ],
+)
+def test_refusals(folder, text, said, hint):
+    problem = refused(text)
+    assert said in problem.message and hint in problem.hint
+
+
+@pytest.mark.parametrize("wrapped", ["fully_shard(model)", "FullyShardedDataParallel(model)"])
+def test_fsdp_is_refused(folder, wrapped):
+    problem = refused(TORCH.replace("DistributedDataParallel(torch", "(torch").replace(
+        ", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\nmodel = {wrapped}\n"
+    ))  # fmt: skip
+    assert problem.message == "a model under FSDP cannot be simulated" and problem.where == "train.py:9"
+    assert "ZeRO-3" in problem.hint
+
+
+def test_pipelines_are_refused(folder):
+    text = BEGIN + "from deepspeed.pipe import PipelineModule\ndeepspeed.init_distributed()\n" + (
+        "model = PipelineModule(list(model), num_stages=1, loss_fn=torch.nn.functional.mse_loss)\n"
+        "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config='ds.json')\n"
+    )  # fmt: skip
+    problem = refused(text)
+    assert problem.message == "a pipeline engine of a script cannot be simulated" and problem.where == "train.py:9"
+
+
+def test_changes_of_the_json_are_simulated(folder):
+    check = "json.load(open(sys.argv[1]))"
+    result = simulated(LOOP.replace("config='ds.json'", f"config={check}"), "python train.py ds.json")
+    rows = {row.change: row for row in result.knobs()}
+    assert list(rows) == [row.change for row in sorted(rows.values(), key=lambda row: row.peak_bytes)]
+    third = rows.pop("ds.json: zero_optimization.stage 3")
+    offload = rows.pop("ds.json: offload_optimizer to the host")
+    assert set(rows) == {"ds.json: buckets of 10,000,000 elements"} and offload.host_node_bytes > third.host_node_bytes
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, "zero_optimization": {"stage": 3}}))
+    assert simulated(LOOP).peak_bytes == third.peak_bytes
+
+
+def test_weights_that_cannot_be_simulated(folder):
+    load = "import transformers\ntransformers.AutoModelForCausalLM.from_pretrained"
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    assert "quantized weights" in refused(f"{load}('m')\n").message
+    problem = refused(f"{load}('nobody/nothing')\n")
+    assert "nobody/nothing" in problem.message and "weights are not needed" in problem.hint
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_all_that_is_wrong_with_a_command(folder):
+    words = ["torchrun", "--nproc_per_node", "4", "nowhere.py"]
+    with pytest.raises(UserError) as caught:
+        simulate_script(words, Cluster("h100-80gb", gpus=8), rank=9, steps=0)
+    said = [problem.message for problem in caught.value.problems]
+    assert said[:2] == ["there is no script nowhere.py", "the command starts 4 ranks, --gpus says 8"]
+    assert said[2].startswith("rank 9 of 8") and said[3].startswith("0 steps")

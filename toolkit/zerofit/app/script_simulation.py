@@ -1,0 +1,132 @@
+"""`zerofit.simulate_script`: a user's own training script, unmodified, as a rank of any hardware."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.simulate.assess import SimulatedScriptRank, assess
+from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.record import RankRecord
+from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation
+from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.knobs import script_knobs
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.verdict import blas_workspaces
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import OnEvent, Reporter
+
+STEPS = 2  # ZeRO-3 keeps more alive once it knows the order of the layers
+
+
+def simulate_script(
+    command: Sequence[str],
+    cluster: Cluster | None = None,
+    *,
+    rank: int = 0,
+    steps: int = STEPS,
+    longest: bool = False,
+    on_event: OnEvent | None = None,
+) -> Simulation:
+    """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
+
+    Args:
+        command: what starts it: python, torchrun, deepspeed or accelerate launch, with all options.
+        cluster: where; None: this machine.
+        rank: the rank to simulate.
+        steps: optimizer steps after which the script is stopped.
+        longest: say what it needs with batches as long as it allows, too.
+        on_event: hears what is being done.
+
+    Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
+    """
+    start, report = time.perf_counter(), Reporter(on_event)
+    read = read_command(command)
+    cluster = Cluster.here() if cluster is None else cluster
+    check_command(read, cluster, rank=rank, steps=steps)
+    target = ScriptTarget(
+        command=read,
+        device=cluster.device,
+        gpus=cluster.gpus,
+        nodes=cluster.nodes,
+        rank=rank,
+        workspaces=tuple(blas_workspaces(cluster.device)),
+        steps=steps,
+    )
+    targets = [target, replace(target, longest=True)] if longest else [target]
+    seen, *more = [_answer(*one, cluster) for one in zip(targets, simulate_all(targets, report.status), strict=True)]
+    if more:
+        seen = _with_longest(seen, more[0])
+    simulate_knobs = ScriptKnobSimulations(target=target, seen=seen, cluster=cluster)
+    return replace(seen, seconds=round(time.perf_counter() - start, 1), simulate_knobs=simulate_knobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptKnobSimulations:
+    """The changes of a command that would need less memory, each simulated when it is called."""
+
+    target: ScriptTarget
+    seen: Simulation
+    cluster: Cluster
+
+    def __call__(self, on_event: OnEvent | None = None) -> tuple[KnobResult, ...]:
+        """Return what each change would bring, the least memory first; one that cannot be simulated is left out."""
+        assert isinstance(self.seen.run, SimulatedScript)
+        report, rows = Reporter(on_event), []
+        with tempfile.TemporaryDirectory() as folder:
+            knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
+            targets = [replace(self.target, command=knob.command) for knob in knobs]
+            records = simulate_all(targets, lambda text: report.status(f"knobs: {text}")) if targets else []
+        for knob, target, record in zip(knobs, targets, records, strict=True):
+            if not isinstance(record, Problem):
+                found = _answer(target, record, self.cluster)
+                names = ("peak_bytes", "reserved_bytes", "host_node_bytes", "fits")
+                rows.append(KnobResult(change=knob.change, **{name: getattr(found, name) for name in names}))
+        return tuple(sorted(rows, key=lambda row: row.peak_bytes))
+
+
+def _answer(target: ScriptTarget, record: RankRecord | Problem, cluster: Cluster) -> Simulation:
+    """Return what was found. Raises UserError where it cannot be simulated."""
+    if isinstance(record, Problem):
+        raise UserError(record)
+    assert record.script
+    return assess(SimulatedScriptRank(target=target, record=record, facts=record.script), cluster)
+
+
+def _with_longest(seen: Simulation, longest: Simulation) -> Simulation:
+    """Return a simulation that knows what the longest batches need; it fits where they do, too."""
+    assert isinstance(seen.run, SimulatedScript) and isinstance(longest.run, SimulatedScript)
+    names = ("peak_bytes", "peak_phase", "reserved_bytes", "fits", "because")
+    tokens = longest.run.facts.longest_seen
+    run = replace(seen.run, longest=LongestBatch(tokens=tokens, **{name: getattr(longest, name) for name in names}))
+    if longest.fits or not seen.fits:
+        return replace(seen, run=run)
+    because = f"With batches of {tokens} tokens: {longest.because}"
+    return replace(
+        seen, run=run, fits=False, verdict=longest.verdict, margin_bytes=longest.margin_bytes, because=because
+    )
+
+
+def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: int) -> None:
+    """Hold what the command starts against what is there. Raises UserError with all that is wrong."""
+    problems = Problems()
+    if not read.is_module and not Path(read.script).is_file():
+        problems.add("command", f"there is no script {read.script}", "name a file as seen from this folder", "COMMAND")
+    if read.gpus is not None and (read.gpus, read.nodes or 1) != (cluster.gpus, cluster.nodes):
+        asked = f"--gpus says {cluster.gpus}" + (f" on --nodes {cluster.nodes}" if cluster.nodes > 1 else "")
+        on = f" on {read.nodes} nodes" if (read.nodes or 1) > 1 else ""
+        problems.add("ranks", f"the command starts {read.ranks} ranks{on}, {asked}", "name one of them", "--gpus")
+    elif read.gpus is None and read.nodes is not None and read.nodes != cluster.nodes:
+        message = f"the command starts ranks on {read.nodes} nodes, --nodes says {cluster.nodes}"
+        problems.add("ranks", message, "name one of them", "--nodes")
+    if not 0 <= rank < cluster.ranks:
+        problems.add("bad-value", f"rank {rank} of {cluster.ranks} ranks", f"take 0 to {cluster.ranks - 1}", "--rank")
+    if steps < 1:
+        problems.add(
+            "bad-value", f"{steps} steps, and 1 is the least", "take 2: the second step may need more", "--steps"
+        )
+    problems.raise_if_any()

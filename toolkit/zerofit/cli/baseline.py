@@ -1,0 +1,73 @@
+"""`zerofit simulate --baseline`: what a change adds to the memory, for people and as an annotation of its line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerofit.cli.options import PATH, Decorator, add_options
+from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from zerofit.simulate.result import Simulation
+
+FAIL_ABOVE = 0.01
+
+
+class Percent(click.ParamType):
+    """A share, written like 1% or 0.5%."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse; anything but a number of percent is a usage error (exit code 2)."""
+        if isinstance(value, float):
+            return value
+        try:
+            share = float(str(value).strip().removesuffix("%")) / 100
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < float("inf"):
+            self.fail(f"{value!r} is not a share: write it like 1%", param, ctx)
+        return share
+
+
+baseline_options: Decorator = add_options(
+    click.option("--baseline", type=PATH, help="what --json printed before a change: say what the change adds"),
+    click.option(
+        "--fail-above",
+        type=Percent(),
+        metavar="PERCENT",
+        help="exit with 1 where it adds more than this to the peak, or no longer fits [1%]",
+    ),
+)
+
+
+def read_asked_baseline(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the simulation to compare with; None where none is asked for. Raises UserError before any work."""
+    if options["baseline"] is None:
+        if options["fail_above"] is not None:
+            hint = "name what --json printed before the change"
+            message = "--fail-above needs --baseline"
+            raise UserError(Problem(kind="usage", message=message, hint=hint, where="--fail-above"))
+        return None
+    from zerofit.simulate.baseline import read_baseline
+
+    return read_baseline(options["baseline"])
+
+
+def annotate(result: Simulation) -> None:
+    """Say what a change adds where GitHub shows it beside the line; does nothing elsewhere."""
+    compared = result.against
+    if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    kind = "error" if compared.exceeded else "notice"
+    properties = ["title=zerofit simulate"]
+    file, _, line = result.peak_at.own.rpartition(":")
+    root = Path(os.environ.get("GITHUB_WORKSPACE", ".")).resolve()
+    if file and Path(file).resolve().is_relative_to(root):
+        properties = [f"file={Path(file).resolve().relative_to(root)}", f"line={line}", *properties]
+    click.echo(f"::{kind} {','.join(properties)}::{compared.because.replace('%', '%25')}", err=True)

@@ -1,0 +1,83 @@
+"""A simulation held against an earlier one's `--json`, as a change to the code is against what it changes.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.simulate.result import Simulation
+
+SAME = ("device", "world_size", "rank")  # else the figures say nothing of the change
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineComparison:
+    """What a simulation's peak has become since an earlier one."""
+
+    baseline: str  # the file
+    base_bytes: int
+    added_bytes: int  # negative: saved
+    allowed: float  # relative to base_bytes
+    no_longer_fits: bool
+    exceeded: bool  # more is added than allowed, or it no longer fits
+    because: str
+
+    @property
+    def added(self) -> float:
+        """What is added, relative to what there was."""
+        return self.added_bytes / self.base_bytes
+
+
+def read_baseline(path: Path) -> dict[str, Any]:
+    """Return what an earlier `zerofit simulate --json` printed, the last line of a file. Raises UserError."""
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+        found = json.loads(lines[-1])
+    except (OSError, ValueError, IndexError) as error:
+        raise _refused(f"{path} cannot be read: {error or 'it is empty'}") from None
+    if not isinstance(found, dict) or not {*SAME, "peak_bytes", "fits"} <= found.keys() or found["peak_bytes"] <= 0:
+        raise _refused(f"{path} has no simulation")
+    return found
+
+
+def compare_with(base: dict[str, Any], now: Simulation, path: Path, allowed: float) -> BaselineComparison:
+    """Hold a simulation against an earlier one of the same rank on the same hardware. Raises UserError for another."""
+    problems = Problems()
+    for name in SAME:
+        if base[name] != getattr(now, name):
+            message = f"{path} has {name.replace('_', ' ')} {base[name]}, and this simulation {getattr(now, name)}"
+            problems.add("baseline", message, "simulate both alike", "--baseline")
+    problems.raise_if_any()
+    added, lost = now.peak_bytes - base["peak_bytes"], bool(base["fits"]) and not now.fits
+    return BaselineComparison(
+        baseline=str(path),
+        base_bytes=base["peak_bytes"],
+        added_bytes=added,
+        allowed=allowed,
+        no_longer_fits=lost,
+        exceeded=lost or added > allowed * base["peak_bytes"],
+        because=_sentence(now, added, base["peak_bytes"], lost),
+    )
+
+
+def _sentence(now: Simulation, added: int, before: int, lost: bool) -> str:
+    if added == 0 and not lost:
+        return f"the peak is that of before, {shown_bytes(before)}"
+    change = f"{'adds' if added >= 0 else 'saves'} {shown_bytes(abs(added))} ({added / before:+.2%})"
+    where = f" at {now.peak_at.own or now.peak_at.line} in {now.peak_phase}" if added > 0 else ""
+    end = f", and no longer fits on {now.device}" if lost else ""
+    return f"this change {change}{where}{end}: the peak was {shown_bytes(before)}, and is {shown_bytes(now.peak_bytes)}"
+
+
+def _refused(message: str) -> UserError:
+    hint = "write one with: zerofit simulate ... --json > base.json"
+    return UserError(Problem(kind="baseline", message=message, hint=hint, where="--baseline"))

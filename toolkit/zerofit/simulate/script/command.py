@@ -1,0 +1,207 @@
+"""The command that a user would start a training with, and what its launcher's own options say.
+
+Imports no torch, unless a launcher's parser does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.errors import Problem, UserError
+
+# options of the interpreter that take a word of their own
+_PYTHON_VALUES = ("-W", "-X", "--check-hash-based-pycs")
+_AS_MODULE = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate launch",
+}
+_MANY = 1 << 16  # devices of a host whose number is not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand:
+    """A training script with its arguments, and how many ranks its launcher starts."""
+
+    words: tuple[str, ...]  # as typed
+    launcher: str  # "python", "torchrun", "deepspeed" or "accelerate launch"
+    script: str  # a file, or a module's name
+    is_module: bool
+    arguments: tuple[str, ...]
+    launcher_words: tuple[str, ...] = ()  # the launcher's options with what follows
+    gpus: int | None = None  # ranks of a node; None: the launcher's options do not say
+    nodes: int | None = None
+    local_rank_argument: bool = False  # DeepSpeed's launcher adds --local_rank=N
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks in all, as far as the launcher's options say."""
+        return None if self.gpus is None else self.gpus * (self.nodes or 1)
+
+
+def read_command(words: Sequence[str]) -> ScriptCommand:
+    """Read what a user types to start a training. Raises UserError where it names no Python script."""
+    if not words:
+        raise _refused("there is no command after --", "write what you would type: -- torchrun train.py --epochs 3")
+    program, rest = words[0], list(words[1:])
+    name = os.path.basename(program)
+    if name.startswith("python") or name == Path(sys.executable).name:
+        found = shutil.which(program)
+        notes = ()
+        if found and Path(found).parent != Path(sys.executable).parent:
+            notes = (f"{program} is {found}; simulated with the packages of {sys.executable}",)
+        return _python(rest, tuple(words), notes)
+    if name == "accelerate" and rest[:1] == ["launch"]:
+        return _accelerate(rest[1:], tuple(words))
+    if name in ("torchrun", "deepspeed"):
+        return {"torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, tuple(words))
+    if name.endswith(".py"):
+        return _python(list(words), tuple(words), ())
+    message = f"{program!r} is none of python, torchrun, deepspeed and accelerate launch"
+    raise _refused(message, "write the command that starts the training script itself, without shell or job scripts")
+
+
+def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> ScriptCommand:
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        rest = rest[2 if rest[0] in _PYTHON_VALUES else 1 :]
+    if rest[:1] == ["-m"] and rest[1:2]:
+        launcher = _AS_MODULE.get(rest[1])
+        if launcher:
+            read = {"torchrun": _torchrun, "deepspeed": _deepspeed, "accelerate launch": _accelerate}[launcher]
+            return read(rest[2:], words)
+        return _script("python", rest[1], rest[2:], words, is_module=True, notes=notes)
+    if not rest or rest[0] == "-c":
+        raise _refused("the command names no script", "write the script's file, or -m and a module")
+    return _script("python", rest[0], rest[1:], words, notes=notes)
+
+
+def _script(
+    launcher: str,
+    script: str,
+    arguments: Sequence[str],
+    words: tuple[str, ...],
+    *,
+    is_module: bool = False,
+    **more: Any,
+) -> ScriptCommand:
+    """Return the command."""
+    read = {"launcher": launcher, "script": script, "is_module": is_module, "arguments": tuple(arguments)}
+    return ScriptCommand(words=words, **read, **more)
+
+
+def _torchrun(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    asked = _parsed("torchrun", get_args_parser().parse_args, rest)
+    each = str(asked.nproc_per_node)
+    given = any(word.startswith(("--nproc", "--nnodes")) for word in rest)
+    return _script(
+        "torchrun",
+        asked.training_script,
+        asked.training_script_args,
+        words,
+        is_module=asked.module,
+        launcher_words=tuple(rest),
+        gpus=int(each) if each.isdigit() and given else None,
+        nodes=parse_min_max_nnodes(asked.nnodes)[1] if given else None,
+    )
+
+
+def _deepspeed(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+    with _quiet():
+        from deepspeed.launcher.runner import parse_args
+
+    asked = _parsed("deepspeed", parse_args, rest)
+    gpus, nodes = _deepspeed_resources(asked)
+    return _script(
+        "deepspeed",
+        asked.user_script,
+        asked.user_args,
+        words,
+        is_module=asked.module,
+        launcher_words=tuple(rest),
+        gpus=gpus,
+        nodes=nodes,
+        local_rank_argument=not asked.no_local_rank,
+    )
+
+
+def _deepspeed_resources(asked: Namespace) -> tuple[int | None, int | None]:
+    """Return devices of a node and nodes, as runner.py's main() reads them from its options and hostfile."""
+    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+
+    pool = fetch_hostfile(asked.hostfile) if Path(asked.hostfile).is_file() else None
+    known = pool is not None or ":" in asked.include
+    if known:
+        pool = pool or OrderedDict({host.partition(":")[0]: _MANY for host in asked.include.split("@")})
+        active = parse_inclusion_exclusion(pool, asked.include, asked.exclude)
+        nodes, gpus = len(active), min(len(slots) for slots in active.values())
+    else:
+        nodes, gpus = None, None
+    if asked.num_nodes > 0:
+        nodes = asked.num_nodes
+    return asked.num_gpus if asked.num_gpus > 0 else gpus, nodes
+
+
+def _accelerate(rest: list[str], words: tuple[str, ...]) -> ScriptCommand:
+    from accelerate.commands.config import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    asked = _parsed("accelerate launch", launch_command_parser().parse_args, rest)
+    file = asked.config_file or default_config_file
+    if asked.config_file and not Path(file).is_file():
+        raise _refused(f"accelerate launch: there is no configuration {file}", "see --config_file")
+    written = load_config_from_file(file) if Path(file).is_file() and not asked.cpu else None
+    ranks = asked.num_processes or getattr(written, "num_processes", None)
+    nodes = asked.num_machines or getattr(written, "num_machines", None)
+    if ranks and nodes and ranks % nodes:
+        raise _refused(f"accelerate launch: {ranks} processes on {nodes} machines", "take a multiple")
+    return _script(
+        "accelerate launch",
+        asked.training_script,
+        asked.training_script_args,
+        words,
+        is_module=asked.module,
+        launcher_words=tuple(rest),
+        gpus=ranks // (nodes or 1) if ranks else None,
+        nodes=nodes if ranks else None,
+    )
+
+
+def _parsed(launcher: str, parse: Callable[[list[str]], Namespace], rest: list[str]) -> Namespace:
+    """Return what a launcher's own parser makes of its words. Raises UserError in its words."""
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return parse(rest)
+    except SystemExit:
+        last = (said.getvalue().strip().splitlines() or ["it names no script"])[-1]
+        raise _refused(f"{launcher}: {last.partition('error: ')[2] or last}", f"see {launcher} --help") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed from warning of a machine without a GPU when it is imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _refused(message: str, hint: str) -> UserError:
+    return UserError(Problem(kind="command", message=message, hint=hint, where="COMMAND"))

@@ -1,0 +1,193 @@
+"""torch.cuda and torch.accelerator as a script asks them, answered for a device that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerofit.simulate.device import FakeStream
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.devices import Device
+
+# compute capability by the beginning of a device's kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx90a)
+_CAPABILITY = {
+    "b200": (10, 0),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "l4": (8, 9),
+    "t4": (7, 5),
+    "v100": (7, 0),
+    "rtx4090": (8, 9),
+    "rtx3090": (8, 6),
+    "mi300": (9, 4),
+    "mi250": (9, 0),
+}
+_STATE_BYTES = 16  # of a CUDA generator
+
+
+class _Context(contextlib.ContextDecorator):
+    """A context of a device, a stream or a profiler's range, in which nothing changes."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __enter__(self) -> _Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Stream(FakeStream):
+    """A stream or event as scripts use it."""
+
+    device_index = stream_id = cuda_stream = 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Answer for a GPU; torch.cuda would look for a driver. (torch.cuda.*)"""
+    cuda: Any = torch.cuda
+    memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
+    for name, answer in {**_devices(target), **_streams(), **memory, **numbers}.items():
+        replace_in(cuda, name, answer)
+    for module, answers in ((cuda.memory, memory), (cuda.random, numbers)):
+        for name in answers.keys() & vars(module).keys():
+            replace_in(module, name, answers[name])
+    replace_in(cuda.nccl, "version", lambda: (2, 27, 3))
+    for name in ("range_push", "range_pop", "mark"):
+        replace_in(cuda.nvtx, name, _nothing)
+    replace_in(cuda.nvtx, "range", _Context)
+
+
+def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Answer for the same GPU under torch's newer name. (torch.accelerator)"""
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: target.gpus,
+        "current_device_index": lambda: target.rank % target.gpus,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_stream": lambda *_: _Stream(),
+        **dict.fromkeys(("synchronize", "set_device_index", "set_device_idx", "set_stream"), _nothing),
+        **_memory(meter, target.device.memory_bytes),
+    }
+    for name in answers.keys() & set(dir(torch.accelerator)):
+        replace_in(torch.accelerator, name, answers[name])
+
+
+def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Cast as CPUs do where CUDA is named: its list of ops belongs to its dispatch key. (torch.amp.autocast)"""
+    kind: Any = torch.amp.autocast_mode.autocast
+    original = kind.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and kwargs.get("enabled", True):
+            meter.note("torch.autocast('cuda'): cast by the list of ops that autocast has for CPUs")
+        original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    replace_in(kind, "__init__", init)
+
+
+def capability(device: Device) -> tuple[int, int]:
+    """Return the compute capability of a device of the catalogue."""
+    known = [kind for kind in _CAPABILITY if device.kind.startswith(kind)]
+    return _CAPABILITY[max(known, key=len)] if known else (8, 0)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _devices(target: ScriptTarget) -> dict[str, Any]:
+    name, (major, minor) = f"NVIDIA {target.device.name}", capability(target.device)
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=target.device.memory_bytes,
+        major=major,
+        minor=minor,
+        multi_processor_count=132,
+        warp_size=32,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+        uuid="0",
+        L2_cache_size=50 << 20,
+    )
+    yes, no = (lambda *_, **__: True), (lambda *_, **__: False)
+    return {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer"), yes),
+        **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), no),
+        **dict.fromkeys(("set_device", "init", "_lazy_init", "synchronize", "ipc_collect"), _nothing),
+        "is_tf32_supported": lambda: major >= 8,
+        "device_count": lambda: target.gpus,
+        "current_device": lambda: target.rank % target.gpus,
+        "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: (major, minor),
+        "get_device_properties": lambda *_: properties,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "utilization": lambda *_: 0,
+        "current_blas_handle": lambda: 0,
+    }
+
+
+def _streams() -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("Stream", "Event", "ExternalStream"), _Stream),
+        **dict.fromkeys(("stream", "device", "device_of"), _Context),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Stream()),
+        "set_stream": _nothing,
+    }
+
+
+def _memory(meter: ScriptTracker, total: int) -> dict[str, Any]:
+    """Answer by the ledger; what is allocated counts as reserved."""
+
+    def live(*_: Any, **__: Any) -> int:
+        return meter.live()
+
+    def peak(*_: Any, **__: Any) -> int:
+        return meter.peak()
+
+    def stats(*_: Any, **__: Any) -> dict[str, int]:
+        figures = {"current": meter.live(), "peak": meter.peak()}
+        rows = {f"{kind}_bytes.all.{what}": n for kind in ("allocated", "reserved") for what, n in figures.items()}
+        return {**rows, "num_alloc_retries": 0, "num_ooms": 0}
+
+    return {
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), live),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _nothing),
+        **dict.fromkeys(("reset_accumulated_memory_stats", "set_per_process_memory_fraction"), _nothing),
+        "memory_stats": stats,
+        "mem_get_info": lambda *_: (max(0, total - meter.live()), total),
+        "memory_summary": lambda *_, **__: "",
+        "empty_cache": meter.ledger.empty_cache,
+    }
+
+
+def _random_states(gpus: int) -> dict[str, Any]:
+    def state(*_: Any) -> torch.Tensor:
+        return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+
+    return {
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), _nothing),
+        "initial_seed": lambda: 0,
+        "get_rng_state": state,
+        "get_rng_state_all": lambda: [state() for _ in range(gpus)],
+    }

@@ -1,0 +1,126 @@
+"""torch.distributed for a script: every backend is the one that sends nothing, and other ranks are like this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+
+
+def process_groups(target: ScriptTarget) -> None:
+    """Make every process group one that sends nothing, under the name that the device's would have.
+
+    (torch.distributed.init_process_group, new_group, get_backend, is_nccl_available, destroy_process_group)
+    """
+    init, new_group = c10d.init_process_group, c10d.new_group
+    backend = "nccl" if target.on_gpu else "gloo"
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        if not dist.is_initialized():
+            with unset_fake_temporarily():
+                init("fake", store=FakeStore(), rank=target.rank, world_size=target.world_size)
+
+    def group(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        with _disable_current_modes():
+            return new_group(ranks)
+
+    _replace("init_process_group", init_process_group)
+    _replace("new_group", group)
+    _replace("get_backend", lambda *_, **__: backend)
+    _replace("is_nccl_available", lambda: True)
+    _replace("destroy_process_group", lambda *_, **__: None)
+
+
+def barriers() -> None:
+    """Wait for nobody. (torch.distributed.barrier, monitored_barrier)"""
+    for name in ("barrier", "monitored_barrier"):
+        _replace(name, lambda *_, **__: None)
+
+
+def object_lists(target: ScriptTarget) -> None:
+    """Take this rank's objects for other ranks'. (torch.distributed.gather_object, scatter_object_list)
+
+    Those that go to all ranks are in `simulate.patches.object_collectives`.
+    """
+
+    def gather_object(obj: Any, object_gather_list: Any = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    def scatter_object_list(out: list[Any], inputs: Any = None, *_: Any, **__: Any) -> None:
+        out[0] = inputs[target.rank] if inputs else None
+
+    _replace("gather_object", gather_object)
+    _replace("scatter_object_list", scatter_object_list)
+
+
+def reductions(meter: ScriptTracker) -> None:
+    """Note what an all-reduce does, which its op does not tell: sums grow with the ranks, means and maxima do not.
+
+    (torch.distributed.all_reduce)
+    """
+    original = c10d.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        meter.reduction = op
+        return original(tensor, op, *args, **kwargs)
+
+    _replace("all_reduce", all_reduce)
+
+
+def data_parallel(meter: ScriptTracker) -> None:
+    """Send buckets of gradients by a hook: the C++ reducer wants results of collectives, and there are none.
+
+    Its check of the other ranks' shapes is left out. (torch.nn.parallel.DistributedDataParallel,
+    torch/csrc/distributed/c10d/comm.cpp)
+    """
+    from torch.nn.parallel import DistributedDataParallel, distributed
+
+    original, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def sent(state, bucket):  # torch compares annotations, which would be text here
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        c10d.all_reduce(bucket.buffer())
+        done.set_result(bucket.buffer())
+        return done
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        register(self, None, sent)
+
+    def register_comm_hook(self: Any, state: Any, hook: Any) -> None:
+        meter.note(f"DistributedDataParallel's communication hook {getattr(hook, '__name__', hook)}: left out")
+
+    replace_in(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
+    replace_in(DistributedDataParallel, "__init__", init)
+    replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
+
+
+def fully_sharded() -> None:
+    """Refuse FSDP: it shards and gathers by collectives whose results its C++ code and DTensors look at.
+
+    (torch.distributed.fsdp.fully_shard, FullyShardedDataParallel)
+    """
+    from torch.distributed import fsdp
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        hint = "ZeRO-3 divides a model alike: simulate the script with DeepSpeed, or `zerofit simulate MODEL`"
+        raise not_simulated("a model under FSDP", hint)
+
+    replace_in(fsdp, "fully_shard", refuse)
+    replace_in(fsdp.FullyShardedDataParallel, "__init__", refuse)
+
+
+def _replace(name: str, value: Any) -> None:
+    for module in (dist, c10d):
+        replace_in(module, name, value)

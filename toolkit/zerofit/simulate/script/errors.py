@@ -1,0 +1,29 @@
+"""What ends a script's simulation: enough steps were seen, or something in it cannot be simulated."""
+
+from __future__ import annotations
+
+from zerofit.simulate.tracker import own_line
+from zerofit.spec.errors import Problem, UserError
+
+
+class ScriptStop(BaseException):
+    """Enough optimizer steps were seen. Not an Exception: scripts that catch those let it pass."""
+
+
+class NotSimulated(BaseException):
+    """Something that no simulation can do. Not an Exception, for the same reason."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def not_simulated(what: str, hint: str) -> NotSimulated:
+    """Return the refusal of something that the running line of the script asks for."""
+    message = f"{what} cannot be simulated"
+    return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
+
+
+def ended(message: str, hint: str, where: str = "") -> UserError:
+    """Return the error of a script that ended by itself."""
+    return UserError(Problem(kind="script", message=message, hint=hint, where=where))

@@ -1,0 +1,64 @@
+"""What a script does between its steps: the first batches of a Trainer's evaluation, and gathering weights to save."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.utils.data import Subset
+
+from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.spec.units import shown_bytes
+
+EVALUATION, SAVING = "evaluation", "saving"
+_FEW, _MORE = 2, 4  # batches
+_WORTH_SAYING = 1 << 20  # bytes
+
+
+def evaluate(trainer: Any, log: PhaseLog, meter: ScriptTracker) -> None:
+    """Evaluate a few batches as a transformers.Trainer would between steps, where its arguments ask for it.
+
+    What it keeps of each batch on the device is a note with what all batches would keep.
+    """
+    args, dataset = trainer.args, trainer.eval_dataset
+    if args.eval_strategy == "no" or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
+        return
+    if getattr(args, "predict_with_generate", False):
+        meter.note("evaluation: not simulated, it generates (--predict_with_generate)")
+        return
+    rows = args.per_device_eval_batch_size * args.world_size
+    batches = math.ceil(len(dataset) / rows)
+    log.step = -1
+    log.begin(EVALUATION)
+    try:
+        trainer.evaluate(_first(dataset, _FEW * rows))
+        few = meter.peak()
+        trainer.evaluate(_first(dataset, _MORE * rows))
+    except Exception as error:  # metrics of values that are not there can raise anything
+        meter.note(f"evaluation: ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return
+    kept = (meter.peak() - few) // (_MORE - _FEW)
+    if kept * batches > _WORTH_SAYING and batches > _MORE:
+        grown = f"{shown_bytes(kept)} of each on the device, {shown_bytes(kept * batches)} at the end"
+        meter.note(
+            f"evaluation: {_MORE} of {batches} batches were simulated; it keeps {grown} (--eval_accumulation_steps)"
+        )
+
+
+def gather_to_save(engines: list[Any], log: PhaseLog) -> None:
+    """Gather ZeRO-3's 16-bit weights for saving, where the JSON asks for it.
+
+    It goes layer by layer, and rank 0 keeps all in host memory (stage3_gather_16bit_weights_on_model_save).
+    """
+    for engine in engines:
+        asked = engine.zero_optimization_partition_weights() and engine.zero_gather_16bit_weights_on_model_save()
+        if asked and engine.optimizer is not None:
+            log.step = -1
+            log.begin(SAVING)
+            engine._zero3_consolidated_16bit_state_dict()
+
+
+def _first(dataset: Any, rows: int) -> Any:
+    count = range(min(rows, len(dataset)))
+    return dataset.select(count) if hasattr(dataset, "select") else Subset(dataset, count)

@@ -1,0 +1,93 @@
+"""What was seen of a script while it ran: its engines, batches and stand-ins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.record import Note, ScriptFacts
+from zerofit.simulate.script.lengths import Lengths, token_tensors
+from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+
+_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class BatchShapes:
+    """The shapes of the tensors that a model was fed, and the longest of them."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[int, ...]] = Counter()  # shape of the largest tensor of each micro batch
+        self.longest = 0  # tokens of the longest batch; 0 where there are none
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Note a micro batch."""
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if tensors:
+            self.seen[tuple(max(tensors, key=lambda t: t.numel()).shape)] += 1
+        self.longest = max([self.longest, *(t.shape[1] for t in token_tensors(tensors))])
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro batch; 0 where none was seen."""
+        return max((shape[0] for shape in self.seen if shape), default=0)
+
+
+def script_facts(
+    target: ScriptTarget, meter: ScriptTracker, phases: ScriptPhases, shapes: BatchShapes, lengths: Lengths, how: str
+) -> ScriptFacts:
+    """Return what is said of the script beside its memory."""
+    allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
+    engine = next((e for e in phases.engines if e.optimizer is not None), None)
+    model = engine.module if engine else phases.models[0] if phases.models else nn.Module()
+    parameters = {id(p): p for p in model.parameters()}.values()
+    sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
+    trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+    steps = max(phases.steps.values())
+    return ScriptFacts(
+        name=PurePath(target.command.script).name,
+        model=type(_unwrapped(model)).__name__,
+        parameters=sum(sizes),
+        trained_parameters=trained,
+        largest_parameter=max(sizes, default=0),
+        engines=len(phases.engines),
+        trainer=bool(lengths.trainers),
+        zero_stage=engine.zero_optimization_stage() if engine else 0,
+        precision=_precision(engine, parameters),
+        optimizer=_optimizer(engine, phases),
+        micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
+        accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
+        checkpointing=any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),
+        shapes=tuple(sorted(shapes.seen)),
+        longest_seen=shapes.longest,
+        longest_allowed=allowed,
+        allowed_by=allowed_by,
+        ended=how,
+        notes=tuple(Note(text=text, count=n, bound=text in meter.inexact) for text, n in meter.notes.items()),
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return what a wrapper that only hands on (DistributedDataParallel) holds."""
+    inner = getattr(model, "module", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def _precision(engine: Any, parameters: Any) -> str:
+    if engine is not None:
+        return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    kinds = Counter(p.dtype for p in parameters)
+    return _PRECISIONS.get(kinds.most_common(1)[0][0], "fp32") if kinds else "fp32"
+
+
+def _optimizer(engine: Any, phases: ScriptPhases) -> str:
+    one = engine.optimizer if engine is not None else phases.optimizers[0]
+    while getattr(one, "optimizer", None) is not None and one.optimizer is not one:
+        one = one.optimizer
+    return type(one).__name__

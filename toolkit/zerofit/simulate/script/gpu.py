@@ -1,0 +1,159 @@
+"""A GPU for scripts: Python sees cuda:N where torch's C++ code sees the simulated device.
+
+A fake tensor on a CUDA device dies in autograd where there is no GPU (torch/csrc/autograd/engine.cpp,
+hasPrimaryContext). So C++ gets the device of `simulate.device`, and what Python asks of a tensor, or names as a
+device, is translated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.accelerator import real_accelerator
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zerofit.simulate import device
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import SIMULATED, ScriptTracker, on_simulated
+from zerofit.simulate.tracker import AllocationTracker
+
+SHOWN = "cuda"
+_HOSTS = ("cpu", "meta")
+
+
+class ScriptGpu(device.SimulatedGpu):
+    """DeepSpeed's accelerator under the name that scripts know."""
+
+    def __init__(self, meter: AllocationTracker, target: ScriptTarget):
+        super().__init__(meter, target.device.memory_bytes)
+        self._name, self._communication_backend_name = SHOWN, "nccl"
+        self._local, self._count = target.rank % target.gpus, target.gpus
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return "cuda", with the index if one is given."""
+        return SHOWN if device_index is None else f"{SHOWN}:{device_index}"
+
+    def current_device(self) -> int:
+        """Return this rank's place on its node."""
+        return self._local
+
+    def current_device_name(self) -> str:
+        """Return this rank's device."""
+        return f"{SHOWN}:{self._local}"
+
+    def device_count(self) -> int:
+        """Return the devices of the node."""
+        return self._count
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device."""
+        return tensor.device.type == SHOWN
+
+
+def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Let torch and DeepSpeed compute on a device that is not there."""
+    device.register()
+    real_accelerator.set_accelerator(ScriptGpu(meter, target))
+    for patch in (device_shown, to_device, pinning, constructors, generators):
+        patch(meter, target)
+
+
+def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Show Python the rank's CUDA device, and take it for the simulated one.
+
+    (FakeTensor.device, fake_device, is_cuda, get_device)
+    """
+    seen: Any = FakeTensor.device
+    taken: Any = FakeTensor.fake_device
+    here = torch.device(SHOWN, target.rank % target.gpus)
+
+    def shown(self: FakeTensor) -> torch.device:
+        found = seen.fget(self)
+        return here if found.type in (device.NAME, SIMULATED.type) else found
+
+    def take(self: FakeTensor, value: torch.device) -> None:
+        taken.fset(self, on_simulated(value))
+
+    def index(self: FakeTensor) -> int:
+        return here.index if self.device.type == SHOWN else -1
+
+    replace_in(FakeTensor, "device", property(shown, seen.fset))
+    replace_in(FakeTensor, "fake_device", property(taken.fget, take))
+    replace_in(FakeTensor, "is_cuda", property(lambda self: self.device.type == SHOWN))
+    replace_in(FakeTensor, "get_device", index)
+
+
+def to_device(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Take a CUDA device in `.to()` and `.cuda()` for the simulated one. (torch.Tensor.to, cuda)"""
+    original = Tensor.to
+
+    def named(value: Any) -> Any:
+        if isinstance(value, int) or (isinstance(value, str) and value.startswith(SHOWN)):
+            return SIMULATED
+        return on_simulated(value)
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], FakeTensor):
+            args = (args[0].fake_device, args[0].dtype, *args[1:])
+        elif args and not isinstance(args[0], (torch.dtype, Tensor)):
+            args = (named(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+        return original(self, SIMULATED, non_blocking=non_blocking)
+
+    replace_in(Tensor, "to", to)
+    replace_in(Tensor, "cuda", cuda)
+
+
+def pinning(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Pin by copying, and remember it: without a driver nothing can be pinned. (torch.Tensor.pin_memory, is_pinned)"""
+
+    def pin_memory(self: Tensor, *_: Any, **__: Any) -> Tensor:
+        pinned = self.clone()
+        meter.pin(pinned)
+        return pinned
+
+    replace_in(Tensor, "pin_memory", pin_memory)
+    replace_in(Tensor, "is_pinned", lambda self, *_, **__: meter.is_pinned(self))
+
+
+def constructors(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Make tensors from Python's numbers on the host and take them to the device. (torch.tensor, as_tensor, asarray)"""
+    from deepspeed.runtime.zero import partition_parameters
+
+    def on_host(original: Any) -> Any:
+        def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+            default = torch._C._get_default_device()
+            device = default if device is None and default != "cpu" else device
+            if device is None:
+                return original(*args, **kwargs)
+            if (SHOWN if isinstance(device, int) else torch.device(device).type) in _HOSTS:
+                return original(*args, device=device, **kwargs)
+            if args and isinstance(args[0], FakeTensor):
+                return args[0].to(device=device, **kwargs)
+            return original(*args, **kwargs).to(SIMULATED)
+
+        return made
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        replace_in(torch, name, on_host(getattr(torch, name)))
+    partition_parameters._orig_torch_tensor = torch.tensor  # what zero.Init puts back
+
+
+def generators(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Draw random numbers on the host: there are none on the device. (torch.Generator)"""
+    original = torch.Generator
+
+    class HostGenerator(original):
+        """A generator of the host for any device."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return original.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+
+    replace_in(torch, "Generator", HostGenerator)

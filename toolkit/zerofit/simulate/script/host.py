@@ -1,0 +1,138 @@
+"""Changes with which a script's tensors are real on the host and fake beyond it.
+
+Applied once, in the process of a script's simulation, beside those of `simulate.patches`; each says why it is needed
+and names what it replaces, and `tests/simulate/test_patches.py` has an entry for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
+from zerofit.simulate.tracker import is_own, own_line
+
+
+def parameters(meter: ScriptTracker) -> None:
+    """Let whatever becomes a parameter hold nothing from then on, at its own place. (torch.nn.Parameter.__new__)"""
+    original = nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True, **kwargs: Any) -> Any:
+        if type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu":
+            real = data.detach()
+            data = meter.fakes.from_tensor(real)
+            meter.adopt(real, data)
+        return original(cls, data, requires_grad, **kwargs)
+
+    replace_in(nn.Parameter, "__new__", staticmethod(new))
+
+
+def parameter_data(meter: ScriptTracker) -> None:
+    """Let `parameter.data = t` take over t's device, and make a real t fake. (torch.Tensor.data)"""
+    data: Any = torch._C.TensorBase.data  # its descriptor
+
+    def set_data(self: FakeTensor, value: Any) -> None:
+        if is_real(value) and value.device.type != "meta":
+            real, value = value, meter.fakes.from_tensor(value)
+            meter.adopt(real, value)
+        data.__set__(self, value)
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
+
+
+def tensor_values(meter: ScriptTracker) -> None:
+    """Answer what Python asks of a fake tensor's values: with the known ones, else with zeros.
+
+    (torch.Tensor.numpy, tolist, __format__)
+    """
+
+    def to_numpy(self: Any, *, force: bool = False) -> Any:
+        known = known_value(self)
+        if known is not None:
+            return known.numpy(force=force)
+        meter.note(f"values of a tensor on the device: taken as zeros, at {own_line()}")
+        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+        return numpy.zeros(tuple(self.shape), dtype=dtype)
+
+    def to_list(self: Any) -> Any:
+        return to_numpy(self, force=True).tolist()
+
+    def format_as(self: Any, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else str(self), spec)
+
+    for name, function in (("numpy", to_numpy), ("tolist", to_list), ("__format__", format_as)):
+        replace_in(FakeTensor, name, function)
+
+
+def equality() -> None:
+    """Compare real tensors by their values, and others by their known ones, else by shape. (torch.equal)"""
+    original = torch.Tensor.equal
+
+    def equal(one: Tensor, other: Tensor) -> bool:
+        known = known_value(one), known_value(other)
+        return one.shape == other.shape if known[0] is None or known[1] is None else original(*known)
+
+    torch.equal = equal
+
+
+def loaders() -> None:
+    """Load batches in this process: workers know nothing of fakes, and a rank's tensors are the same.
+
+    (torch.utils.data.DataLoader.__init__)
+    """
+    from torch.utils.data import DataLoader
+
+    original = DataLoader.__init__
+    of_workers = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "in_order")
+
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        named = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
+        named += ("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+        kwargs |= dict(zip(named, args, strict=False))
+        for name in of_workers:
+            kwargs.pop(name, None)
+        original(self, dataset, **{**kwargs, "num_workers": 0})
+
+    replace_in(DataLoader, "__init__", init)
+
+
+def compiling(meter: ScriptTracker) -> None:
+    """Run compiled functions and models as they are: what compiled kernels would keep is less, and not known.
+
+    (torch.compile, torch.nn.Module.compile)
+    """
+
+    def compile(model: Any = None, *_: Any, **__: Any) -> Any:
+        if is_own(sys._getframe(1).f_code.co_filename):
+            meter.note(f"torch.compile: simulated as eager, at {own_line()}", bound=True)
+        return model if model is not None else lambda function: function
+
+    def compile_module(self: nn.Module, *_: Any, **__: Any) -> None:
+        meter.note(f"Module.compile: simulated as eager, at {own_line()}", bound=True)
+
+    torch.compile = compile
+    replace_in(nn.Module, "compile", compile_module)
+
+
+def triton_kernels(meter: ScriptTracker) -> None:
+    """Run no Triton kernels: they write into tensors that Python has made. (triton.runtime)"""
+    try:
+        from triton.runtime import autotuner, jit
+    except ImportError:
+        return
+
+    def run(self: Any, *_: Any, **__: Any) -> None:
+        function = getattr(self, "fn", self)
+        name = getattr(function, "__name__", None) or getattr(getattr(function, "fn", None), "__name__", "?")
+        meter.note(f"Triton kernel {name}: taken to write only into its arguments")
+
+    for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
+        replace_in(kind, "run", run)

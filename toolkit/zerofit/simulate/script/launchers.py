@@ -1,0 +1,58 @@
+"""The environment in which a launcher would start the rank of a script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from unittest.mock import patch
+
+from zerofit.simulate.script.target import ScriptTarget
+
+_STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
+_PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # not taken from accelerate
+
+
+def environment(target: ScriptTarget) -> dict[str, str]:
+    """Return the variables that the rank finds: its place, and what its launcher adds."""
+    local, node = target.rank % target.gpus, target.rank // target.gpus
+    found = {
+        "RANK": target.rank,
+        "WORLD_SIZE": target.world_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": target.gpus,
+        "LOCAL_SIZE": target.gpus,
+        "GROUP_RANK": node,
+        "NODE_RANK": node,
+        "CROSS_RANK": node,
+        "CROSS_SIZE": target.nodes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+    }
+    more = _of_accelerate(target) if target.command.launcher == "accelerate launch" else {}
+    # threads know nothing of fakes
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    return {**{name: str(value) for name, value in found.items()}, **more, **quiet}
+
+
+def _of_accelerate(target: ScriptTarget) -> dict[str, str]:
+    """Return what `accelerate launch` adds to the environment, by its own code; nothing is started."""
+    from accelerate.commands import launch
+    from accelerate.utils import launch as prepare
+
+    asked = launch.launch_command_parser().parse_args(list(target.command.launcher_words))
+    asked.num_processes, asked.num_machines = target.world_size, target.nodes
+    found: list[tuple[str, argparse.Namespace]] = []
+    with ExitStack() as stack:
+        for name in _STARTERS:
+            stack.enter_context(patch.object(launch, name, lambda args, name=name: found.append((name, args))))
+        launch.launch_command(asked)
+    ((starter, args),) = found
+    args.main_process_port = args.main_process_port or 0
+    if starter == "deepspeed_launcher":
+        given = prepare.prepare_deepspeed_cmd_env(args)[1]
+    elif starter == "multi_gpu_launcher":
+        given = prepare.prepare_multi_gpu_env(args)
+    else:
+        given = prepare.prepare_simple_launcher_cmd_env(args)[1]
+    return {k: v for k, v in given.items() if os.environ.get(k) != v and not k.startswith(_PLACED)}

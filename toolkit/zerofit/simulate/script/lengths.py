@@ -1,0 +1,160 @@
+"""The longest sequences that a script allows, beside those of the batches that were seen; and batches made so long."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.patches import replace_in
+
+ROWS_S = 3.0  # for looking at a data set's rows
+_OF_ARGUMENTS = ("max_length", "max_seq_length")  # of TRL's and others' TrainingArguments
+_UNLIMITED = 1 << 24  # transformers' "no limit" is 1e30
+
+
+class Lengths:
+    """Notes what a script's tokenizer, trainer and data set say of the longest sequence."""
+
+    def __init__(self) -> None:
+        self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: says nothing
+        self.positions = 0  # of the model
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # transformers'
+        self.dataset: Any = None  # that gave the last batch with tokens
+        self.packed = 1  # samples in a batch of one row
+        self._of_targets = False
+        self._rows: dict[int, int] = {}  # id of a data set -> tokens of its longest row
+
+    def limit(self) -> tuple[int, str]:
+        """Return the longest sequence that is allowed, and what says so; 0 where nothing does."""
+        if not self.trainer and not self.tokenizer and id(self.dataset) not in self._rows:
+            self._rows[id(self.dataset)] = _longest_row(self.dataset)
+        said = {
+            "the trainer's max_length": self.trainer,
+            "max_length of the tokenizer": self.tokenizer,
+            "the longest row of the data set": self._rows.get(id(self.dataset), 0),
+            "the positions of the model": self.positions,
+        }
+        return next(((tokens * self.packed, by) for by, tokens in said.items() if tokens), (0, ""))
+
+    def learn_model(self, model: Any) -> None:
+        """Note how many positions a model knows."""
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.positions = max(self.positions, getattr(config, "max_position_embeddings", None) or 0)
+
+    def learn_batch(self, loader: Any, batch: Any) -> None:
+        """Note where a batch with tokens has come from."""
+        tokens = token_tensors(batch)
+        if tokens:
+            self.dataset = loader._dataset
+            rows = getattr(getattr(loader, "_index_sampler", None), "batch_size", None) or 1
+            self.packed = rows if all(t.shape[0] == 1 for t in tokens) else 1
+
+    def longer(self, batch: Any) -> Any:
+        """Return a batch in which each sequence is as long as is allowed, by repeating its own values."""
+        seen = max((t.shape[1] for t in token_tensors(batch)), default=0)
+        wanted = self.limit()[0]
+        return _longer(batch, seen, wanted, self.targets) if 0 < seen < wanted else batch
+
+
+def token_tensors(batch: Any) -> list[Tensor]:
+    """Return what may be tokens: integers of shape (samples, tokens)."""
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch
+    leaves = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    return [t for t in leaves if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)]
+
+
+def tokenizers(lengths: Lengths) -> None:
+    """Note at how many tokens a tokenizer cuts. (PreTrainedTokenizerBase._get_padding_truncation_strategies)"""
+    from transformers import PreTrainedTokenizerBase
+
+    strategies, call = PreTrainedTokenizerBase._get_padding_truncation_strategies, PreTrainedTokenizerBase.__call__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = strategies(self, *args, **kwargs)
+        _, truncation, most, _ = found
+        if most and most < _UNLIMITED and truncation.value != "do_not_truncate":
+            kind = "targets" if lengths._of_targets else "tokenizer"
+            setattr(lengths, kind, max(getattr(lengths, kind), most))
+        return found
+
+    def called(self: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        lengths._of_targets = text is None and kwargs.get("text_target") is not None
+        try:
+            return call(self, text, *args, **kwargs)
+        finally:
+            lengths._of_targets = False
+
+    replace_in(PreTrainedTokenizerBase, "_get_padding_truncation_strategies", noted)
+    replace_in(PreTrainedTokenizerBase, "__call__", called)
+
+
+def trainer_arguments(lengths: Lengths) -> None:
+    """Note at how many tokens a trainer cuts by itself, as TRL's do. (transformers.Trainer.__init__)"""
+    from transformers import Trainer
+
+    original = Trainer.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        lengths.trainers.add(self)
+        lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
+
+    replace_in(Trainer, "__init__", init)
+
+
+def batches(lengths: Lengths, longest: bool) -> None:
+    """Note each batch's length, and make it the longest that is allowed if asked to. (_BaseDataLoaderIter.__next__)"""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    original = _BaseDataLoaderIter.__next__
+
+    def following(self: Any) -> Any:
+        batch = original(self)
+        lengths.learn_batch(self, batch)
+        return lengths.longer(batch) if longest else batch
+
+    replace_in(_BaseDataLoaderIter, "__next__", following)
+
+
+def _longest_row(dataset: Any) -> int:
+    """Return the tokens of the longest row, of as many as can be looked at in a moment; 0 where rows have none."""
+    longest, deadline = 0, time.monotonic() + ROWS_S
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return 0
+    with suppress(Exception), _disable_current_modes(), unset_fake_temporarily():  # a row's code can raise anything
+        for n in range(len(dataset)):
+            row: Any = dataset[n]
+            row = row.get("input_ids") if isinstance(row, Mapping) else row[0] if isinstance(row, tuple) else row
+            longest = max(longest, len(row) if isinstance(row, list) or getattr(row, "ndim", 0) == 1 else 0)
+            if time.monotonic() > deadline:
+                break
+    return longest
+
+
+def _longer(value: Any, seen: int, wanted: int, targets: int) -> Any:
+    """Return a batch whose dimensions of `seen` elements have `wanted` of them; those of a decoder `targets`."""
+    if isinstance(value, Tensor):
+        for dimension in range(1, value.dim()):
+            if value.shape[dimension] == seen:
+                value = value.index_select(dimension, torch.arange(wanted) % seen)
+        return value
+    if isinstance(value, MutableMapping):
+        for name, one in value.items():
+            decoded = (name == "labels" or name.startswith("decoder_")) and isinstance(one, Tensor) and one.dim() == 2
+            own = one.shape[1] if decoded and targets > one.shape[1] else 0
+            value[name] = _longer(one, own, targets, 0) if own else _longer(one, seen, wanted, targets)
+        return value
+    if isinstance(value, (list, tuple)):
+        made = [_longer(one, seen, wanted, targets) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value

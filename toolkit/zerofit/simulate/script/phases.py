@@ -1,0 +1,164 @@
+"""A script's life cut into phases at what its engines and optimizers do, alike for real and for simulated ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.script.errors import ScriptStop, not_simulated
+
+WAITED = 10  # times as many steps of the leading engine, for those of the others
+
+
+class ScriptPhases:
+    """Cuts phases, and ends the script when every engine that trains has made its optimizer steps.
+
+    A script without engines is cut at its optimizer's steps, its losses' backward and its models' forward.
+    """
+
+    def __init__(
+        self,
+        log: PhaseLog,
+        steps: int,
+        on_model: Callable[[nn.Module], None] = lambda model: None,
+        on_batch: Callable[[Any, Any], None] = lambda args, kwargs: None,
+        on_end: Callable[[list[Any]], None] = lambda engines: None,
+    ):
+        self.log, self.wanted = log, steps
+        self._on_model, self._on_batch, self._on_end = on_model, on_batch, on_end
+        self.engines: list[Any] = []
+        self.optimizers: list[Any] = []  # that stepped without an engine
+        self.models: list[nn.Module] = []  # that were trained without an engine
+        self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
+        self.micro_batches = 0
+        self._busy = 0  # calls of engines under way: what they call is theirs
+
+    def cut(self) -> None:
+        """Wrap what scripts train with. For the rest of this process."""
+        for name, wrap in (
+            ("__init__", self._init),
+            ("forward", self._forward),
+            ("backward", self._backward),
+            ("step", self._step),
+        ):
+            method = getattr(DeepSpeedEngine, name)
+            setattr(DeepSpeedEngine, name, functools.wraps(method)(wrap(method)))
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+        backward = torch.autograd.backward
+        torch.autograd.backward = self._plain_backward(backward)
+        nn.modules.module.register_module_forward_pre_hook(
+            self._before_module,
+        )
+        self.log.begin("build")
+
+    def _init(self, method: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(method)
+
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(engine, PipelineEngine):
+                raise not_simulated(
+                    "a pipeline engine of a script", "describe the run to zerofit: `zerofit simulate MODEL`"
+                )
+            self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
+            self.log.begin("init")
+            self._within(method, engine, *args, **kwargs)
+            self.engines.append(engine)
+
+        return init
+
+    def _forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            trains = engine.training and engine.optimizer is not None and torch.is_grad_enabled()
+            if trains or not self._busy:
+                self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
+                self.log.begin("forward" if engine.training else "evaluation")
+            self.micro_batches += trains
+            if trains:
+                self._on_batch(args, kwargs)
+            return self._within(method, engine, *args, **kwargs)
+
+        return forward
+
+    def _backward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.log.begin("backward")
+            return self._within(method, engine, *args, **kwargs)
+
+        return backward
+
+    def _step(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            boundary = engine.is_gradient_accumulation_boundary()
+            self.log.begin("step")
+            out = self._within(method, engine, *args, **kwargs)
+            if boundary:
+                self._stepped(engine, [e for e in self.engines if e.optimizer is not None])
+            else:
+                self.log.begin("forward")  # the next batch belongs to it
+            return out
+
+        return step
+
+    def _within(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._busy += 1
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._busy -= 1
+
+    def _stepped(self, one: Any, of: list[Any]) -> None:
+        """Count an optimizer step. Raises ScriptStop when all have made theirs."""
+        self.steps[id(one)] += 1
+        made = [self.steps[id(other)] for other in of]
+        if min(made) >= self.wanted or max(made) >= WAITED * self.wanted:
+            self._within(self._on_end, self.engines)
+            self.log.end()
+            raise ScriptStop
+        self.log.step = max(made)
+        self.log.begin("forward")
+
+    # --- without an engine ---
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if self._busy or self.engines or not module.training or not torch.is_grad_enabled():
+            return
+        if self.log.name in ("build", "init", "backward", "evaluation") and any(
+            p.requires_grad for p in module.parameters()
+        ):
+            self.log.step = max(self.log.step, 0)
+            if self.log.name == "build":
+                self.models.append(module)
+                self._on_model(module)
+            self.log.begin("forward")
+            self.micro_batches += 1
+            self._on_batch(args, {})
+
+    def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self._busy and self.log.name == "forward":
+                self.log.begin("backward")
+            method(*args, **kwargs)
+
+        return backward
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._busy and not self.engines:
+            self.log.begin("step")
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._busy and not self.engines:
+            if optimizer not in self.optimizers:
+                self.optimizers.append(optimizer)
+            self._stepped(optimizer, self.optimizers)

@@ -1,0 +1,93 @@
+"""Pretrained models for a script without their weights: the configuration says all shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.tracker import own_line
+
+_QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file")
+# of the hub: they go to the configuration
+_OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
+_PLACING = ("device_map", "tp_plan", "state_dict")  # they would change where weights go
+# they only say how weights are read
+_READING = (
+    *(
+        "use_safetensors",
+        "weights_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_folder",
+        "ignore_mismatched_sizes",
+    ),
+    *("trust_remote_code", "output_loading_info", "adapter_kwargs", "tp_size", "key_mapping", "variant", "_from_auto"),
+    *(
+        "_commit_hash",
+        "offload_state_dict",
+        "offload_buffers",
+        "fusion_config",
+        "disable_mmap",
+        "use_kernels",
+        "proxies",
+    ),
+    *(
+        "_fast_init",
+        "proxies",
+        "ignore_mismatched_sizes",
+        "resume_download",
+        "from_tf",
+        "from_flax",
+        "_from_pipeline",
+        "adapter_name",
+    ),
+    *("download_kwargs", "load_config", "device_mesh", "allow_all_kernels", "distributed_config", "kernel_config"),
+)
+
+
+def pretrained(meter: ScriptTracker) -> None:
+    """Build a pretrained model by its configuration; weights are neither read nor needed.
+
+    `_from_config` goes through zero.Init as reading weights does. (transformers.PreTrainedModel.from_pretrained)
+    """
+
+    def from_pretrained(cls: Any, path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        for name in _QUANTIZED:
+            if kwargs.get(name):
+                raise not_simulated(f"{name}: quantized weights", "simulate with the weights as they are")
+        with_report = bool(kwargs.get("output_loading_info"))
+        hub = {name: kwargs.pop(name) for name in _OF_FILES if name in kwargs}
+        for name in _PLACING:
+            if kwargs.pop(name, None) is not None:
+                meter.note(f"from_pretrained({name}=...): left out, at {own_line()}")
+        for name in _READING:
+            kwargs.pop(name, None)
+        dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
+        if not isinstance(config, PreTrainedConfig):
+            found = cls.config_class or AutoConfig
+            config, kwargs = found.from_pretrained(  # pyright: ignore[reportAssignmentType]
+                config or path, return_unused_kwargs=True, **hub, **kwargs
+            )
+        if getattr(config, "quantization_config", None):
+            raise not_simulated(f"{path} has quantized weights, which", "name the folder of the weights as trained")
+        config.name_or_path = str(path)
+        model = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
+        model.eval()
+        model.name_or_path = str(path)
+        report = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+        return (model, report) if with_report else model
+
+    replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+def _dtype(asked: Any, config: Any) -> torch.dtype:
+    """Return the type that weights are read in: "auto" is the configuration's."""
+    if asked == "auto":
+        asked = config.dtype or torch.float32
+    return getattr(torch, asked.removeprefix("torch.")) if isinstance(asked, str) else asked

@@ -1,0 +1,239 @@
+"""A script run as one simulated rank, in a process that is of no other use."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import accelerate  # noqa: F401  # its modules bind what is replaced below
+import deepspeed  # noqa: F401
+import torch
+import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
+import transformers.integrations.deepspeed  # noqa: F401
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from zerofit.simulate import patches
+from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradients
+from zerofit.simulate.device import install
+from zerofit.simulate.op_costs import Scratch, scratch_on
+from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.rank import record_of
+from zerofit.simulate.record import RankRecord
+from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
+from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
+from zerofit.simulate.script.evaluation import evaluate, gather_to_save
+from zerofit.simulate.script.facts import BatchShapes, script_facts
+from zerofit.simulate.script.launchers import environment
+from zerofit.simulate.script.lengths import Lengths
+from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.tracker import is_own
+from zerofit.spec.errors import Problem, UserError
+
+_LINES = 3  # of an exception's message
+_SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
+_FAKES = str(Path(torch.__file__).parent / "_subclasses")
+
+
+def simulate_script(
+    target: ScriptTarget, scratch: Scratch | None = None, say: Callable[[str], None] = lambda text: None
+) -> RankRecord:
+    """Run the script until it has made its optimizer steps.
+
+    This process's torch and DeepSpeed are changed for good. Raises UserError where it cannot be simulated, or ends by
+    itself without a training.
+    """
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    shown = gpu.SHOWN if target.on_gpu else "cpu"
+    meter = ScriptTracker(shown, scratch or scratch_on("cuda" if target.on_gpu else "cpu"), fakes)
+    apply_patches(meter, target)
+    os.environ |= environment(target)
+    shapes, lengths_seen = BatchShapes(), Lengths()
+    lengths.tokenizers(lengths_seen)
+    lengths.trainer_arguments(lengths_seen)
+    lengths.batches(lengths_seen, target.longest)
+    log = PhaseLog(meter)
+    phases = ScriptPhases(
+        log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
+    )
+    log.on_begin = _announcer(meter, phases, say)
+    with fakes, meter:
+        phases.cut()
+        how = _run(target, meter)
+    log.end()
+    _tag(meter, phases)
+    if not phases.steps:
+        raise ended(*_no_training(target, how, phases))
+    facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
+    return record_of(meter, log, target.workspaces, facts)
+
+
+def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
+    """Change what must be changed, for the rest of this process."""
+    torch._C._ensureCUDADeviceGuardSet()
+    if target.on_gpu:
+        gpu.install_gpu(meter, target)
+        for patch in patches.OF_GPUS:
+            patch()
+        for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
+            answers(meter, target)
+    else:
+        install(False, meter, target.device.memory_bytes)
+    patches.compiled_ops(meter)
+    patches.item(meter)
+    patches.rng_state(meter)
+    for patch in patches.ALWAYS:
+        patch()
+    for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
+        on_host(meter)
+    host.equality()
+    host.loaders()
+    distributed.process_groups(target)
+    distributed.barriers()
+    distributed.object_lists(target)
+    distributed.reductions(meter)
+    distributed.data_parallel(meter)
+    distributed.fully_sharded()
+    pretrained.pretrained(meter)
+    writes.saving(meter)
+    writes.tracking()
+    writes.watch_files(meter)
+
+
+def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]:
+    def learn(model: nn.Module) -> None:
+        seen.learn_model(model)
+        meter.learn_names(model)
+        watch_gradients(meter.tag, model)
+
+    return learn
+
+
+def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
+    """Return what follows the steps."""
+
+    def follow(engines: list[Any]) -> None:
+        for trainer in list(seen.trainers):
+            evaluate(trainer, log, meter)
+        gather_to_save(engines, log)
+
+    return follow
+
+
+def _announcer(meter: ScriptTracker, phases: ScriptPhases, say: Callable[[str], None]) -> Callable[[str, int], None]:
+    def begin(name: str, step: int) -> None:
+        _tag(meter, phases)
+        meter.begin(name, step)
+        say(name if step < 0 else f"step {step + 1}: {name}")
+
+    return begin
+
+
+def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
+    for engine in phases.engines:
+        tag_owned_storages(meter.tag, engine)
+    for optimizer in phases.optimizers:
+        tag_plain_optimizer(meter.tag, optimizer)
+
+
+def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
+    """Run the script as `__main__`; return how it ended. Raises UserError where it fails."""
+    command = target.command
+    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
+    sys.argv = [command.script, *local, *command.arguments]
+    sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
+    try:
+        if command.is_module:
+            runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(command.script, run_name="__main__")
+    except ScriptStop:
+        return f"stopped after {target.steps} optimizer steps"
+    except SystemExit as error:
+        return f"called exit({'' if error.code is None else error.code})"
+    except NotSimulated as refused:
+        raise UserError(refused.problem) from None
+    except Exception as error:  # a script can raise anything
+        raise UserError(_failure(target, meter, error)) from error
+    return "ended by itself"
+
+
+def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Problem:
+    """Return the script's own error with its traceback, or where the simulation has stopped."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if is_own(f.filename)] or frames
+    where = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}"
+    first = "; ".join(line.strip() for line in str(error).strip().splitlines()[:_LINES])
+    missing = _missing_from_hub(error)
+    if missing:
+        message = f"the configuration of {missing} is not in the cache"
+        hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
+        return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
+    if not _touches_fakes(error):
+        text = "".join(traceback.format_exception(type(error), error, _from_script(error)))
+        hint = "no stand-in is involved: it would end so on the machine, too"
+        return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
+    op, module = meter.last
+    inside = f"module {module}" if module else "code outside of the model"
+    if isinstance(error, patches.AskedForValueError):
+        message = f"{inside} asks for the value of a tensor; what it does with the answer is not known"
+    elif isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        message = f"{op} in {inside}: its shape depends on values that only a GPU has"
+    elif "meta" in first or "fake" in first:
+        message = f"{op} in {inside} has no shape rule: {first}"
+    else:
+        message = f"{target.command.script} fails at {op} in {inside}: {type(error).__name__}: {first}"
+        hint = "it may be the script's own error: shapes and types are checked as on the machine"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+    hint = "train it for a step instead, or compute without the value (torch.where, masks)"
+    return Problem(kind="not-simulated", message=message, hint=hint, where=where)
+
+
+def _missing_from_hub(error: Exception) -> str:
+    """Return the repository whose files the hub's cache lacks; "" where the error is another one."""
+    if not isinstance(error, OSError):
+        return ""
+    named = [frame.f_locals.get("path_or_repo_id") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((str(name) for name in named if name), "")
+
+
+def _from_script(error: Exception) -> TracebackType | None:
+    """Return the traceback from the script's first frame on."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, "<frozen runpy")):
+        entry = entry.tb_next
+    return entry
+
+
+def _touches_fakes(error: Exception) -> bool:
+    """Return whether what raised had to do with a tensor that holds nothing, or with this package."""
+    entry, last = _from_script(error), None
+    while entry is not None:
+        if entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, _FAKES)):
+            return True
+        entry, last = entry.tb_next, entry
+    return last is not None and any(isinstance(value, FakeTensor) for value in last.tb_frame.f_locals.values())
+
+
+def _no_training(target: ScriptTarget, how: str, phases: ScriptPhases) -> tuple[str, str]:
+    """Return what is wrong with a script that ended without an optimizer step, and what would help."""
+    said = f"{target.command.script} {how} "
+    if phases.engines:
+        return f"{said}before its engine made an optimizer step", "give it data for at least one step"
+    return (
+        f"{said}and made neither a DeepSpeed engine nor an optimizer step",
+        "is DeepSpeed switched on? (Trainer: --deepspeed JSON, Accelerate: DeepSpeedPlugin or accelerate launch)",
+    )

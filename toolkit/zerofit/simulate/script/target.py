@@ -1,0 +1,32 @@
+"""Data that crosses the border of a script's process: the target goes in, what was seen of the script comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofit.simulate.script.command import ScriptCommand
+from zerofit.spec.devices import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTarget:
+    """One rank of a script, and the device that it would run on."""
+
+    command: ScriptCommand
+    device: Device
+    gpus: int  # of a node
+    nodes: int
+    rank: int = 0
+    workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
+    steps: int = 2  # optimizer steps after which the script is stopped
+    longest: bool = False  # make every batch as long as the script allows
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.gpus * self.nodes
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether device and host are told apart."""
+        return self.device.kind != "cpu"

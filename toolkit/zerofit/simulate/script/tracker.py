@@ -1,0 +1,244 @@
+"""The tracker of a script's rank: host tensors are real, what is on the device or becomes a parameter is fake.
+
+So a script's own data, samplers, tokenizers and collators work as they always do. Integers and masks that go to the
+device keep their values beside the fake ones and are computed along: questions about them have true answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.tracker import AllocationTracker, is_counted, is_own, own_line
+
+SIMULATED = torch.device("privateuseone", 0)  # the device as torch's C++ code sees it
+KEPT_INTEGERS, KEPT_FLOATS = 1 << 20, 64  # elements of a tensor on the device whose values are kept
+HOLDS_NOTHING_BYTES = 16 << 20  # a new tensor of this size on the host is never real
+_DEVICE_OF = torch.ops.prim.device.default
+_VALUE_OF = torch.ops.aten._local_scalar_dense.default
+_TO_COPY = torch.ops.aten._to_copy.default
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "eye")
+_NEW = tuple(f"aten::{name}" for name in _FACTORIES)
+_UNDEFINED = ("aten::empty", "aten::new_empty")
+
+
+class ScriptTracker(AllocationTracker):
+    """Runs ops on host tensors for real, and everything that touches the device on fakes."""
+
+    def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode):
+        super().__init__(device, scratch)
+        self.fakes = fakes
+        self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
+        self.inexact: set[str] = set()  # those notes with which figures are an upper bound
+        self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
+
+    def note(self, text: str, *, bound: bool = False) -> None:
+        """Count a stand-in; with `bound`, one that makes the figures an upper bound."""
+        self.notes[text] += 1
+        if bound:
+            self.inexact.add(text)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op for real or on fakes, and note what it did."""
+        kwargs = kwargs or {}
+        if func is _DEVICE_OF:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if self.device == "cuda":
+            args, kwargs = tuple(on_simulated(a) for a in args), {k: on_simulated(v) for k, v in kwargs.items()}
+        name = func._overloadpacket._qualified_op_name
+        self.last = (name, self._module)
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        faked = any(isinstance(t, FakeTensor) for t in leaves)
+        if faked or kwargs.get("device") == SIMULATED or (not leaves and self._holds_nothing(name, args, kwargs)):
+            out = self._on_fakes(func, name, args, kwargs, leaves)
+        else:
+            with unset_fake_temporarily():
+                out = func(*args, **kwargs)
+                if name.startswith("c10d::"):
+                    replicate(name, args, self.reduction == dist.ReduceOp.SUM)
+        if name.startswith("c10d::"):
+            self._note_collective(name, args)
+        overwrites_real = faked and func._schema.is_mutable and (is_real(out) or is_real(next(iter(args), None)))
+        if is_counted(func) and not overwrites_real:  # a fake that stood in for it is no memory of its own
+            self._note_storages(name, func, args, kwargs, out)
+        return out
+
+    def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Return whether a new tensor on the host is fake: a large one, or numbers that DeepSpeed makes for itself."""
+        if not name.startswith(_NEW) or getattr(kwargs.get("device"), "type", "cpu") != "cpu":
+            return False
+        count = 1
+        for n in next((a for a in args if isinstance(a, (list, tuple))), args[:1]):
+            count *= int(n)
+        kind = kwargs.get("dtype") or torch.get_default_dtype()
+        if count * kind.itemsize >= HOLDS_NOTHING_BYTES:
+            return True
+        code = self._call_site()[1]
+        return kind.is_floating_point and code is not None and "/deepspeed/" in code.co_filename
+
+    def _on_fakes(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor]) -> Any:
+        if func is _VALUE_OF:
+            known = known_value(args[0])
+            if known is None:
+                return self._stand_in(func, args)
+            with unset_fake_temporarily():
+                return known.item()
+        if func in _INDEXED:
+            args = (args[0], [number for i in args[1] for number in self._numbers(i)], *args[2:])
+        taken, named = args, kwargs
+        if leaves and not any(isinstance(t, FakeTensor) for t in leaves):
+            # with real inputs FakeTensorMode would compute `real.to(device)` (torch/_subclasses/fake_tensor.py)
+            taken, named = tree_map(lambda t: self.fakes.from_tensor(t) if is_real(t) else t, (args, kwargs))
+        try:
+            out = func(*taken, **named)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            out = self._by_values(func, args, kwargs, leaves, error)
+        self._keep_values(func, name, args, kwargs, leaves, out)
+        if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
+            known = known_value(out)
+            return out if known is None else known  # back on the host, where values are real
+        return out
+
+    def _stand_in(self, func: Any, args: Any) -> Any:
+        """Return a benign value for one that only a GPU has; counted where the script's own code asks for it."""
+        value = func(*args)
+        code = self._call_site()[1]
+        if code is not None and is_own(code.co_filename):
+            self.note(f"the value of a tensor on the device: taken as {value}, at {own_line()}")
+        return value
+
+    def _numbers(self, index: Any) -> list[Any]:
+        """Return where a mask is True, in each of its dimensions; of a mask of unknown values, everywhere."""
+        if not isinstance(index, FakeTensor) or index.dtype != torch.bool:
+            return [index]
+        known = known_value(index)
+        with unset_fake_temporarily():
+            if known is None:
+                self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
+                known = torch.ones(index.shape, dtype=torch.bool)
+            found = known.nonzero()
+            columns = [found[:, d].contiguous() for d in range(index.dim())]
+        on_device = [self.fakes.from_tensor(column).to(index.device) for column in columns]
+        if known_value(index) is not None:
+            for fake, column in zip(on_device, columns, strict=True):
+                if isinstance(fake, FakeTensor):
+                    keep(fake, column)
+        return on_device
+
+    def _by_values(self, func: Any, args: Any, kwargs: Any, leaves: list[Tensor], error: Exception) -> Any:
+        """Return the output of an op whose shape depends on values, where they are known. Raises the error else."""
+        if any(known_value(t) is None for t in leaves):
+            raise error
+        real = _computed(func, args, kwargs)
+        where = next((t.device for t in leaves if isinstance(t, FakeTensor)), torch.device("cpu"))
+
+        def faked(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            made = torch.empty(t.shape, dtype=t.dtype, device=where)
+            made = made if isinstance(made, FakeTensor) else self.fakes.from_tensor(made)
+            keep(made, t)
+            return made
+
+        return tree_map(faked, real)
+
+    def _keep_values(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Tensor], out: Any) -> None:
+        """Compute along what is small and known; forget what an op has overwritten with unknown values."""
+        if name == "c10d::_allgather_base_" and known_value(args[1]) is not None:
+            with unset_fake_temporarily(), _disable_current_modes():
+                flat = known_value(args[1]).reshape(-1)
+                gathered = flat.repeat(args[0].numel() // max(1, flat.numel())).view(args[0].shape)
+            keep(args[0], gathered)
+            return
+        outs = [t for t in tree_leaves(out) if isinstance(t, FakeTensor)]
+        small = all(t.numel() <= (KEPT_FLOATS if t.is_floating_point() else KEPT_INTEGERS) for t in outs)
+        drawn = name.startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags
+        if not outs or not small or drawn or any(known_value(t) is None for t in leaves):
+            if func._schema.is_mutable:
+                for t in outs:
+                    forget(t)
+            return
+        try:
+            if name.startswith("c10d::"):
+                with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+                    replicate(name, tree_map(known_value, args), self.reduction == dist.ReduceOp.SUM)
+                return
+            real = _computed(func, args, kwargs)
+        except Exception:  # no kernel for it on the host: then its values are not known
+            return
+        for t, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(t, FakeTensor) and isinstance(value, Tensor) and value.shape == t.shape:
+                keep(t, value)
+
+    def adopt(self, real: Tensor, fake: Tensor) -> None:
+        """Let a fake take the place of a real tensor: it is the same memory."""
+        index = self._index.pop(real.untyped_storage()._cdata, None)
+        if index is None:
+            self.track(fake, "parameter")
+        else:
+            self._watch(fake.untyped_storage(), index)
+
+
+def known_value(leaf: Any) -> Any:
+    """Return the value of a tensor, None for a fake's that is not known; anything else as it is."""
+    return leaf.__dict__.get("_known") if isinstance(leaf, FakeTensor) else leaf
+
+
+def keep(fake: FakeTensor, value: Tensor) -> None:
+    """Note the value of a fake tensor."""
+    vars(fake)["_known"] = value  # pyright: ignore[reportIndexIssue]
+
+
+def forget(fake: FakeTensor) -> None:
+    """Note that a fake tensor's value is no longer known."""
+    vars(fake).pop("_known", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_real(value: Any) -> bool:
+    """Return whether this is a tensor with memory of its own."""
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def on_simulated(value: Any) -> Any:
+    """Return the simulated device in place of a CUDA device; anything else as it is."""
+    return SIMULATED if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an op gives for the known values of its arguments, on the host."""
+    host = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == SIMULATED else kwargs
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        return func(*tree_map(known_value, args), **tree_map(known_value, host))
+
+
+def replicate(name: str, args: Any, summed: bool) -> None:
+    """Fill in, in a collective of real tensors, this rank's own values for the other ranks'.
+
+    `summed`: an all-reduce adds up; else it gives the mean, or the most.
+    """
+    if name == "c10d::allgather_":
+        for outs, one in zip(args[0], args[1], strict=False):
+            for out in outs:
+                out.copy_(one)
+    elif name == "c10d::_allgather_base_":
+        flat = args[1].reshape(-1)
+        args[0].view(-1).copy_(flat.repeat(args[0].numel() // max(1, flat.numel())))
+    elif name == "c10d::allreduce_" and summed:
+        for t in args[0]:
+            if t.dtype != torch.bool:
+                t.mul_(dist.ProcessGroup.unbox(args[1]).size())

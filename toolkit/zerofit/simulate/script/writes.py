@@ -1,0 +1,107 @@
+"""What a script would write before it is stopped: nothing of it reaches the disk, a tracker or the hub."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.tracker import own_line
+
+# module -> attributes that save; those of libraries that are not installed are passed over
+SAVERS = {
+    "torch": ("save",),
+    "safetensors.torch": ("save_file", "save_model"),
+    "transformers": ("PreTrainedModel.save_pretrained", "PreTrainedTokenizerBase.save_pretrained"),
+    "transformers.processing_utils": ("ProcessorMixin.save_pretrained",),
+    "transformers.configuration_utils": ("PreTrainedConfig.save_pretrained",),
+    "transformers.utils.hub": ("PushToHubMixin.push_to_hub",),
+    "transformers.trainer_callback": ("TrainerState.save_to_json",),
+    "deepspeed.runtime.engine": ("DeepSpeedEngine.save_checkpoint", "DeepSpeedEngine.save_16bit_model"),
+    "accelerate": ("Accelerator.save_state", "Accelerator.save_model"),
+    "huggingface_hub": ("HfApi.create_repo", "HfApi.upload_folder", "HfApi.upload_file", "HfApi.create_commit"),
+    "peft": ("PeftModel.save_pretrained",),
+}
+# variables with which trackers keep still by themselves
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+}
+_PASSED_OVER = (os.path.expanduser("~/.cache"), "/tmp", "/dev", "/proc")
+
+
+class SilentWriter:
+    """A tensorboard writer that takes whatever it is told, and writes nothing."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def __enter__(self) -> SilentWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def saving(meter: ScriptTracker) -> None:
+    """Save nothing and push nothing: files would hold zeros. (the functions of SAVERS)"""
+    for module, names in SAVERS.items():
+        if module == "peft" and "peft" not in sys.modules:
+            continue
+        owner_module = importlib.import_module(module)
+        for name in names:
+            *path, last = name.split(".")
+            owner: Any = owner_module
+            for part in path:
+                owner = getattr(owner, part)
+            replace_in(owner, last, _left_out(meter, name))
+
+
+def tracking() -> None:
+    """Send no metrics to a tracker, and write no event files. (torch.utils.tensorboard.SummaryWriter)"""
+    os.environ |= TRACKERS_OFF
+    for module in ("torch.utils.tensorboard", "tensorboardX"):
+        try:
+            replace_in(importlib.import_module(module), "SummaryWriter", SilentWriter)
+        except ImportError:
+            continue
+
+
+def watch_files(meter: ScriptTracker) -> None:
+    """Note the files that the script opens for writing all the same, by Python's audit events (PEP 578)."""
+    seen: set[str] = set()
+    here = os.getcwd() + os.sep
+
+    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], (str, bytes)) or not isinstance(arguments[1], str):
+            return
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        if (
+            set(arguments[1]) & set("wax+")
+            and path not in seen
+            and (path.startswith(here) or not path.startswith(_PASSED_OVER))
+        ):
+            seen.add(path)
+            meter.note(f"written by the script before it was stopped: {os.path.relpath(path)}")
+
+    sys.addaudithook(opened)
+
+
+def _left_out(meter: ScriptTracker, name: str) -> Callable[..., Any]:
+    def nothing(*_: Any, **__: Any) -> Any:
+        meter.note(f"{name.partition('.')[2] or name}(): writes nothing, at {own_line()}")
+        return True if "DeepSpeedEngine" in name else () if "pretrained" in name else None
+
+    return nothing
