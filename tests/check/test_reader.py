@@ -26,6 +26,8 @@ def found(config: dict, reader: str, **setting) -> dict[str, str]:
 def test_the_guess_goes_by_what_stands_in_the_file():
     assert guess(TRAINER).name == "trainer" and "auto" in guess(TRAINER).sentence()
     assert guess(PLAIN).name == "deepspeed"
+    ours = guess({**TRAINER, "sequence_parallel_size": "auto"})
+    assert ours.name == "zerofit" and "sequence_parallel_size" in ours.sentence()
     neox = PLAIN | {"num-layers": 12, "hidden-size": 768, "pos-emb": "rotary"}
     assert guess(neox).name == "neox"
     assert "unknown-key" not in found(neox, "neox")

@@ -43,6 +43,19 @@ def simulate_script(
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
+
+    >>> import zerofit as zf
+    >>> from pathlib import Path
+    >>> lines = ["import torch, deepspeed", "net = torch.nn.Linear(1024, 1024)"]
+    >>> lines += ["adam = {'type': 'AdamW', 'params': {'lr': 1e-3}}"]
+    >>> lines += ["config = {'train_micro_batch_size_per_gpu': 8, 'optimizer': adam}"]
+    >>> lines += ["engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)"]
+    >>> lines += ["while True:", "    loss = engine(torch.randn(8, 1024, device=engine.device)).mean()"]
+    >>> lines += ["    engine.backward(loss)", "    engine.step()"]
+    >>> _ = Path("train.py").write_text("\\n".join(lines))
+    >>> simulation = zf.simulate_script(["deepspeed", "--num_gpus", "2", "train.py"], zf.Cluster("l4", gpus=2))
+    >>> simulation.fits, simulation.peak_bytes > 4 * 4 * 1024 * 1025  # weights, gradients, Adam's moments in fp32
+    (True, True)
     """
     start, report = time.perf_counter(), Reporter(on_event)
     read = read_command(command)

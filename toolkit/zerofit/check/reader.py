@@ -23,6 +23,8 @@ STRICT_READERS = ("trainer", "accelerate", "lightning")
 # arguments of GPT-NeoX itself (megatron/neox_arguments), which stand beside DeepSpeed's in its files; - and _ are one
 NEOX = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
 NEOX_OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
+# of parallelism: no other program fills an "auto" there, and nobody writes one by mistake
+DEGREES = ("sequence_parallel_size", "tensor_parallel.autotp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,9 @@ def guess(config: Any) -> Reader:
     if sum(key in keys for key in NEOX) >= 2 or sum(key in keys for key in NEOX_OWN) >= 2:
         return Reader(name="neox", why="it has arguments of GPT-NeoX")
     first = next(autos(config), None)
+    degree = next((path for path in autos(config) if path in DEGREES), None)
+    if degree is not None:
+        return Reader(name="zerofit", why=f'it has "auto" for {degree}, which only zerofit fills')
     if first is not None:
         return Reader(name="trainer", why=f'it has "auto" ({first})')
     return Reader(name="deepspeed", why='it has no "auto"')
