@@ -151,6 +151,13 @@ def test_a_cnn_has_the_defaults_of_a_cnn_where_none_are_named():
     assert resolved(own, facts=CNN, kind="cnn")[1]["optimizer"]["params"] == {"lr": 0.5}
 
 
+def test_old_names_are_read_as_deepspeed_reads_them():
+    decision, _ = resolved({"bfloat16": {"enabled": True}, "zero_optimization": True})
+    assert (decision.run.precision, decision.layout.zero_stage) == ("bf16", 1)
+    decision, _ = resolved({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert decision.run.optimizer == "adamw"  # what is offloaded
+
+
 def test_an_auto_that_nothing_fills():
     problems = refused({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}})
     assert [p.where for p in problems] == ["ds.json: zero_optimization.sub_group_size"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from zerofit.app.requests import assumed_inputs
+from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, decide, where, with_recipe
 from zerofit.config.ds_json import find_config, read_document
@@ -51,7 +52,7 @@ class ResolvedJob:
     """A job with everything decided; no folder is made and nothing is started."""
 
     job: Job
-    ds_source: dict[str, Any]  # the DeepSpeed JSON as the user wrote it, "auto" values included
+    ds_source: dict[str, Any]  # the user's DeepSpeed JSON under documented names, "auto" values included
     decision: Decision  # what run and JSON together decided, and the warnings about the JSON
     machine: Machine
     inputs: Inputs | None
@@ -99,11 +100,12 @@ def resolve_job(
     if opened.data and inputs == "data":
         steps = _steps(decision, opened.data, problems)
     decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
-    ds_config = resolve(document.config, decision, opened.facts, at, steps, problems)
+    written = documented_config(document.config)
+    ds_config = resolve(written, decision, opened.facts, at, steps, problems)
     problems.raise_if_any()
     settled = {"run": decision.run, "layout": decision.layout, "batch": decision.batch}
     job = Job(**settled, steps=steps, facts=opened.facts, ds_config=ds_config)
-    return ResolvedJob(job=job, ds_source=document.config, decision=decision, machine=at, inputs=opened.inputs)
+    return ResolvedJob(job=job, ds_source=written, decision=decision, machine=at, inputs=opened.inputs)
 
 
 def _decide(
@@ -139,7 +141,7 @@ def _decide(
         decision = decide(asked, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
         if local:
-            problems.extend(libaio_problems(document.config))
+            problems.extend(libaio_problems(documented_config(document.config)))
     problems.raise_if_any()
     assert found and document and decision
     return (*found, document, decision)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.check.catalog import Catalog, documented
+from zerofit.check.catalog import Catalog, catalog, documented
 from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming
+from zerofit.check.subject import ZERO
 
 OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # true or false in the place of a section
 
@@ -44,6 +45,18 @@ def resolve(config: Mapping[str, Any], catalog: Catalog) -> Aliases:
     """Return the configuration in documented names. Where a key stands under both, the documented one decides."""
     written: dict[str, str] = {}
     return Aliases(config=_resolved(config, "", "", catalog, written), written=written)
+
+
+def documented_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as DeepSpeed takes it, under documented names and with ZeRO's section written out.
+
+    >>> documented_config({"bfloat16": {"enabled": True}, "zero_optimization": True})
+    {'bf16': {'enabled': True}, 'zero_optimization': {'stage': 1}}
+    """
+    found = dict(resolve(config, catalog()).config)
+    if isinstance(found.get(ZERO), bool):  # the form of 2020 (runtime/zero/config.py:60)
+        found[ZERO] = {"stage": int(found[ZERO])}
+    return found
 
 
 def _resolved(

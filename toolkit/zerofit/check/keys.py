@@ -63,7 +63,7 @@ def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]
             fix="write {...}",
         )
         return
-    for finding in _walk(document.config, catalog.schema, "", catalog, filled_by(reader)):
+    for finding in _walk(document.config, catalog.schema, "", catalog, reader):
         if not (reader == "neox" and finding.code == "unknown-key" and "." not in finding.path):
             yield finding
 
@@ -126,9 +126,7 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     )
 
 
-def _walk(
-    config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, filled: frozenset[str]
-) -> Iterator[Finding]:
+def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, reader: str) -> Iterator[Finding]:
     known = schema.get("properties", {})
     for key, value in config.items():
         path = f"{prefix}{key}"
@@ -136,11 +134,11 @@ def _walk(
             yield _removed(path, value)
         elif key not in known:
             if not schema.get("additionalProperties", True):
-                yield from _unknown(path, known, config, catalog, filled)
+                yield from _unknown(path, known, config, catalog, reader)
         else:
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
-            yield from _value(path, value, known[key], catalog, filled)
+            yield from _value(path, value, known[key], catalog, reader)
 
 
 def is_off(value: Any) -> bool:
@@ -167,7 +165,7 @@ def _removed(path: str, value: Any) -> Finding:
 
 
 def _unknown(
-    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, filled: frozenset[str]
+    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, reader: str
 ) -> Iterator[Finding]:
     parent, _, key = path.rpartition(".")
     documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
@@ -201,7 +199,7 @@ def _unknown(
     )
     meant = known[better] if better else catalog.node(elsewhere[0]) if len(elsewhere) == 1 else None
     if edits and meant:  # what is wrong inside shows at once, not after the name is right
-        yield from _value(path, siblings[key], meant, catalog, filled)
+        yield from _value(path, siblings[key], meant, catalog, reader)
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
@@ -241,29 +239,30 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
-def _value(path: str, value: Any, schema: Schema, catalog: Catalog, filled: frozenset[str]) -> Iterator[Finding]:
+def _value(path: str, value: Any, schema: Schema, catalog: Catalog, reader: str) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
-        yield from _walk(value, schema, f"{path}.", catalog, filled)
+        yield from _walk(value, schema, f"{path}.", catalog, reader)
         return
     own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
     if value == "auto" and not own_auto:
-        if path not in filled:
-            yield _auto(path, schema, catalog)
+        if path not in filled_by(reader):
+            yield _auto(path, schema, catalog, reader)
         return
     if path == ZERO and isinstance(value, bool):
         return  # a rule of its own
     yield from _faults(path, value, schema, path.rpartition(".")[0] in catalog.strict)
 
 
-def _auto(path: str, schema: Schema, catalog: Catalog) -> Finding:
-    dropped = path.rpartition(".")[0] in catalog.strict
+def _auto(path: str, schema: Schema, catalog: Catalog, reader: str) -> Finding:
+    dropped = reader != "zerofit" and path.rpartition(".")[0] in catalog.strict
     why = f"DeepSpeed takes its default for it, {json.dumps(schema.get('default'))}"
+    stops = "zerofit stops before the start" if reader == "zerofit" else "DeepSpeed fails on the word"
     return Finding(
         code="auto-unfilled",
         severity="warning" if dropped else "error",
         path=path,
         message=f'{path} is "auto", which nothing fills in before DeepSpeed reads it',
-        why=why if dropped else "DeepSpeed fails on the word",
+        why=why if dropped else stops,
         fix="write a value, or remove the key for DeepSpeed's default",
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofit.check.aliases import documented_config
 from zerofit.check.check import check
 from zerofit.check.document import Document
 from zerofit.check.dotted import get
@@ -84,7 +85,7 @@ def decide(
     Where the JSON has errors of its own, those are noted, and the answer is of no use.
     """
     warnings = _check_json(document, asked.run, machine, ds_place, problems)
-    config = {} if warnings is None else document.config
+    config = {} if warnings is None else documented_config(document.config)
     merged = _merge(asked, config, ds_place, problems)
     layout = _layout(asked, merged, config, machine, problems)
     places = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
