@@ -21,6 +21,7 @@ from zerofit.app.simulation import KnobSimulations
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.spec import reservations
+from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.reservations import host_claims
@@ -221,6 +222,19 @@ def test_a_gpu_that_others_have_taken_is_not_free(unhinted):
             held_on({"n1": taken}, run, slots=1)
     with pytest.raises(zf.DoesNotFit, match=r"needs at least .* of 1 rank; 0 B are free on n1\."):
         held_on({"n1": {**there, "gpus": [{**gpu, "used_bytes": 80 * GIB}]}}, run, slots=1)
+
+
+def test_a_gpu_that_nobody_knows_is_a_note(unhinted, monkeypatch):
+    def unknown():
+        raise zf.UserError(Problem(kind="bad-value", message="the GPU Card [9] is not known"))
+
+    monkeypatch.setattr(gate.Cluster, "here", unknown)
+    there = host(32 * GIB, gpus=1)
+    there["gpus"] = [{**there["gpus"][0], "name": "Card [9]", "used_bytes": 80 * GIB}]
+    told: list[Event] = []
+    assert held_on({"n1": there}, zf.Run(**LLAMA), slots=1, on_event=told.append) is None
+    (note,) = [event.text for event in told if event.kind == "note"]
+    assert note == "the memory of this run is not forecast: the GPU Card [9] is not known"
 
 
 def test_what_was_let_through_is_reserved_until_the_gate_closes(tmp_path, monkeypatch, unhinted):

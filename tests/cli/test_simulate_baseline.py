@@ -12,6 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from zerofit.cli.check_show import workflow_command
 from zerofit.cli.main import main
 
 SCRIPT = """\
@@ -104,3 +105,8 @@ def test_the_action_runs_what_it_is_told(base):
     assert "::error file=train.py,line=7" in done.stderr
     answer = json.loads(Path("zerofit.json").read_text().splitlines()[-1])
     assert answer["against"]["exceeded"] and {p["step"] for p in answer["phases"]} == {-1, 0, 1, 2}
+
+
+def test_a_command_of_github_keeps_its_fields_apart():
+    said = workflow_command("error", "100% of\nit: a, b", file="a,b:[c].py", line=3)
+    assert said == "::error file=a%2Cb%3A[c].py,line=3::100%25 of%0Ait: a, b"

@@ -16,6 +16,7 @@ from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.reader import Reader, guess
 from zerofit.check.subject import TargetHardware
+from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import LARGEST, bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
@@ -24,14 +25,7 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run, RunRequest
 
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
-FLAGS = {
-    "train_batch_size": "global_batch",
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "optimizer.params.lr": "lr",
-    "optimizer.params.weight_decay": "weight_decay",
-}
+COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +229,7 @@ def check(
 
 def _asked(run: Run) -> dict[str, tuple[str, float]]:
     """Return keys of the JSON that fields of the run speak of, with the flag and the value of those that were given."""
-    given = {key: (name, getattr(run, name)) for key, name in FLAGS.items() if name in run.model_fields_set}
+    given = {PAIRS[name]: (name, getattr(run, name)) for name in COMPARED if name in run.model_fields_set}
     return {key: (f"--{name.replace('_', '-')}", value) for key, (name, value) in given.items() if value is not None}
 
 

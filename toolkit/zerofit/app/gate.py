@@ -72,12 +72,12 @@ class MemoryGate:
 
         Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
         """
-        job = resolved.job
-        too_much = None if self._anyway else self._too_much(resolved, output)
-        if too_much:
-            problem = self._memory_problem(asked, resolved, self._cluster(resolved), too_much)
+        job, cluster = resolved.job, self._cluster(resolved)
+        too_much = self._too_much(resolved, output) if cluster and not self._anyway else None
+        if cluster and too_much:
+            problem = self._memory_problem(asked, resolved, cluster, too_much)
             self._refuse([problem, disk_problem(job, output, None)])
-        found = self._forecast(asked, resolved)
+        found = self._forecast(asked, resolved, cluster)
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
             self._refuse(problems)
@@ -113,7 +113,7 @@ class MemoryGate:
 
     def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
         """Return the ranks that differ, held against this memory; none where the job cannot be simulated."""
-        found = self._forecast(asked, resolved)
+        found = self._forecast(asked, resolved, self._cluster(resolved))
         return [assess(rank, free) for rank in (found.first, *found.stages)] if found else []
 
     def close(self) -> None:
@@ -135,14 +135,8 @@ class MemoryGate:
         )
         return RoomVerdict(room=rooms[0], word=NOT, message=message, rank=0)
 
-    def _forecast(self, asked: RunRequest, resolved: ResolvedJob) -> RankForecasts | None:
-        job = resolved.job
-        if job.facts.task == "gan" or resolved.inputs is None:
-            return None
-        try:
-            cluster = self._cluster(resolved)
-        except UserError as error:  # a GPU that is not in the catalogue
-            self._report.note(f"{UNKNOWN}: {error}")
+    def _forecast(self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster | None) -> RankForecasts | None:
+        if cluster is None or resolved.job.facts.task == "gan" or resolved.inputs is None:
             return None
         found = forecast(simulated(asked, resolved, cluster), self._report)
         if isinstance(found, Problem):
@@ -150,14 +144,18 @@ class MemoryGate:
             return None
         return found
 
-    def _cluster(self, resolved: ResolvedJob) -> Cluster:
-        """Return as many devices as there are ranks, of the hosts' kind. Raises UserError for an unknown one."""
+    def _cluster(self, resolved: ResolvedJob) -> Cluster | None:
+        """Return as many devices as there are ranks, of the hosts' kind; None, with a note, where it is not known."""
         ranks = resolved.job.layout.world_size
         if resolved.machine.accelerator == "cpu":
             return Cluster("cpu", gpus=ranks)
         gpus = [gpu for facts in (self._facts or {}).values() for gpu in facts["gpus"]]
         device = by_name(gpus[0]["name"], gpus[0]["total_bytes"]) if gpus else None
-        return Cluster(device.kind, gpus=ranks) if device else replace(Cluster.here(), gpus=ranks)
+        try:
+            return Cluster(device.kind, gpus=ranks) if device else replace(Cluster.here(), gpus=ranks)
+        except UserError as error:  # a GPU that is not in the catalogue
+            self._report.note(f"{UNKNOWN}: {error}")
+            return None
 
     def _rooms(self, ranks: int, output: Path) -> list[HostRoom]:
         """Return the memory of every host that was asked and has some of the ranks."""

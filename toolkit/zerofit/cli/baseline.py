@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerofit.cli.check_show import workflow_command
 from zerofit.cli.options import PATH, Decorator, add_options
 from zerofit.spec.errors import Problem, UserError
 
@@ -65,9 +66,9 @@ def annotate(result: Simulation) -> None:
     if compared is None or os.environ.get("GITHUB_ACTIONS") != "true":
         return
     kind = "error" if compared.exceeded else "notice"
-    properties = ["title=zerofit simulate"]
+    properties = {"title": "zerofit simulate"}
     file, _, line = result.peak_at.own.rpartition(":")
     root = Path(os.environ.get("GITHUB_WORKSPACE", ".")).resolve()
     if file and Path(file).resolve().is_relative_to(root):
-        properties = [f"file={Path(file).resolve().relative_to(root)}", f"line={line}", *properties]
-    click.echo(f"::{kind} {','.join(properties)}::{compared.because.replace('%', '%25')}", err=True)
+        properties = {"file": str(Path(file).resolve().relative_to(root)), "line": line, **properties}
+    click.echo(workflow_command(kind, compared.because, **properties), err=True)

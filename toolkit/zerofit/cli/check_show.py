@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -63,36 +63,41 @@ def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:
     """Return workflow commands of GitHub, one a finding, which it shows at the lines of a change."""
-    lines = []
-    for result in results:
-        if isinstance(result, UnreadFile):
-            lines.append(_command("error", result.file, result.line, 1, result.problem.kind, result.problem.message))
-            continue
-        for f in result.findings:
-            lines.append(_command(f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"))
-    return "\n".join(lines)
+    return "\n".join(
+        workflow_command(severity, text, file=file, line=line, col=column, title=f"zerofit {code}")
+        for severity, file, line, column, code, text in _rows(results)
+    )
 
 
-def _command(severity: str, file: str, line: int, column: int, code: str, text: str) -> str:
-    for sign, code_point in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
-        text, file = text.replace(sign, code_point), file.replace(sign, code_point)
-    file = file.replace(":", "%3A").replace(",", "%2C")
-    return f"::{severity} file={file},line={line},col={column},title=zerofit {code}::{text}"
+def workflow_command(kind: str, text: str, **properties: object) -> str:
+    """Return a command of GitHub's workflows, with what would end a property or the line escaped."""
+    listed = [f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items()]
+    return f"::{kind} {','.join(listed)}::{_escaped(text)}"
+
+
+def _escaped(text: str, signs: str = "") -> str:
+    for sign in f"%\r\n{signs}":
+        text = text.replace(sign, f"%{ord(sign):02X}")
+    return text
 
 
 def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
     """Return a SARIF 2.1.0 log, which code scanning reads."""
-    found: list[dict[str, Any]] = []
-    for result in results:
-        if isinstance(result, UnreadFile):
-            found.append(_sarif("error", result.file, result.line, 1, result.problem.kind, result.problem.message))
-            continue
-        for f in result.findings:
-            found.append(_sarif(f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"))
+    found = [_sarif(*row) for row in _rows(results)]
     rules = [{"id": code} for code in sorted({one["ruleId"] for one in found})]
     driver = {"name": "zerofit check", "version": version("zerofit"), "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": found}
     return json.dumps({"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": [run]})
+
+
+def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, str, int, int, str, str]]:
+    """Yield severity, file, line, column, code and text of every finding and of every file that was not read."""
+    for result in results:
+        if isinstance(result, UnreadFile):
+            yield "error", result.file, result.line, 1, result.problem.kind, result.problem.message
+            continue
+        for f in result.findings:
+            yield f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"
 
 
 def _sarif(severity: str, file: str, line: int, column: int, code: str, text: str) -> dict[str, Any]:

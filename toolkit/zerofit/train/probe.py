@@ -33,11 +33,10 @@ def probe(
     ask = (task, inputs, json.dumps(dict(run.model_args), sort_keys=True), run.pipeline > 1)
     with models_say("MODEL"):
         if model is None and source.path is None and source.family != "custom":
-            return _read_facts(source, *ask)
-        return _read_facts.__wrapped__(source, *ask, model)
+            return _known_facts(source, *ask)
+        return _read_facts(source, *ask, model)
 
 
-@lru_cache(maxsize=64)  # the changes of a run are mostly runs of the same model; 80 layers take seconds
 def _read_facts(
     source: ModelSource, task: Task, inputs: Inputs | None, args: str, pipelined: bool, model: nn.Module | None = None
 ) -> ModelFacts:
@@ -64,6 +63,9 @@ def _read_facts(
         layers=layers,
         own=source.family == "custom",
     )
+
+
+_known_facts = lru_cache(maxsize=64)(_read_facts)  # changes of a run share its model; 80 layers take seconds
 
 
 def task_of(source: ModelSource, run: Run) -> Task:

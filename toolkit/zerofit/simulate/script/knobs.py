@@ -34,7 +34,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder:
     """Return the changes that can be made from outside; edited JSONs are written into `folder`."""
     found = _of_arguments(command, facts) if facts.trainer and _has(command.arguments, _ARGUMENTS) else []
     stages = range(facts.zero_stage + 1, _MAX_STAGE + 1) if facts.engines and ranks > 1 else range(0)
-    file = find_config([*command.arguments, *command.launcher_words])
+    file = named_config([*command.arguments, *command.launcher_words])
     if file is not None:
         return found + _of_json(command, Path(file), facts.zero_stage, stages, folder)
     if command.launcher == "accelerate launch" and facts.engines:
@@ -43,7 +43,7 @@ def script_knobs(command: ScriptCommand, facts: ScriptFacts, ranks: int, folder:
     return found
 
 
-def find_config(words: Sequence[str]) -> str | None:
+def named_config(words: Sequence[str]) -> str | None:
     """Return the word of a command that names a DeepSpeed JSON; None where none does."""
     for word in words:
         name = word.partition("=")[2] if word.startswith("--") else word
