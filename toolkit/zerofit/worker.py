@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -100,9 +100,11 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
 
     job = Job.read(folder)
     start(timeout=timedelta(minutes=30))
+    from zerofit.models.without_dynamo import without_dynamo
     from zerofit.train.run import train
 
-    train(job, folder, signals, progress)
+    with nullcontext() if job.run.compile else without_dynamo():
+        train(job, folder, signals, progress)
     stop()
 
 

@@ -70,7 +70,7 @@ def tune(
 
     >>> import zerofit as zf
     >>> run = zf.Run(model="mlp", data="digits", global_batch=64, ranks=1)
-    >>> tuned = zf.tune(run, trials=1, minutes=1, space={"zero_stage": 1, "micro_batch": 64})
+    >>> tuned = zf.tune(run, trials=1, space={"zero_stage": 1, "micro_batch": 64})
     >>> tuned.layout.micro_batch, tuned.step_s > 0, [path.name for path in tuned.written]
     (64, True, ['ds_config.json', 'run.yaml', 'trials.json', 'trials.png'])
     """

@@ -1,0 +1,45 @@
+"""A start without torch's compiler: what need not be compiled runs, and whoever compiles gets the real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+USED = """
+import sys, torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from zerofit.models.without_dynamo import without_dynamo
+
+x = torch.arange(6.0).reshape(2, 3)
+with without_dynamo():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert nn.Linear(3, 4)(torch.empty(2, 3)).flatten().shape == (8,)
+    with FlopCounterMode(display=False) as counter:
+        torch.mm(x, x.T)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 2
+    weight = nn.Parameter(x.clone())
+    weight.grad = torch.ones_like(x)
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert torch.equal(weight.data, x - 0.5)
+    assert "torch._dynamo.eval_frame" not in sys.modules
+    {inside}
+double = torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)
+assert torch.equal(double(x), x * 2)
+assert type(sys.modules["torch._dynamo"]).__name__ == "module"
+"""
+INSIDE = [
+    "pass",
+    "assert torch.equal(torch.compile(lambda t: t + 1, backend='eager')(x), x + 1)",
+    "from torch._dynamo.utils import counters; assert len(counters) >= 0",
+    "import torch._dynamo as dynamo; dynamo.reset()",
+]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("inside", INSIDE)
+def test_only_what_compiles_imports_it(inside):
+    subprocess.run([sys.executable, "-c", USED.format(inside=inside)], check=True)
