@@ -1,6 +1,6 @@
 """How far `zerofit simulate` and `zerofit plan` are from what real runs allocate; see README.md.
 
-python benchmarks/memory_accuracy.py [--configs WORDS] [--ranks 1 2 4] [--out FOLDER] [--cuda]
+python benchmarks/memory_accuracy.py [--configs WORDS] [--ranks 1 2 4] [--out FOLDER]
 
 Each configuration is trained for three steps by real ranks under an exact allocator meter, and simulated and forecast
 for every rank. Exit code 1 where a figure misses its target.
@@ -28,10 +28,6 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> int:
     """0, or 1 where a figure misses its target or a configuration fails."""
     asked = parse()
-    if asked.cuda:
-        from meter.cuda import main as on_gpu
-
-        return on_gpu(asked.out)
     names = [name for name in NAMES if chosen(name, asked.configs, asked.ranks)]
     if not names:
         raise SystemExit(f"no configuration has all of: {' '.join(asked.configs)}")
@@ -77,7 +73,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--configs", nargs="*", default=[], help="only those with all these words, e.g. llama zero3")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], help="only those with so many ranks")
     parser.add_argument("--out", type=Path, help=f"write JSON and plot into this folder (ours: {RESULTS.name}/)")
-    parser.add_argument("--cuda", action="store_true", help="one rank on this machine's GPU instead")
     return parser.parse_args()
 
 

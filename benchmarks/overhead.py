@@ -53,12 +53,23 @@ class Workload:
     options: dict[str, Any]  # of `zerofit train`
     turn: Turn
     unit: str  # of throughput
+    accelerator: str = "cpu"  # that it is for
 
     def amount(self, job: Job) -> int:
         """Units in one step."""
         return job.batch.total * ((job.run.seq_len or 1) if self.unit == "tokens" else 1)
 
 
+LLAMA_1B = {"model": "llama-3.2-1b", "data": "synthetic", "micro_batch": 4, "seq_len": 1024, "lr": 1e-5}
+RESNET50 = {
+    "model": "resnet50",
+    "data": "synthetic",
+    "micro_batch": 64,
+    "image_size": 224,
+    "lr": 1e-4,
+    "precision": "bf16",
+}
+ON_GPU = Turn(settle=2, timed=10)
 # a turn is long enough for several of zerofit's exchanges of losses (one in half a second) and of the others' log lines
 WORKLOADS = {
     "lenet": Workload(
@@ -71,6 +82,11 @@ WORKLOADS = {
         turn=Turn(settle=2, timed=20),
         unit="tokens",
     ),
+    "llama-1b": Workload(options={**LLAMA_1B, "precision": "bf16"}, turn=ON_GPU, unit="tokens", accelerator="cuda"),
+    "llama-1b-fp16": Workload(
+        options={**LLAMA_1B, "precision": "fp16"}, turn=ON_GPU, unit="tokens", accelerator="cuda"
+    ),
+    "resnet50": Workload(options=RESNET50, turn=ON_GPU, unit="samples", accelerator="cuda"),
 }
 COMMON = {"schedule": "linear", "warmup_steps": 0, "eval_samples": 64}
 DS_CONFIG = {
@@ -309,7 +325,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run of about a minute")
     parser.add_argument("--launches", type=int, default=3, help="times that all ranks are started anew (default 3)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of a launch that are counted (default 8)")
-    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all")
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: all for this accelerator")
     parser.add_argument("--output", type=Path, help="write the results to this JSON file and the losses beside it")
     return parser.parse_args()
 
@@ -318,7 +334,7 @@ def main() -> int:
     """0, or 1 where the contenders did not do the same work."""
     asked, machine = parse(), this_machine()
     results = []
-    for name in asked.workload or WORKLOADS:
+    for name in asked.workload or [name for name, one in WORKLOADS.items() if one.accelerator == machine.accelerator]:
         print(f"{name}:", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             launches, rounds = (1, 2) if asked.quick else (asked.launches, asked.rounds)

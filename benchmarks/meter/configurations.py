@@ -67,10 +67,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "lenet": {"model": "lenet", "image_size": 28},
 }
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
+WORDS: dict[str, dict[str, Any]] = {
+    "ga2": {"gradient_accumulation_steps": 2},
+    "ckpt": {"activation_checkpointing": True},
+    "chunk": {"loss_chunk": 512},
+}
 DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel"}
 
-# model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), offload of the
-# optimizer or of parameters too, pipeline, tensor or sequence parallel degree, ranks
+# model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), chunked loss
+# (chunk), offload of the optimizer or of parameters too, pipeline, tensor or sequence parallel degree, ranks
 NAMES = """
 llama zero0 fp32 mb2 ckpt x2
 llama zero1 fp32 mb2 offload x1
@@ -184,5 +189,5 @@ def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, 
             devices = {part: {"device": "cpu", "pin_memory": True} for part in OFFLOADS[word]}
             asked["ds_config"]["zero_optimization"] |= devices
         else:
-            asked |= {"ga2": {"gradient_accumulation_steps": 2}, "ckpt": {"activation_checkpointing": True}}[word]
+            asked |= WORDS[word]
     return asked

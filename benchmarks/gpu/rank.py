@@ -1,0 +1,138 @@
+"""One real rank: the memory of its phases, the times of its steps, and what its kernels take of them.
+
+`python -m benchmarks.gpu.rank TARGET.json ANSWER.json [CAP_BYTES]`, alone in its process group. With CAP_BYTES torch
+may take no more of the GPU than that, as on a smaller one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.meter.meter import AllocatorMeter
+from zerofit.launch.host import environment, this_machine
+from zerofit.launch.local import free_port
+from zerofit.launch.ops import build_ops, needed_ops
+from zerofit.simulate.record import SimulationTarget
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240
+TIMED, PROFILED = 8, 3  # steps after those whose memory is measured
+# the class of a kernel by what its name has in it; the first that is found
+CLASSES = {
+    "attention": ("attention", "fmha", "flash"),
+    "convolution": ("conv", "cudnn", "implicit", "wgrad", "dgrad"),
+    "product": ("mm", "cublas", "cutlass", "nvjet", "matmul", "gemv", "linear"),
+    "normalisation": ("norm", "batch_norm"),
+    "optimizer": ("adam", "multi_tensor"),
+    "embedding": ("embedding", "index_select", "gather_kernel"),
+    "collective": ("nccl", "c10d"),
+    "copy": ("memcpy", "memset", "copy_"),
+}
+
+
+class DeviceMeter:
+    """torch's own count of the current GPU's memory (`zerofit.simulate.phases.MemoryMeter`)."""
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0  # the most so far
+
+    def live(self) -> int:
+        """Bytes alive now, rounded up by the allocator."""
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """Most bytes alive since the last reset."""
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved())
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        """Begin to look for a new peak."""
+        self.peak()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def train(asked: SimulationTarget, folder: Path, cap_bytes: int | None = None) -> dict[str, Any]:
+    """Run the rank in a process of its own and return its answer. Raises RuntimeError where it fails."""
+    files = folder / "target.json", folder / "answer.json"
+    files[0].write_text(json.dumps(asked.as_dict()))
+    machine = this_machine()
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place = {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+    env = {**os.environ, **environment(machine.accelerator, machine.cores, 1), **alone, **place}
+    build_ops(needed_ops(asked.job.ds_config, machine), env, lambda _: None)
+    argv = [sys.executable, "-m", "benchmarks.gpu.rank", *map(str, files), *([str(cap_bytes)] if cap_bytes else [])]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(files[1].read_text())
+
+
+def measure(asked: SimulationTarget) -> dict[str, Any]:
+    """Train in this process: {"allocated_bytes", "reserved_bytes", "used_bytes", "phases", "step_s", "kernels"}.
+
+    `used_bytes` is all that is taken of the device, the driver's part included. Times are seconds; `kernels` those of
+    one step by class.
+    """
+    from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
+    from zerofit.train import process_group
+
+    process_group.start(timedelta(seconds=TIMEOUT_S))
+    on_gpu = torch.cuda.is_available()
+    meter = DeviceMeter() if on_gpu else AllocatorMeter()
+    log = PhaseLog(meter)
+    driver = start(asked.job, 0, asked.inputs, log)
+    batches = empty_batches(asked.job, asked.inputs)
+    train_steps(driver, batches, asked.steps, log)
+    memory: dict[str, Any] = {"phases": [asdict(phase) for phase in log.done]}
+    memory["allocated_bytes"] = max(p["peak_bytes"] for p in memory["phases"]) - memory["phases"][0]["start_bytes"]
+    if isinstance(meter, DeviceMeter):
+        free, total = torch.cuda.mem_get_info()
+        memory |= {"reserved_bytes": meter.reserved_bytes, "used_bytes": total - free}
+    step_s = [_timed(lambda: driver.train_step(batches)) for _ in range(TIMED)]
+    return {**memory, "step_s": step_s, "kernels": _kernels(lambda: driver.train_step(batches))}
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _kernels(step: Callable[[], Any]) -> dict[str, float]:
+    """Return the seconds of one step's kernels by class."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        for _ in range(PROFILED):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found: defaultdict[str, float] = defaultdict(float)
+    for one in profiled.key_averages():
+        name = one.key.lower()
+        kind = next((k for k, words in CLASSES.items() if any(w in name for w in words)), "elementwise")
+        found[kind] += (one.self_device_time_total if on_gpu else one.self_cpu_time_total) / 1e6 / PROFILED
+    return {kind: round(seconds, 6) for kind, seconds in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    wanted = SimulationTarget.from_dict(json.loads(Path(sys.argv[1]).read_text()))
+    if len(sys.argv) > 3:
+        torch.cuda.set_per_process_memory_fraction(int(sys.argv[3]) / torch.cuda.mem_get_info()[1])
+    Path(sys.argv[2]).write_text(json.dumps(measure(wanted)))
+    os._exit(0)  # not by way of DeepSpeed's exit handlers
