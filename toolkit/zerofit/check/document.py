@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -87,7 +87,7 @@ class Document:
     generated: bool = False  # the user has never seen the text, its lines say nothing
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
     comment: TextPosition | None = None  # the first one
-    source: str | None = None  # the file's own text, where `text` is another writing of it
+    places: Mapping[str, TextPosition] | None = None  # in the file, where `text` is another writing of it
     loose: SyntaxFault | None = None  # where JSON ends and HJSON begins
 
     @property
@@ -113,11 +113,11 @@ class Document:
 
     def place(self, path: str) -> TextPosition:
         """Return where a key stands; of a missing one, where the innermost object around it does."""
-        if self.source is not None:
-            return _line_of(path.rpartition(".")[2], self.source)
         while path:
             member = self.member(path)
-            if member:
+            if self.places is not None and path in self.places:
+                return self.places[path]
+            if member and self.places is None:
                 return member.place
             path = path.rpartition(".")[0]
         return self.root.place
@@ -152,22 +152,35 @@ def parse(text: str) -> Document:
     return Document(text=text, root=root, commas=tuple(commas), comment=_COMMENTS[0] if _COMMENTS else None)
 
 
-def _line_of(key: str, text: str) -> TextPosition:
-    """Return the first place of a key in a text of which only the values are known, else the text's first."""
-    found = re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", text) if key else None
-    start = found.start() if found else 0
-    line = text.count("\n", 0, start) + 1
-    return TextPosition(line=line, column=start - text.rfind("\n", 0, start), start=start, end=start + len(key))
-
-
 def of_hjson(text: str, config: Any, fault: SyntaxFault) -> Document:
     """Return a document of a text that only DeepSpeed's own reader takes; keys stand in the lines that name them."""
-    return replace(of_data(config), source=text, loose=fault)
+    return replace(of_data(config), generated=False, places=dict(_places(config, text, "", 0)), loose=fault)
+
+
+def _places(config: Any, text: str, prefix: str, after: int) -> Iterator[tuple[str, TextPosition]]:
+    """Yield where each key of a text stands of which only the values are known: behind the key that holds it."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        found = re.compile(rf"(?<!\w){re.escape(key)}(?!\w)[\"']?\s*:").search(text, after)
+        start = found.start() if found else after
+        line = text.count("\n", 0, start) + 1
+        column = start - text.rfind("\n", 0, start)
+        yield f"{prefix}{key}", TextPosition(line=line, column=column, start=start, end=start + len(key))
+        yield from _places(value, text, f"{prefix}{key}.", start)
 
 
 def of_data(config: Any) -> Document:
     """Return a document of a value that never was a file (a `ds_config` inside run.yaml, say)."""
     return replace(parse(json.dumps(config, indent=2)), generated=True)
+
+
+def of_lines(config: Any, lines: Mapping[str, int]) -> Document:
+    """Return a document of a value that another file gives, by the lines in which that has its keys."""
+    places: dict[str, TextPosition] = {}
+    for path, line in sorted(lines.items(), key=lambda one: one[1]):
+        parts = path.split(".")
+        for n in range(1, len(parts) + 1):  # a section stands where its first key does
+            places.setdefault(".".join(parts[:n]), TextPosition(line=line, column=1, start=0, end=0))
+    return replace(of_data(config), places=places)
 
 
 @cache

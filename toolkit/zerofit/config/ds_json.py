@@ -46,7 +46,7 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
 def read_document(path: Path, where: str = "--ds-config") -> Document:
     """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
     try:
-        document = parse_text(_read(path))
+        document = parse_text(read_text(path))
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} does not parse as JSON at line {fault.line}, column {fault.column}: {fault.message}"
@@ -59,7 +59,7 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     return document
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file, or of standard input for "-", in UTF-8 or, as its first bytes say, UTF-16."""
     raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
     if len(raw) > LARGEST:

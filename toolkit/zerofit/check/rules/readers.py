@@ -33,7 +33,11 @@ READER_RULES = (
         code="clipping-default",
         severity="warning",
         path="",
-        when=lambda c: _reader(c, *HUGGING_FACE) and not c.has("gradient_clipping"),
+        when=lambda c: (
+            _reader(c, *HUGGING_FACE)
+            and not c.has("gradient_clipping")
+            and not any(one.path == "gradient_clipping" for one in c.setting.asked)
+        ),
         message="there is no gradient_clipping",
         why="DeepSpeed clips gradients to the norm 1.0, whatever max_grad_norm the Trainer's arguments have",
         fix='write "gradient_clipping": "auto" for the Trainer\'s max_grad_norm',
@@ -67,7 +71,7 @@ def left_to_reader(c: CheckSubject) -> Iterator[Finding]:
     """Say, where the reader is only guessed, what becomes of "auto" in a program without the Trainer."""
     if not (c.setting.guessed and _reader(c, "trainer")):
         return
-    left = [path for path in autos(c.config) if path in FILLED]
+    left = [path for path in (*autos(c.config), *c.filled) if path in FILLED]
     if not left:
         return
     default = [path for path in left if path.rpartition(".")[0] in c.catalog.strict]
