@@ -41,7 +41,7 @@ class Settled:
         """Return a finding in the names that the file writes; of an "auto", with who has filled it."""
         path, edits = self.aliases.in_file(finding.path), self.aliases.edits_in_file(finding.edits)
         by = self.filled.get(finding.path)
-        if by is None or finding.beside:
+        if by is None or finding.beside or '"auto"' in finding.message:
             return replace(finding, path=path, edits=edits)
         message = f'{finding.message} ("auto" in the file: {by.by})'
         return replace(finding, path=path, message=message, beside=by.place, edits=())

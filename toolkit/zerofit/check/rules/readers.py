@@ -71,20 +71,15 @@ def left_to_reader(c: CheckSubject) -> Iterator[Finding]:
     """Say, where the reader is only guessed, what becomes of "auto" in a program without the Trainer."""
     if not (c.setting.guessed and _reader(c, "trainer")):
         return
-    left = [path for path in (*autos(c.config), *c.filled) if path in FILLED]
-    if not left:
-        return
-    default = [path for path in left if path.rpartition(".")[0] in c.catalog.strict]
-    fails = [path for path in left if path not in default]
-    parts = [
-        f"takes its defaults for {', '.join(default)}" if default else "",
-        f"fails on {', '.join(fails)}" if fails else "",
-    ]
-    yield Finding(
-        code="auto-reader",
-        severity="warning",
-        path=(fails or default)[0],
-        message=f'"auto" is left to {SPOKEN["trainer"]} at {len(left)} key{"s" * (len(left) > 1)}',
-        why=f"without it DeepSpeed {' and '.join(part for part in parts if part)}",
-        fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
-    )
+    for path in (*autos(c.config), *c.filled):
+        if path not in FILLED:
+            continue
+        dropped = path.rpartition(".")[0] in c.catalog.strict
+        yield Finding(
+            code="auto-reader",
+            severity="warning",
+            path=path,
+            message=f'{path} is "auto", which is left to {SPOKEN["trainer"]}',
+            why="without it DeepSpeed takes its default" if dropped else "without it DeepSpeed fails on the word",
+            fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
+        )
