@@ -4,9 +4,9 @@ python benchmarks/check_corpus.py CASES.json [--output FILE.json]
 
 CASES.json is a list; the files lie in the folder of its name beside it. A case of `file`, `deepspeed_config`,
 `engine_one_cpu_rank` and, for files with "auto", `training_arguments` says "ok" or the error of each. A case of `id`,
-`args`, `expect`, `fault` and `want` is a known fault: the flags of the command, the codes of which one should be found, and
-words in which people have spoken of it. The lines that it may be found in are those of the keys that these words name, by
-name or by value ("16 != ..."), each with the lines of its section; a key that is missing stands in line 1.
+`args`, `expect`, `fault` and `want` is a known fault: the flags of the command, the codes of which one should be found,
+and words in which people have spoken of it. The lines that it may be found in are those of the keys that these words
+name, by name or by value ("16 != ..."), each with the lines of its section; a key that is missing stands in line 1.
 
 The meaning of a file is what `DeepSpeedConfig` makes of it, every "auto" left out: `--fix` has to keep it where
 DeepSpeed took the file, and where it did not, to keep every value that the file has.
@@ -32,9 +32,10 @@ from unittest.mock import patch
 from zerofit.app.checking import CheckResult, check
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
-from zerofit.check.document import Document, ObjectMember, ParsedValue, parse
+from zerofit.check.document import Document, parse
 from zerofit.check.dotted import autos, drop, leaves
 from zerofit.check.keys import is_off
+from zerofit.check.scan import ObjectMember, ParsedValue
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import load_run
 

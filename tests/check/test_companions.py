@@ -275,10 +275,14 @@ deepspeed: ds.json
     ],
 )
 def test_lines_in_both_files(tmp_path, name, text, line):
-    (tmp_path / "ds.json").write_text(
-        '{\n "train_micro_batch_size_per_gpu": "auto",\n "gradient_accumulation_steps": 4,\n\n'
-        ' "gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "zero_optimization": {"stage": 2}\n}'
-    )
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 2},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config, indent=1))
     beside = tmp_path / name
     beside.write_text(text)
     found = zf.check(tmp_path / "ds.json", training_args=beside)

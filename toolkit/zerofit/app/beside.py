@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofit.check.asked import asked_of
 from zerofit.check.companion import Companion, of_mapping, read_companion
-from zerofit.check.document import SyntaxFault
+from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import Asked
 from zerofit.config.ds_json import read_text
 from zerofit.spec.errors import Problem, UserError

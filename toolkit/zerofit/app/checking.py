@@ -17,6 +17,7 @@ from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
+from zerofit.check.neox import model_parallel
 from zerofit.check.reader import Reader, guess
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
@@ -207,6 +208,8 @@ def check(
     if isinstance(cluster, str):
         cluster = Cluster(cluster, gpus=ranks or 1)
     known = _reader(reader, file, document, companions)
+    if ranks and known.name == "neox":
+        ranks //= model_parallel(document.config)  # DeepSpeed's world is that of the data there
     hardware = TargetHardware(
         ranks=ranks,
         pipeline=request.run.pipeline,

@@ -9,7 +9,8 @@ from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
 from zerofit.check.finding import EFFECTS, Finding, Rule
-from zerofit.check.keys import keys
+from zerofit.check.keys import form, keys
+from zerofit.check.neox import unknown_arguments
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
 from zerofit.check.rules.offload import OFFLOAD, nvme
@@ -55,11 +56,13 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     Starts no rank, imports no torch.
     """
     known = catalog()
-    found = list(keys(document, known, setting.reader))
+    found = list(form(document, setting.reader))
     if isinstance(document.config, dict):
         settled = settle(document.config, known, setting)
+        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting.reader))
+        found += unknown_arguments(document.config) if setting.reader == "neox" else ()
         ruled = (one for rule in (*RULES, *FUNCTIONS) for one in rule(settled.subject))
-        found += [settled.in_file(finding) for finding in (*settled.findings, *ruled)]
+        found += map(settled.in_file, (*settled.findings, *ruled))
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from zerofit.check.document import SyntaxFault, parse
+from zerofit.check.document import parse
 from zerofit.check.dotted import leaves
 from zerofit.check.finding import as_number
+from zerofit.check.scan import SyntaxFault
 from zerofit.check.shell import UNKNOWN, Word, commands
 
 FLAGS = {"true": True, "yes": True, "false": False, "no": False}

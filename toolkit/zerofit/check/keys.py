@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema
@@ -14,7 +15,7 @@ from zerofit.check.reader import SPOKEN, STRICT_READERS
 from zerofit.check.schema import filled_by
 from zerofit.check.subject import ZERO
 
-MOST_GUESSES = 500  # keys of one section whose likeness to known ones is looked at
+MOST = 100  # unknown keys of a section, and keys of a file that stand twice, that are told of one by one
 
 # other words for the same, from users' reports
 SYNONYMS = {
@@ -49,10 +50,10 @@ INSTEAD = {
 }
 
 
-def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]:
-    """Yield findings about single keys and their values; combinations are the rules' matter."""
+def form(document: Document, reader: str) -> Iterator[Finding]:
+    """Yield findings about the text: what no strict JSON is, keys that stand twice, no object at all."""
     yield from _strict_json(document, reader)
-    for path, first, last in document.duplicates():
+    for path, first, last in islice(document.duplicates(), MOST):
         yield _duplicate(document, path, first, last)
     if not isinstance(document.config, Mapping):
         yield Finding(
@@ -62,10 +63,11 @@ def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]
             why="DeepSpeed stops: it needs keys",
             fix="write {...}",
         )
-        return
-    for finding in _walk(document.config, catalog.schema, "", catalog, reader):
-        if not (reader == "neox" and finding.code == "unknown-key" and "." not in finding.path):
-            yield finding
+
+
+def keys(config: Mapping[str, Any], catalog: Catalog, reader: str) -> Iterator[Finding]:
+    """Yield findings about single keys and their values; combinations are the rules' matter."""
+    yield from _walk(config, catalog.schema, "", catalog, reader)
 
 
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
@@ -113,7 +115,8 @@ def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
 def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
     start = first.place.start
     end = after_comma(document.text, first.value.place.end)
-    end += len(document.text[end:]) - len(document.text[end:].lstrip())
+    while document.text[end : end + 1].isspace():
+        end += 1
     return Finding(
         code="duplicate-key",
         path=path,
@@ -128,8 +131,12 @@ def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
 
 def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, reader: str) -> Iterator[Finding]:
     known = schema.get("properties", {})
+    unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
+    crowd = frozenset(unknown[MOST:])  # no configuration: these are told of at once
     for key, value in config.items():
         path = f"{prefix}{key}"
+        if key in crowd:
+            continue
         if path in catalog.removed:
             yield _removed(path, value)
         elif key not in known:
@@ -139,6 +146,26 @@ def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catal
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
             yield from _value(path, value, known[key], catalog, reader)
+    if crowd and not schema.get("additionalProperties", True):
+        yield _crowd(f"{prefix}{unknown[MOST]}", len(crowd), catalog)
+
+
+def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
+    parent = path.rpartition(".")[0]
+    return Finding(
+        code="unknown-key",
+        path=path,
+        message=f"DeepSpeed knows none of {number:,} further keys from here on in {parent or 'the top level'}",
+        why=_of_unknown(parent, catalog),
+        fix="remove them: a configuration has some dozens",
+    )
+
+
+def _of_unknown(parent: str, catalog: Catalog) -> str:
+    """Return what DeepSpeed does about an unknown key in a section."""
+    if parent in catalog.strict:
+        return 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
+    return "DeepSpeed ignores it without a word and takes its default"
 
 
 def is_off(value: Any) -> bool:
@@ -168,10 +195,10 @@ def _unknown(
     path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, reader: str
 ) -> Iterator[Finding]:
     parent, _, key = path.rpartition(".")
-    documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
     elsewhere = catalog.places.get(key, [])
-    crowd = len(siblings) > MOST_GUESSES  # no configuration: only what it is beside counts
-    better = None if key.startswith("_") or elsewhere or crowd else near(key, documented, SYNONYMS)
+    better = None
+    if not (key.startswith("_") or elsewhere):
+        better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated], SYNONYMS)
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
     edits: tuple[Edit, ...] = ()
@@ -184,16 +211,12 @@ def _unknown(
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
         if len(elsewhere) == 1 and _may_be_meant(siblings[key], catalog.node(elsewhere[0]) or {}):
             edits = (Move(path, elsewhere[0]),)
-    if parent in catalog.strict:
-        why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
-    else:
-        why = "DeepSpeed ignores it without a word and takes its default"
     yield Finding(
         code="unknown-key",
         severity="warning" if key.startswith(("_", "$")) and parent not in catalog.strict else "error",
         path=path,
         message=f"DeepSpeed knows no key {key!r} in {parent or 'the top level'}",
-        why=why,
+        why=_of_unknown(parent, catalog),
         fix=fix,
         edits=edits,
     )

@@ -13,6 +13,7 @@ from zerofit.check.asked import unasked
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get, put
 from zerofit.check.finding import Finding
+from zerofit.check.neox import handed_on
 from zerofit.check.subject import MICRO, STEPS, TOTAL, Asked, CheckSubject, TargetHardware
 
 FILLING = ("trainer", "accelerate", "zerofit")  # programs that put their own value in the place of "auto"
@@ -32,24 +33,26 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 class Settled:
     """A JSON in documented names as DeepSpeed gets it, and what that took."""
 
-    aliases: Aliases
+    given: Aliases  # what of the file is DeepSpeed's
+    aliases: Aliases  # of what is given
     subject: CheckSubject
     filled: Mapping[str, Asked] = field(default_factory=dict)  # key -> who filled its "auto"
     findings: tuple[Finding, ...] = ()
 
     def in_file(self, finding: Finding) -> Finding:
         """Return a finding in the names that the file writes; of an "auto", with who has filled it."""
-        path, edits = self.aliases.in_file(finding.path), self.aliases.edits_in_file(finding.edits)
+        written = self.given.finding_in_file(self.aliases.finding_in_file(finding))
         by = self.filled.get(finding.path)
         if by is None or finding.beside or '"auto"' in finding.message:
-            return replace(finding, path=path, edits=edits)
+            return written
         message = f'{finding.message} ("auto" in the file: {by.by})'
-        return replace(finding, path=path, message=message, beside=by.place, edits=())
+        return replace(written, message=message, beside=by.place, edits=())
 
 
 def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Settled:
     """Put in what programs fill, one after the other, and compare each of their values with what stands there."""
-    aliases = resolve(config, catalog)
+    given = handed_on(config) if setting.reader == "neox" else Aliases(config=config)
+    aliases = resolve(given.config, catalog)
     settled = deepcopy(dict(aliases.config))
     filled: dict[str, Asked] = {}
     findings: list[Finding] = []
@@ -67,7 +70,7 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
     if setting.reader in HUGGING_FACE and not settled.get(STEPS):
         settled[STEPS] = 1  # accelerate 1.15 utils/dataclasses.py:1326
     subject = CheckSubject(config=settled, catalog=catalog, setting=setting, filled=frozenset(filled))
-    return Settled(aliases=aliases, subject=subject, filled=filled, findings=tuple(findings))
+    return Settled(given=given, aliases=aliases, subject=subject, filled=filled, findings=tuple(findings))
 
 
 def _same(value: Any, asked: Any) -> bool:

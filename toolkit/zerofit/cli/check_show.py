@@ -63,10 +63,14 @@ def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> 
         click.echo(f"    fix: {fix}", err=err)
 
 
+def _without_key(finding: Finding) -> str:
+    return finding.message.replace(finding.path, "").replace(finding.path.rpartition(".")[2], "")
+
+
 def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
     """Yield where else a finding is, in one line where it says the same of each key."""
     shown, left = group[1:most], len(group[most:])
-    if shown and len({finding.message.replace(finding.path, "") for finding in group}) == 1:
+    if shown and len({_without_key(finding) for finding in group[:most]}) == 1:
         more = f", and at {left} more places" if left else ""
         yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in shown)}{more}"
         return
@@ -105,7 +109,7 @@ def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """Yield severity, file, line, column, code and text of every finding, the same of several places once, and of files that were not read."""
+    """Yield severity, file, line, column, code and text of findings, the same of several places once."""
     for result in results:
         if isinstance(result, UnreadFile):
             yield "error", result.file, result.line, 1, result.problem.kind, result.problem.message

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import hjson
 
-from zerofit.check.document import Document, SyntaxFault, of_hjson, parse
+from zerofit.check.document import Document, of_hjson, parse
+from zerofit.check.scan import SyntaxFault
 from zerofit.spec.errors import Problem, UserError, nearest
 
-LARGEST = 2 * 2**20  # bytes; a configuration has some thousands
+LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
 
 
 def bundled() -> dict[str, Path]:
