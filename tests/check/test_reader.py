@@ -134,6 +134,25 @@ def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
     assert "error" not in {f.severity for f in check(document, TargetHardware(reader="deepspeed"))}
 
 
+@pytest.mark.parametrize(("encoding", "takes"), [("utf-16", False), ("utf-16-le", False), ("utf-8-sig", True)])
+def test_encodings_that_programs_do_not_read(tmp_path, encoding, takes):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path = tmp_path / "ds.json"
+    path.write_bytes(json.dumps(PLAIN).encode(encoding))
+    try:
+        taken = DeepSpeedConfig(str(path)).train_batch_size == 8
+    except ValueError:  # of the encoding, or of hjson
+        taken = False
+    assert taken == takes
+    severities = {r: {f.code: f.severity for f in check_file(path, reader=r).findings} for r in READERS}
+    assert severities["deepspeed"]["encoding"] == ("warning" if takes else "error")
+    assert severities["trainer"]["encoding"] == "error"
+    with pytest.raises((UnicodeDecodeError, json.JSONDecodeError)), path.open(encoding="utf-8") as file:
+        json.load(file)
+    assert "encoding" not in severities["zerofit"]
+
+
 def test_values_given_beside_the_file():
     config = {"train_batch_size": 32, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "bf16": {"enabled": True}}
     run = Run(ranks=1, micro_batch=1, gradient_accumulation_steps=4, lr=3e-4, precision="fp16")

@@ -271,7 +271,9 @@ def test_a_fix_says_what_is_left_to_decide(tmp_path):
         (b"{" + b'"key": 1, ' * 30_000 + b'"train_batch_size": 8}', 2, "stands twice"),
         (b"{" + b"".join(b'"k%d": 1, ' % n for n in range(30_000)) + b'"fp16": 1}', 2, "at 91 more places"),
         (b" " * (64 * 2**20) + b"{}", 2, "bytes"),
-        ('{"train_batch_size": 8}'.encode("utf-16"), 0, "0 errors"),
+        ('{"train_batch_size": 8}'.encode("utf-16"), 2, "utf-16"),
+        ('{"train_batch_size": 8}'.encode("utf-16-le"), 2, "utf-16"),
+        ('{"train_batch_size": 8}'.encode("utf-8-sig"), 0, "byte order mark"),
         (b"{\n  train_batch_size: 8\n}", 0, "HJSON"),
     ],
 )

@@ -20,7 +20,7 @@ def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companio
         return of_mapping(given, accelerate=accelerate)
     where = "--accelerate-config" if accelerate else "--training-args"
     try:
-        return read_companion(str(given), read_text(Path(given)), accelerate=accelerate)
+        return read_companion(str(given), read_text(Path(given))[0], accelerate=accelerate)
     except SyntaxFault as fault:
         message = f"{given} does not parse at line {fault.line}, column {fault.column}: {fault.message}"
         problem = Problem(kind="syntax", message=message, where=f"{given}:{fault.line}:{fault.column}")

@@ -21,7 +21,7 @@ from zerofit.check.neox import model_parallel
 from zerofit.check.reader import Reader, guess
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import LARGEST, bundled, find_config, read_document
+from zerofit.config.ds_json import bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -29,6 +29,7 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run, RunRequest
 
+SEARCHED = 2 * 2**20  # bytes; larger files of a folder are data
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
@@ -158,7 +159,7 @@ def find_files(names: Sequence[str]) -> list[str]:
 def _is_ours(path: Path) -> bool:
     """Return whether a file looks like a DeepSpeed JSON: at least one of three keys that nearly all of them have."""
     try:
-        text = path.read_bytes() if path.stat().st_size <= LARGEST else b""
+        text = path.read_bytes() if path.stat().st_size <= SEARCHED else b""
     except OSError:
         return False
     return any(f'"{key}"'.encode() in text.replace(b"\0", b"") for key in MARKS)

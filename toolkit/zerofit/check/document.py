@@ -18,6 +18,7 @@ class Document:
     text: str
     root: ParsedValue
     generated: bool = False  # the user has never seen the text, its lines say nothing
+    encoding: str = "utf-8"  # as Python calls it; utf-8-sig begins with a mark
     commas: tuple[TextPosition, ...] = ()  # after the last member of an object or array
     comment: TextPosition | None = None  # the first one
     places: Mapping[str, TextPosition] | None = None  # in the file, where `text` is another writing of it

@@ -73,6 +73,20 @@ def keys(config: Mapping[str, Any], catalog: Catalog, reader: str) -> Iterator[F
 def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
     """Yield what DeepSpeed's reader takes and a strict reader of JSON does not."""
     stops = reader in STRICT_READERS
+    if document.encoding != "utf-8" and reader != "zerofit":
+        marked = document.encoding == "utf-8-sig"
+        yield Finding(
+            code="encoding",
+            severity="error" if stops or not marked else "warning",
+            path="",
+            message="the file begins with a byte order mark" if marked else f"the file is in {document.encoding}",
+            why=f"{SPOKEN[reader]} reads UTF-8 {'without one ' if marked else ''}and stops"
+            if stops or not marked
+            else "DeepSpeed takes it; Hugging Face's Trainer, Accelerate and Lightning do not",
+            fix="save it as UTF-8 without a mark",
+            line=1,
+            column=1,
+        )
     if document.loose:
         yield Finding(
             code="hjson",

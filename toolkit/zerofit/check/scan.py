@@ -60,9 +60,10 @@ class ObjectMember:
 class SyntaxFault(Exception):
     """The text is not valid JSON; says where and what was expected."""
 
-    def __init__(self, message: str, line: int, column: int):
+    def __init__(self, message: str, line: int, column: int, *, final: bool = False):
         super().__init__(message)
         self.message, self.line, self.column = message, line, column
+        self.final = final  # in HJSON too
 
 
 class Scanner:
@@ -180,7 +181,7 @@ class Scanner:
         shown = word if len(word) < 20 else f"a number of {len(word):,} characters"
         place = self.place(self._at - len(word), self._at)
         message = f"got {shown}, which is beyond what a number of JSON can be for any reader (1.8e308)"
-        raise SyntaxFault(message, place.line, place.column)
+        raise SyntaxFault(message, place.line, place.column, final=True)
 
     def _fail(self, expected: str) -> NoReturn:
         place = self.place(self._at, self._at)
@@ -192,4 +193,4 @@ class Scanner:
             message = f"got Python's {python.group()} where JSON has {PYTHON[python.group()]}"
         else:
             message = f"got {rest!r} where JSON has {expected}"
-        raise SyntaxFault(message, place.line, place.column)
+        raise SyntaxFault(message, place.line, place.column, final=python is not None)
