@@ -324,3 +324,30 @@ def test_ranks_that_files_start():
     assert ranks({"num_gpus": 4, "num_nodes": 2}) == 8
     assert ranks({"num_processes": 16}) == 16
     assert ranks({"nproc_per_node": "gpu"}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "overlap_comm": "auto"}},
+            "auto-unfilled",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 1, "wall_clock_breakdown": "auto", "zero_optimization": {}},
+            "auto-unfilled",
+        ),
+        ({"train_batch_size": "auto", "zero_optimization": {"stage": 1}}, "batch-auto"),
+    ],
+)
+def test_auto_that_accelerate_does_not_know(monkeypatch, config, code):
+    """`deepspeed_config_process` goes over every key with what `Accelerator.prepare` has for it."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    monkeypatch.delenv("ACCELERATE_CONFIG_DS_FIELDS", raising=False)
+    theirs = DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(config)))
+    has = {} if code == "batch-auto" else {"train_batch_size": 1}
+    with pytest.raises(ValueError, match="not found in kwargs"):
+        theirs.deepspeed_config_process(must_match=False, gradient_clipping=1.0, **has)
+    found = {f.code: f for f in zf.check(config, reader="accelerate").findings}
+    assert found[code].severity == "error" and found[code].effect == "stops"

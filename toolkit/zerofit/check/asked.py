@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.companion import Companion
+from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, Asked
 
 PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
@@ -87,7 +88,7 @@ class _Argument:
 
 def unasked(reader: str) -> Iterator[Asked]:
     """Yield what Accelerate, and the Trainer through it, put in the place of "auto" without being told."""
-    if reader in ("trainer", "accelerate"):
+    if reader in HUGGING_FACE:
         clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
         for path, value in (UNASKED | clipping).items():
             yield Asked(path=path, value=value, said="what Accelerate takes", compared=False)

@@ -9,7 +9,8 @@ from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
 from zerofit.check.finding import EFFECTS, Finding, Rule
-from zerofit.check.keys import form, keys
+from zerofit.check.form import form
+from zerofit.check.keys import keys
 from zerofit.check.neox import unknown_arguments
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
@@ -59,7 +60,7 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     found = list(form(document, setting.reader))
     if isinstance(document.config, dict):
         settled = settle(document.config, known, setting)
-        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting.reader))
+        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting))
         found += unknown_arguments(document.config) if setting.reader == "neox" else ()
         ruled = (one for rule in (*RULES, *FUNCTIONS) for one in rule(settled.subject))
         found += map(settled.in_file, (*settled.findings, *ruled))

@@ -19,6 +19,7 @@ SPOKEN = {
 }
 # they call json.load: transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py:104, Lightning's
 # strategies/deepspeed.py
+HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
 # arguments of GPT-NeoX itself that stand beside DeepSpeed's in its files; - and _ are one
 NEOX = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")

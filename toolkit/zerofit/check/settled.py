@@ -14,10 +14,10 @@ from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get, put
 from zerofit.check.finding import Finding
 from zerofit.check.neox import handed_on
+from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, Asked, CheckSubject, TargetHardware
 
 FILLING = ("trainer", "accelerate", "zerofit")  # programs that put their own value in the place of "auto"
-HUGGING_FACE = ("trainer", "accelerate")
 # what is in force where a key is missing that a program asks for, and the key that has to be there for it to be read
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (1.0, ""),

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from zerofit.check.dotted import autos
 from zerofit.check.finding import Finding, Rule
-from zerofit.check.reader import SPOKEN
+from zerofit.check.reader import HUGGING_FACE, SPOKEN
 from zerofit.check.schema import FILLED
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.subject import MICRO, TOTAL, ZERO, CheckSubject
 
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-HUGGING_FACE = ("trainer", "accelerate")
 
 
 def _reader(c: CheckSubject, *names: str) -> bool:
@@ -28,6 +27,15 @@ READER_RULES = (
         'config."',
         fix='add "zero_optimization": {"stage": 0}, or the stage that you want',
         source="accelerate 1.15 utils/dataclasses.py:1329",
+    ),
+    Rule(
+        code="batch-auto",
+        path=TOTAL,
+        when=lambda c: _reader(c, "accelerate") and c.get(TOTAL) == "auto" and c.get(MICRO) is None,
+        message=f'{TOTAL} is "auto" without {MICRO}',
+        why='Accelerate stops: "`train_batch_size` not found in kwargs"; it fills it from the micro batch\'s key',
+        fix=f'add "{MICRO}": "auto"',
+        source="accelerate 1.15 accelerator.py:2168-2225",
     ),
     Rule(
         code="clipping-default",
