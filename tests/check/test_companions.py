@@ -351,3 +351,15 @@ def test_auto_that_accelerate_does_not_know(monkeypatch, config, code):
         theirs.deepspeed_config_process(must_match=False, gradient_clipping=1.0, **has)
     found = {f.code: f for f in zf.check(config, reader="accelerate").findings}
     assert found[code].severity == "error" and found[code].effect == "stops"
+
+
+def test_resolve_gives_what_the_trainer_hands_over(monkeypatch):
+    config, arguments = all_auto(FIXED), SAME
+    plain, _ = trainers(config, arguments, monkeypatch)
+    resolved = zf.check(config, Run(ranks=1), training_args=arguments).resolve()
+    assert resolved.config == plain
+    assert {row["path"] for row in resolved.reasons} >= {"gradient_clipping", "optimizer.params.lr"}
+    with pytest.raises(UserError, match="gradient_accumulation_steps"):
+        zf.check(config | {"gradient_accumulation_steps": 3}, training_args=arguments).resolve()
+    with pytest.raises(UserError, match="nothing given says what train_batch_size will be"):
+        zf.check(config, training_args=arguments).resolve()

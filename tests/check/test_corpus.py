@@ -17,7 +17,7 @@ CASES = cases()
 ELSEWHERE = {
     *("auto-reader", "batch-ranks", "clipping-default", "flag-differs", "gather-weights", "hjson", "json-comment"),
     *("lightning-accumulation", "offload-own-optimizer", "zero-missing", "accelerate-beside-json", "flag-unread"),
-    *("neox-argument", "encoding", "batch-auto"),
+    *("neox-argument", "encoding", "batch-auto", "lightning-contiguous"),
 }
 # a fix of these moves, renames or corrects a type
 MENDED = {

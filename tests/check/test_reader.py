@@ -104,6 +104,19 @@ def test_lightning_sets_the_accumulation_itself():
     assert found(PLAIN | {"gradient_accumulation_steps": 1}, "lightning") == {"lightning-accumulation": "error"}
 
 
+def test_lightning_configures_activation_checkpointing(monkeypatch):
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    for name in ("PARTITION_ACTIVATIONS", "CONTIGUOUS_CHECKPOINTING", "num_layers", "deepspeed_checkpointing_enabled"):
+        monkeypatch.setattr(checkpointing, name, getattr(checkpointing, name))
+    with pytest.raises(AssertionError, match="number of layers"):  # as Lightning's strategy calls it
+        checkpointing.configure(mpu_=None, partition_activations=True, contiguous_checkpointing=True)
+    section = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4}
+    config = PLAIN | {"activation_checkpointing": section}
+    assert found(config, "lightning") == {"lightning-contiguous": "error"}
+    assert found(config, "deepspeed") == {"activations-partition": "warning"}
+
+
 def test_an_offloaded_optimizer_of_the_code():
     config = PLAIN | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert "offload-own-optimizer" in found(config, "deepspeed")

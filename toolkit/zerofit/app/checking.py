@@ -9,16 +9,19 @@ from typing import Any
 
 from zerofit.app.beside import asked_beside, named_config, read
 from zerofit.check.asked import plugin_config
+from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
 from zerofit.check.companion import Companion
 from zerofit.check.document import Document, of_data, of_lines, parse
+from zerofit.check.dotted import autos
 from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
-from zerofit.check.reader import Reader, guess
+from zerofit.check.reader import HUGGING_FACE, Reader, guess
+from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
 from zerofit.config.ds_json import bundled, find_config, read_document
@@ -115,7 +118,12 @@ class CheckResult:
         return target
 
     def resolve(self) -> ResolvedConfig:
-        """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong."""
+        """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong.
+
+        Of a file for the Trainer or Accelerate it is what these hand to DeepSpeed, of any other zerofit's own.
+        """
+        if self.reader.name in HUGGING_FACE:
+            return self._as_handed_over()
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes follow from it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
@@ -131,6 +139,24 @@ class CheckResult:
         return ResolvedConfig(
             config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)
         )
+
+    def _as_handed_over(self) -> ResolvedConfig:
+        settled = settle(self.document.config, catalog(), self.hardware)
+        problems = [
+            Problem(kind=f.code, message=f.message, hint=f.fix, where=f"{self.file}:{f.line}:{f.column}")
+            for f in self.errors
+        ]
+        left = list(autos(settled.subject.config))
+        if left and not problems:
+            message = f"nothing given says what {', '.join(left)} will be"
+            hint = (
+                "--training-args, --micro-batch, ... say it; --ranks, and --model for sizes that follow from the model"
+            )
+            problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
+        if problems:
+            raise UserError(*problems)
+        reasons = [{"path": path, "value": by.value, "why": by.by} for path, by in settled.filled.items()]
+        return ResolvedConfig(config=dict(settled.subject.config), reasons=reasons)
 
     def _repr_html_(self) -> str:
         rows = [(f.line, f.path, f.severity, f.message, f.fix) for f in self.findings]

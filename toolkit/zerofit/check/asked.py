@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.companion import Companion
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, Asked
+from zerofit.spec.model_facts import ModelFacts
 
 PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
@@ -77,6 +78,11 @@ UNASKED: dict[str, Any] = {
     GATHER: False,
     f"{SCHEDULE}.warmup_min_lr": 0,
 }
+BY_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +92,18 @@ class _Argument:
     place: str
 
 
-def unasked(reader: str) -> Iterator[Asked]:
+def unasked(reader: str, facts: ModelFacts | None) -> Iterator[Asked]:
     """Yield what Accelerate, and the Trainer through it, put in the place of "auto" without being told."""
-    if reader in HUGGING_FACE:
-        clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
-        for path, value in (UNASKED | clipping).items():
-            yield Asked(path=path, value=value, said="what Accelerate takes", compared=False)
+    if reader not in HUGGING_FACE:
+        return
+    clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
+    for path, value in (UNASKED | clipping).items():
+        yield Asked(path=path, value=value, said="what Accelerate takes", compared=False)
+    if facts is not None:
+        width = facts.hidden_size
+        for name, size in BY_WIDTH.items():
+            said = f"by the model's hidden size {width}"
+            yield Asked(path=f"{ZERO}.{name}", value=size(width), said=said, compared=False)
 
 
 def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:

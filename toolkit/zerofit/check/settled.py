@@ -56,7 +56,7 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
     settled = deepcopy(dict(aliases.config))
     filled: dict[str, Asked] = {}
     findings: list[Finding] = []
-    for asked in (*setting.asked, *_of_parts(settled, setting), *unasked(setting.reader)):
+    for asked in (*setting.asked, *_of_parts(settled, setting), *unasked(setting.reader, setting.facts)):
         value = get(settled, asked.path)
         if asked.refused:
             findings.append(_refused(asked, value))

@@ -119,7 +119,7 @@ def check(
     if not files and not beside:
         raise click.UsageError("name a FILE, or --training-args or --accelerate-config that name one")
     wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
-    reader = reader or ("zerofit" if options["resolve"] else None)  # which fills the file in
+    reader = reader or ("zerofit" if options["resolve"] and not beside else None)  # which fills the file in
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:

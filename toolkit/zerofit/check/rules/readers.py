@@ -64,6 +64,15 @@ READER_RULES = (
         source="runtime/engine.py:5608",
     ),
     Rule(
+        code="lightning-contiguous",
+        path="activation_checkpointing.contiguous_memory_optimization",
+        when=lambda c: _reader(c, "lightning") and c.on("activation_checkpointing.contiguous_memory_optimization"),
+        message="contiguous_memory_optimization in a file for Lightning",
+        why="Lightning hands it to deepspeed.checkpointing.configure without a number of layers, and DeepSpeed stops: "
+        '"Must specify the number of layers with contiguous memory checkpointing"',
+        source="lightning pytorch/strategies/deepspeed.py, _set_deepspeed_activation_checkpointing",
+    ),
+    Rule(
         code="lightning-accumulation",
         path="gradient_accumulation_steps",
         when=lambda c: _reader(c, "lightning") and c.has("gradient_accumulation_steps"),
