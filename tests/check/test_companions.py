@@ -363,3 +363,21 @@ def test_resolve_gives_what_the_trainer_hands_over(monkeypatch):
         zf.check(config | {"gradient_accumulation_steps": 3}, training_args=arguments).resolve()
     with pytest.raises(UserError, match="nothing given says what train_batch_size will be"):
         zf.check(config, training_args=arguments).resolve()
+
+
+def test_accelerate_without_deepspeed(tmp_path):
+    beside = tmp_path / "acc.yaml"
+    beside.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    found = zf.check(FIXED, accelerate_config=beside).findings
+    (one,) = [f for f in found if f.code == "accelerate-beside-json"]
+    assert (one.severity, one.beside) == ("warning", f"{beside}:1")
+    with pytest.raises(UserError, match="none is named or made"):
+        zf.check(accelerate_config=beside)
+
+
+def test_a_json_that_is_not_there_is_named_with_its_line(tmp_path):
+    beside = tmp_path / "llama_factory.yaml"
+    beside.write_text(YAML)
+    with pytest.raises(UserError) as raised:
+        zf.check(training_args=beside)
+    assert raised.value.problems[0].where == f"{beside}:4"

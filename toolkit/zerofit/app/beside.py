@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.check.asked import asked_of
-from zerofit.check.companion import Companion, of_mapping, read_companion
+from zerofit.check.companion import ACCELERATE_JSON, Companion, of_mapping, read_companion
 from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import Asked
 from zerofit.config.ds_json import read_text
@@ -30,12 +30,14 @@ def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companio
         raise UserError(Problem(kind="unreadable", message=message, where=where)) from None
 
 
-def named_config(companions: Sequence[Companion]) -> Path | None:
-    """Return the JSON that files name: from here, as the program would read it, else beside the file that names it."""
+def named_config(companions: Sequence[Companion]) -> tuple[str, str] | None:
+    """Return the JSON that a file names, from here or beside that file, and the line that names it."""
     for companion in companions:
-        if companion.config_file is not None:
-            path, beside = Path(companion.config_file), Path(companion.file).parent / companion.config_file
-            return beside if beside.exists() and not path.exists() else path
+        named = companion.config_file
+        if named is not None:
+            beside = Path(companion.file).parent / named
+            where = companion.place(ACCELERATE_JSON if companion.kind == "accelerate" else "deepspeed")
+            return (str(beside) if beside.exists() and not Path(named).exists() else named), where
     return None
 
 

@@ -149,9 +149,7 @@ class CheckResult:
         left = list(autos(settled.subject.config))
         if left and not problems:
             message = f"nothing given says what {', '.join(left)} will be"
-            hint = (
-                "--training-args, --micro-batch, ... say it; --ranks, and --model for sizes that follow from the model"
-            )
+            hint = "--training-args or flags say it; --ranks the whole batch, --model sizes that follow from the model"
             problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
         if problems:
             raise UserError(*problems)
@@ -263,13 +261,14 @@ def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list
     """Return the JSON's name and text. Raises UserError where there is none, or it does not parse."""
     if isinstance(ds_config, Mapping):
         return "ds_config", of_data(dict(ds_config))
-    named = ds_config if ds_config is not None else named_config(companions)
+    named = (str(ds_config), "FILE") if ds_config is not None else named_config(companions)
     if named is not None:
-        path = find_config(str(named), where="FILE")
-        return str(path), read_document(path, where="FILE")
-    accelerate = next((one for one in companions if one.kind == "accelerate"), None)
+        path = find_config(named[0], where=named[1])
+        return str(path), read_document(path, where=named[1])
+    kinds = (None, "DEEPSPEED")
+    accelerate = next((c for c in companions if c.kind == "accelerate" and c.get("distributed_type") in kinds), None)
     if accelerate is None:
-        message = "no DeepSpeed JSON: none is given, and the arguments name none"
+        message = "no DeepSpeed JSON: none is given, and none is named or made by the files beside it"
         raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
     return accelerate.file, of_lines(*plugin_config(accelerate))
 

@@ -70,6 +70,7 @@ REFUSED = (
     'Accelerate stops, whatever the values: "When using `deepspeed_config_file`, the following accelerate config '
     'variables will be ignored"'
 )
+WITHOUT = "Accelerate trains without DeepSpeed, and ignores the JSON, where the script does not hand it over itself"
 # what Accelerate puts in the place of "auto" where nobody has said anything (the same function, accelerator.py:2208)
 UNASKED: dict[str, Any] = {
     f"{ZERO}.stage": 2,
@@ -182,6 +183,11 @@ def _schedule(companion: Companion) -> Iterator[Asked]:
 
 
 def _of_accelerate(companion: Companion) -> Iterator[Asked]:
+    kind = companion.get("distributed_type")
+    if kind not in (None, "DEEPSPEED"):
+        said, place = f"distributed_type {kind}", companion.place("distributed_type")
+        yield Asked(path="", value=kind, said=said, place=place, severity="warning", refused=WITHOUT)
+        return
     for name, path in PLUGIN.items():
         key = f"deepspeed_config.{name}"
         if key in companion.values:

@@ -57,12 +57,12 @@ def settle(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware)
     filled: dict[str, Asked] = {}
     findings: list[Finding] = []
     for asked in (*setting.asked, *_of_parts(settled, setting), *unasked(setting.reader, setting.facts)):
-        value = get(settled, asked.path)
+        value = get(settled, asked.path) if asked.path else None
         if asked.refused:
             findings.append(_refused(asked, value))
         elif value is not None and value != "auto" and asked.compared and not _same(value, asked.value):
             findings.append(_differs(asked, value, setting))
-        elif value is None and asked.compared and asked.place:
+        elif value is None and asked.compared and (asked.place or setting.reader in HUGGING_FACE):
             findings += _left_out(settled, asked, setting)
         if value == "auto" and setting.reader in FILLING and not isinstance(asked.value, tuple):
             put(settled, asked.path, asked.value)
@@ -104,13 +104,14 @@ def _differs(asked: Asked, value: Any, setting: TargetHardware) -> Finding:
 
 
 def _refused(asked: Asked, value: Any) -> Finding:
-    here = "the JSON has none" if value is None else f"the JSON has {_shown(value)}"
+    has = f", which has {'none' if value is None else _shown(value)} for {asked.path}" if asked.path else ""
     return Finding(
         code="accelerate-beside-json",
+        severity=asked.severity,
         path=asked.path,
-        message=f"{asked.by} stands beside a DeepSpeed JSON; for {asked.path} {here}",
+        message=f"{asked.by} stands beside a DeepSpeed JSON{has}",
         why=asked.refused,
-        fix="take it out of Accelerate's file; the JSON says it",
+        fix="take it out of Accelerate's file; the JSON says it" if asked.path else "write DEEPSPEED",
         beside=asked.place,
     )
 
