@@ -4,7 +4,9 @@ python benchmarks/check_corpus.py CASES.json [--output FILE.json]
 
 CASES.json is a list; the files lie in the folder of its name beside it. A case of `file`, `deepspeed_config`,
 `engine_one_cpu_rank` and, for files with "auto", `training_arguments` says "ok" or the error of each. A case of `id`,
-`args` and `expect` is a known fault: the flags of the command, and the codes of which one should be found.
+`args`, `expect`, `fault` and `want` is a known fault: the flags of the command, the codes of which one should be found,
+and words in which people have spoken of it. The lines that it may be found in are those of the keys that these words
+name, by name or by value ("16 != ..."), each with the lines of its section; a key that is missing stands in line 1.
 
 The meaning of a file is what `DeepSpeedConfig` makes of it, every "auto" left out: `--fix` has to keep it where
 DeepSpeed took the file, and where it did not, to keep every value that the file has.
@@ -19,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -30,9 +32,10 @@ from unittest.mock import patch
 from zerofit.app.checking import CheckResult, check
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
-from zerofit.check.document import parse
+from zerofit.check.document import Document, parse
 from zerofit.check.dotted import autos, drop, leaves
 from zerofit.check.keys import is_off
+from zerofit.check.scan import ObjectMember, ParsedValue
 from zerofit.spec.errors import UserError
 from zerofit.spec.run import load_run
 
@@ -51,7 +54,9 @@ def main() -> None:
     folder = options.cases.with_suffix("")
     if "id" in cases[0]:
         rows = [_fault(folder / f"{case['id']}.json", case) for case in cases]
+        with_line = [row["at its line"] for row in rows if "at its line" in row]
         figures: dict[str, Any] = {"faults": len(rows), "found": sum(row["found"] for row in rows)}
+        figures |= {"with a line": len(with_line), "at its line": sum(with_line)}
     else:
         started = time.monotonic()
         results = {case["file"]: _checked(folder / case["file"]) for case in cases}
@@ -89,7 +94,50 @@ def _fault(path: Path, case: Mapping[str, Any]) -> dict[str, Any]:
     asked = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+", case["expect"]))
     errors = [] if isinstance(result, UserError) else result.errors
     met = not errors if case["expect"] == "clean" else bool(codes & asked if asked else codes)
-    return {"file": path.name, "found": met, "codes": sorted(codes), "remarks": remarks}
+    row: dict[str, Any] = {"file": path.name, "found": met, "codes": sorted(codes), "remarks": remarks}
+    if isinstance(result, UserError) or case["expect"] == "clean":
+        return row
+    spans = list(_spoken_of(result.document, " ".join(case[name] for name in ("expect", "fault", "want"))))
+    lines = sorted({line for code, _, line, _ in found if code in asked or not codes & asked})
+    at = any(first <= line <= last for first, last in spans for line in lines)
+    return row | {"lines expected": spans, "lines found": lines, "at its line": at}
+
+
+def _spoken_of(document: Document, words: str) -> Iterator[tuple[int, int]]:
+    """Yield first and last line of each key that the words speak of; line 1 where they speak of none that is there."""
+    spoken = f" {_plain_words(words)} "
+    values_named = set(re.findall(r"\b(\d+) !=", words))
+    spans = [
+        (member.place.line, document.text.count("\n", 0, member.value.place.end) + 1)
+        for path, member in _members(document.root, "")
+        if _named(member.key, path, spoken) or (not member.value.members and str(member.value.data) in values_named)
+    ]
+    inner = [one for one in spans if not any(one != other and _inside(other, one) for other in spans)]
+    yield from inner or [(1, 1)]
+
+
+def _named(key: str, path: str, spoken: str) -> bool:
+    """Return whether words name a key: its path, all of its name, or all but its first word where it has many."""
+    names = {
+        _plain_words(path),
+        _plain_words(key),
+        *([_plain_words(key).partition(" ")[2]] if key.count("_") > 2 else []),
+    }
+    return any(f" {name} " in spoken for name in names if len(name) > 2)
+
+
+def _inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _plain_words(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+def _members(value: ParsedValue, prefix: str) -> Iterator[tuple[str, ObjectMember]]:
+    for member in value.members:
+        yield f"{prefix}{member.key}", member
+        yield from _members(member.value, f"{prefix}{member.key}.")
 
 
 def _file(case: Mapping[str, Any], result: CheckResult | UserError) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from zerofit.check.document import SyntaxFault, of_data, parse
+from zerofit.check.document import of_data, parse
 from zerofit.check.edit import Assignment, Deletion, Removal, Renaming, apply
+from zerofit.check.scan import SyntaxFault
 
 COMMENTED = """{
   // lines and /* blocks */ are taken off

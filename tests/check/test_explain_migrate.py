@@ -151,3 +151,16 @@ def test_what_is_migrated_is_accepted_or_says_what_is_left():
     assert [f.path for f in check(parse(undecided.text), TargetHardware()) if f.severity == "error"] == [
         "fp16.opt_level"
     ]
+
+
+def test_a_migrated_file_keeps_pinned_memory_and_clipping():
+    old = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 100, "max_grad_norm": 0.5}},
+        "zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": True},
+    }
+    migrated = migrate(of_data(old), TargetHardware(reader="deepspeed"))
+    new = json.loads(migrated.text)
+    assert new["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    assert new["gradient_clipping"] == 0.5 and new["optimizer"] == {"type": "Adam", "params": {"lr": 1e-4}}
+    assert any("freeze_step" in line for line in migrated.lost) and not any("max_grad" in x for x in migrated.lost)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check, mend
-from zerofit.check.document import SyntaxFault, parse
+from zerofit.check.document import parse
 from zerofit.check.explain import explain
 from zerofit.check.migrate import migrate
+from zerofit.check.scan import SyntaxFault
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
 from zerofit.config.ds_json import bundled

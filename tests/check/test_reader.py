@@ -30,8 +30,23 @@ def test_the_guess_goes_by_what_stands_in_the_file():
     assert ours.name == "zerofit" and "sequence_parallel_size" in ours.sentence()
     neox = PLAIN | {"num-layers": 12, "hidden-size": 768, "pos-emb": "rotary"}
     assert guess(neox).name == "neox"
-    assert "unknown-key" not in found(neox, "neox")
+    assert found(neox, "neox") == {}
     assert "unknown-key" in found(neox, "deepspeed")
+
+
+def test_gpt_neox_hands_some_of_its_arguments_on():
+    """What stands there is what megatron/neox_arguments makes of it: deepspeed_config and calculate_derived."""
+    ours = PLAIN | {"num-layers": 12, "pipe-parallel-size": 2, "precision": "bfloat16", "vocab-siez": 1}
+    ours |= {"optimizer": {"type": "sm3", "params": {"lr": 1e-4}}, "gradient-clipping": 1.0}
+    assert found(ours, "neox") == {"neox-argument": "warning"}  # it makes the optimizer itself
+    text = '{"num-layers": 1, "pos-emb": "rotary", "precision": "bfloat16",\n"fp16": {"enabled": true, "fp16": true},\n'
+    text += '"train-micro-batch-size-per-gpu": "x",\n"deepspeed_extra_args": {"zero_optimisation": {}}}'
+    faults = {(f.code, f.line) for f in check(parse(text), TargetHardware(reader="neox"))}
+    assert faults >= {("unknown-key", 2), ("fp16-and-bf16", 2), ("wrong-type", 3), ("unknown-key", 4)}
+    neox = ours | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "model-parallel-size": 1}
+    neox["pos-emb"] = "rotary"
+    assert "batch-identity" not in {f.code for f in check_file(neox, Run(ranks=8)).findings}  # 4 hold data
+    assert "batch-identity" in {f.code for f in check_file(neox, Run(ranks=16)).findings}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +68,11 @@ def test_plain_deepspeed_fails_on_auto_or_takes_its_default(path, value, fails):
 
 
 def test_a_guessed_trainer_is_told_what_plain_deepspeed_does():
-    (one,) = check(of_data(TRAINER), TargetHardware(reader="trainer", guessed=True))
-    assert one.code == "auto-reader" and "fails on train_batch_size, gradient_clipping" in one.why
+    config = TRAINER | {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+    told = check(of_data(config), TargetHardware(reader="trainer", guessed=True))
+    assert {f.code for f in told} == {"auto-reader"}
+    assert [f.path for f in told if "fails on the word" in f.why] == ["train_batch_size", "gradient_clipping"]
+    assert [f.path for f in told if "its default" in f.why] == ["zero_optimization.reduce_bucket_size"]
     assert found(TRAINER, "trainer") == {}
 
 
@@ -86,6 +104,19 @@ def test_lightning_sets_the_accumulation_itself():
     assert found(PLAIN | {"gradient_accumulation_steps": 1}, "lightning") == {"lightning-accumulation": "error"}
 
 
+def test_lightning_configures_activation_checkpointing(monkeypatch):
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    for name in ("PARTITION_ACTIVATIONS", "CONTIGUOUS_CHECKPOINTING", "num_layers", "deepspeed_checkpointing_enabled"):
+        monkeypatch.setattr(checkpointing, name, getattr(checkpointing, name))
+    with pytest.raises(AssertionError, match="number of layers"):  # as Lightning's strategy calls it
+        checkpointing.configure(mpu_=None, partition_activations=True, contiguous_checkpointing=True)
+    section = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4}
+    config = PLAIN | {"activation_checkpointing": section}
+    assert found(config, "lightning") == {"lightning-contiguous": "error"}
+    assert found(config, "deepspeed") == {"activations-partition": "warning"}
+
+
 def test_an_offloaded_optimizer_of_the_code():
     config = PLAIN | {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert "offload-own-optimizer" in found(config, "deepspeed")
@@ -114,6 +145,25 @@ def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
     document = parse_text(text)
     assert [(f.code, f.severity) for f in check(document, TargetHardware(reader="trainer"))] == [(code, "error")]
     assert "error" not in {f.severity for f in check(document, TargetHardware(reader="deepspeed"))}
+
+
+@pytest.mark.parametrize(("encoding", "takes"), [("utf-16", False), ("utf-16-le", False), ("utf-8-sig", True)])
+def test_encodings_that_programs_do_not_read(tmp_path, encoding, takes):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path = tmp_path / "ds.json"
+    path.write_bytes(json.dumps(PLAIN).encode(encoding))
+    try:
+        taken = DeepSpeedConfig(str(path)).train_batch_size == 8
+    except ValueError:  # of the encoding, or of hjson
+        taken = False
+    assert taken == takes
+    severities = {r: {f.code: f.severity for f in check_file(path, reader=r).findings} for r in READERS}
+    assert severities["deepspeed"]["encoding"] == ("warning" if takes else "error")
+    assert severities["trainer"]["encoding"] == "error"
+    with pytest.raises((UnicodeDecodeError, json.JSONDecodeError)), path.open(encoding="utf-8") as file:
+        json.load(file)
+    assert "encoding" not in severities["zerofit"]
 
 
 def test_values_given_beside_the_file():

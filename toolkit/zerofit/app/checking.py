@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.beside import asked_beside, named_config, read
+from zerofit.check.asked import plugin_config
+from zerofit.check.catalog import catalog
 from zerofit.check.check import check as find_all
 from zerofit.check.check import mend
-from zerofit.check.document import Document, of_data, parse
+from zerofit.check.companion import Companion
+from zerofit.check.document import Document, of_data, of_lines, parse
+from zerofit.check.dotted import autos
 from zerofit.check.explain import KeyRow
 from zerofit.check.explain import explain as explain_keys
 from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
-from zerofit.check.reader import Reader, guess
-from zerofit.check.subject import TargetHardware
+from zerofit.check.neox import model_parallel
+from zerofit.check.reader import HUGGING_FACE, Reader, guess
+from zerofit.check.settled import settle
+from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import LARGEST, bundled, find_config, read_document
+from zerofit.config.ds_json import bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run, RunRequest
 
+SEARCHED = 2 * 2**20  # bytes; larger files of a folder are data
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
@@ -109,7 +118,12 @@ class CheckResult:
         return target
 
     def resolve(self) -> ResolvedConfig:
-        """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong."""
+        """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong.
+
+        Of a file for the Trainer or Accelerate it is what these hand to DeepSpeed, of any other zerofit's own.
+        """
+        if self.reader.name in HUGGING_FACE:
+            return self._as_handed_over()
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes follow from it"
             raise UserError(Problem(kind="usage", message=message, hint="add --model NAME", where="--model"))
@@ -125,6 +139,22 @@ class CheckResult:
         return ResolvedConfig(
             config=plain, reasons=reasons(self.document.config, plain, found.decision, self.hardware.facts)
         )
+
+    def _as_handed_over(self) -> ResolvedConfig:
+        settled = settle(self.document.config, catalog(), self.hardware)
+        problems = [
+            Problem(kind=f.code, message=f.message, hint=f.fix, where=f"{self.file}:{f.line}:{f.column}")
+            for f in self.errors
+        ]
+        left = list(autos(settled.subject.config))
+        if left and not problems:
+            message = f"nothing given says what {', '.join(left)} will be"
+            hint = "--training-args or flags say it; --ranks the whole batch, --model sizes that follow from the model"
+            problems = [Problem(kind="auto-unfilled", message=message, hint=hint, where=self.file)]
+        if problems:
+            raise UserError(*problems)
+        reasons = [{"path": path, "value": by.value, "why": by.by} for path, by in settled.filled.items()]
+        return ResolvedConfig(config=dict(settled.subject.config), reasons=reasons)
 
     def _repr_html_(self) -> str:
         rows = [(f.line, f.path, f.severity, f.message, f.fix) for f in self.findings]
@@ -153,30 +183,36 @@ def find_files(names: Sequence[str]) -> list[str]:
 def _is_ours(path: Path) -> bool:
     """Return whether a file looks like a DeepSpeed JSON: at least one of three keys that nearly all of them have."""
     try:
-        text = path.read_bytes() if path.stat().st_size <= LARGEST else b""
+        text = path.read_bytes() if path.stat().st_size <= SEARCHED else b""
     except OSError:
         return False
     return any(f'"{key}"'.encode() in text.replace(b"\0", b"") for key in MARKS)
 
 
 def check(
-    ds_config: str | Path | Mapping[str, Any],
+    ds_config: str | Path | Mapping[str, Any] | None = None,
     run: Run | RunRequest | None = None,
     cluster: Cluster | str | None = None,
     *,
     reader: str | None = None,
+    training_args: str | Path | Mapping[str, Any] | None = None,
+    accelerate_config: str | Path | Mapping[str, Any] | None = None,
     on_event: OnEvent | None = None,
 ) -> CheckResult:
     """Find everything that is wrong in a DeepSpeed JSON, before anything starts.
 
     Args:
-        ds_config: a file, the name of a bundled one, or the configuration itself.
+        ds_config: a file, the name of a bundled one, or the configuration itself; None for the one that the files
+            beside it name.
         run: the run that it is for. Sizes are checked against its model if it names one (which imports torch).
         cluster: where it will run; a kind alone ("h100-80gb") leaves the number of ranks to the run.
         reader: the program that reads the file, one of `zerofit.check.reader.READERS`; guessed where it is not given.
+        training_args: arguments of the Trainer that the JSON is held against: a JSON, a YAML (axolotl's and
+            LLaMA-Factory's too), a shell script with the flags, or the values.
+        accelerate_config: Accelerate's YAML, or its values; its own keys stand for a JSON where it names none.
         on_event: hears what is being done.
 
-    Raises UserError where the file does not parse, or the run's model or the kind is not known.
+    Raises UserError where a file does not parse, or the run's model or the kind is not known.
 
     >>> import zerofit as zf
     >>> result = zf.check({"train_batch_size": 8, "zero_optimisation": {"stage": 2}})
@@ -185,34 +221,28 @@ def check(
     >>> '"zero_optimization"' in result.fixed()
     True
     """
-    if isinstance(ds_config, Mapping):
-        file, document = "ds_config", of_data(dict(ds_config))
-    else:
-        path = find_config(str(ds_config), where="FILE")
-        file, document = str(path), read_document(path, where="FILE")
+    companions = [
+        read(given, accelerate=accelerate)
+        for given, accelerate in ((accelerate_config, True), (training_args, False))
+        if given is not None
+    ]
+    file, document = _document(ds_config, companions)
     request = RunRequest.of(run or Run())
     ranks = request.run.ranks or (cluster.ranks if isinstance(cluster, Cluster) else None)
+    ranks = ranks or next((one.ranks for one in companions if one.ranks), None)
     if isinstance(cluster, str):
         cluster = Cluster(cluster, gpus=ranks or 1)
-    facts = None
-    if "model" in request.run.model_fields_set:
-        Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
-        from zerofit.app.resolve import find_model
-        from zerofit.train.probe import probe
-
-        facts = probe(*find_model(request), None, request.run)
-    able = cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")
-    ours = any(path.samefile(file) for path in bundled().values() if Path(file).is_file())
-    known = Reader(name=reader or "zerofit") if reader or ours else guess(document.config)
+    known = _reader(reader, file, document, companions)
+    if ranks and known.name == "neox":
+        ranks //= model_parallel(document.config)  # DeepSpeed's world is that of the data there
     hardware = TargetHardware(
         ranks=ranks,
         pipeline=request.run.pipeline,
         accelerator=None if cluster is None else "cpu" if cluster.on_cpu else "cuda",
-        precisions=tuple(able),
-        facts=facts,
+        precisions=tuple(cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")),
+        facts=_facts(request, on_event),
         reader=known.name,
-        precision=request.run.precision if "precision" in request.run.model_fields_set else None,
-        asked=_asked(request.run),
+        asked=(*_asked(request.run), *asked_beside(companions, file, ranks)),
         guessed=bool(known.why),
     )
     findings = tuple(find_all(document, hardware))
@@ -227,10 +257,53 @@ def check(
     )
 
 
-def _asked(run: Run) -> dict[str, tuple[str, float]]:
-    """Return keys of the JSON that fields of the run speak of, with the flag and the value of those that were given."""
-    given = {PAIRS[name]: (name, getattr(run, name)) for name in COMPARED if name in run.model_fields_set}
-    return {key: (f"--{name.replace('_', '-')}", value) for key, (name, value) in given.items() if value is not None}
+def _document(ds_config: str | Path | Mapping[str, Any] | None, companions: list[Companion]) -> tuple[str, Document]:
+    """Return the JSON's name and text. Raises UserError where there is none, or it does not parse."""
+    if isinstance(ds_config, Mapping):
+        return "ds_config", of_data(dict(ds_config))
+    named = (str(ds_config), "FILE") if ds_config is not None else named_config(companions)
+    if named is not None:
+        path = find_config(named[0], where=named[1])
+        return str(path), read_document(path, where=named[1])
+    kinds = (None, "DEEPSPEED")
+    accelerate = next((c for c in companions if c.kind == "accelerate" and c.get("distributed_type") in kinds), None)
+    if accelerate is None:
+        message = "no DeepSpeed JSON: none is given, and none is named or made by the files beside it"
+        raise UserError(Problem(kind="usage", message=message, hint="name a FILE", where="FILE"))
+    return accelerate.file, of_lines(*plugin_config(accelerate))
+
+
+def _reader(reader: str | None, file: str, document: Document, companions: list[Companion]) -> Reader:
+    """Return who reads the JSON: as said, as the files beside it show, else as it looks."""
+    ours = any(path.samefile(file) for path in bundled().values() if Path(file).is_file())
+    if reader:
+        return Reader(name=reader)
+    if companions:
+        return Reader(name="accelerate" if all(one.kind == "accelerate" for one in companions) else "trainer")
+    return Reader(name="zerofit") if ours else guess(document.config)
+
+
+def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
+    """Return sizes of the run's model, None where it names none."""
+    if "model" not in request.run.model_fields_set:
+        return None
+    Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
+    from zerofit.app.resolve import find_model
+    from zerofit.train.probe import probe
+
+    return probe(*find_model(request), None, request.run)
+
+
+def _asked(run: Run) -> Iterator[Asked]:
+    """Yield what flags that were given say of keys of the JSON."""
+    for name in COMPARED:
+        value = getattr(run, name)
+        if name in run.model_fields_set and value is not None:
+            yield Asked(path=PAIRS[name], value=value, said=f"--{name.replace('_', '-')} {value}")
+    if "precision" in run.model_fields_set and run.precision:
+        for name in ("fp16", "bf16"):
+            said = f"--precision {run.precision}"
+            yield Asked(path=f"{name}.enabled", value=run.precision == name, said=said)
 
 
 def _holds(path: Path, text: str) -> bool:

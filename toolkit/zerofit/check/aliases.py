@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.check.catalog import Catalog, catalog, documented
 from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming
+from zerofit.check.finding import Finding
 from zerofit.check.subject import ZERO
 
 OFFLOAD_FLAGS = ("cpu_offload", "cpu_offload_param")  # true or false in the place of a section
@@ -28,9 +29,12 @@ class Aliases:
         flag = self.written[head].rpartition(".")[2] in OFFLOAD_FLAGS
         return self.written[head] if flag else self.written[head] + path[len(head) :]
 
-    def edits_in_file(self, edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
-        """Return the same edits of the keys as the file writes them."""
-        return tuple(self._edit(edit) for edit in edits)
+    def finding_in_file(self, finding: Finding) -> Finding:
+        """Return the same finding, and its edits, of the keys as the file writes them."""
+        if not self.written:
+            return finding
+        edits = tuple(self._edit(edit) for edit in finding.edits)
+        return replace(finding, path=self.in_file(finding.path), edits=edits)
 
     def _edit(self, edit: Edit) -> Edit:
         if isinstance(edit, Deletion | Move):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
 from zerofit.check.document import Document, parse
 from zerofit.check.edit import apply
 from zerofit.check.finding import EFFECTS, Finding, Rule
+from zerofit.check.form import form
 from zerofit.check.keys import keys
+from zerofit.check.neox import unknown_arguments
 from zerofit.check.rules.compile import COMPILE
 from zerofit.check.rules.features import FEATURES
-from zerofit.check.rules.flags import against_flags
 from zerofit.check.rules.offload import OFFLOAD, nvme
 from zerofit.check.rules.optimizer import GRADIENTS, OPTIMIZER_RULES, optimizer
 from zerofit.check.rules.parallel import EXPERTS, PARALLEL
@@ -22,6 +22,7 @@ from zerofit.check.rules.readers import READER_RULES, left_to_reader
 from zerofit.check.rules.scheduler import SCHEDULER_RULES, scheduler, scheduler_values
 from zerofit.check.rules.sizes import batch, sizes
 from zerofit.check.rules.zero import ZERO_RULES, other_stages
+from zerofit.check.settled import settle
 from zerofit.check.subject import CheckSubject, TargetHardware
 
 # in the order in which they are reported for one place
@@ -46,7 +47,6 @@ FUNCTIONS: tuple[Callable[[CheckSubject], Iterator[Finding]], ...] = (
     scheduler,
     scheduler_values,
     sizes,
-    against_flags,
     left_to_reader,
 )
 
@@ -57,17 +57,17 @@ def check(document: Document, setting: TargetHardware) -> list[Finding]:
     Starts no rank, imports no torch.
     """
     known = catalog()
-    found = list(keys(document, known, setting.reader))
+    found = list(form(document, setting.reader))
     if isinstance(document.config, dict):
-        aliases = resolve(document.config, known)
-        subject = CheckSubject(config=aliases.config, catalog=known, setting=setting)
-        for finding in (one for rule in (*RULES, *FUNCTIONS) for one in rule(subject)):
-            path, edits = aliases.in_file(finding.path), aliases.edits_in_file(finding.edits)
-            found.append(replace(finding, path=path, edits=edits))
+        settled = settle(document.config, known, setting)
+        found += map(settled.given.finding_in_file, keys(settled.given.config, known, setting))
+        found += unknown_arguments(document.config) if setting.reader == "neox" else ()
+        ruled = (one for rule in (*RULES, *FUNCTIONS) for one in rule(settled.subject))
+        found += map(settled.in_file, (*settled.findings, *ruled))
     for n, finding in enumerate(found):
         if not finding.line:
             place = document.place(finding.path)
-            edits = finding.edits if document.source is None else ()  # they are for strict JSON
+            edits = finding.edits if document.places is None else ()  # they are for strict JSON
             found[n] = replace(finding, line=place.line, column=place.column, edits=edits)
     return sorted(found, key=lambda f: (f.severity, EFFECTS.index(f.effect), f.line, f.column, f.code))
 

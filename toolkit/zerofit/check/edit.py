@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.check.document import Document, ObjectMember, ParsedValue, parse
+from zerofit.check.document import Document, parse
+from zerofit.check.scan import ObjectMember, ParsedValue
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog, documented
 from zerofit.check.document import Document
 from zerofit.check.dotted import get, leaves
 from zerofit.check.finding import Finding
+from zerofit.check.settled import Settled, settle
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
@@ -107,16 +107,17 @@ DEFAULTS: tuple[tuple[str, Callable[[CheckSubject], object], str], ...] = (
 def explain(document: Document, findings: Sequence[Finding], setting: TargetHardware) -> list[KeyRow]:
     """Return every key of the JSON in its order, then the defaults that matter for it."""
     known = catalog()
-    subject = CheckSubject(config=resolve(document.config, known).config, catalog=known, setting=setting)
+    settled = settle(document.config, known, setting)
+    subject = settled.subject
     verdicts = {f.path: f for f in reversed(findings)}
-    rows = [_row(path, value, verdicts, document.config) for path, value in leaves(document.config)]
+    rows = [_row(path, value, verdicts, document.config, settled) for path, value in leaves(document.config)]
     for path, matters, text in DEFAULTS:
         if matters(subject) and not subject.has(path):
             rows.append(KeyRow(path=path, value=known.default(path), status="default", text=text))
     return rows
 
 
-def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any]) -> KeyRow:
+def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping[str, Any], settled: Settled) -> KeyRow:
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     finding = next((verdicts[p] for p in above if p in verdicts and (p == path or verdicts[p].code in IGNORED)), None)
@@ -128,7 +129,9 @@ def _row(path: str, value: Any, verdicts: Mapping[str, Finding], config: Mapping
     if unread:
         return KeyRow(path=path, value=value, status="ignored", text=unread)
     if value == "auto":
-        return KeyRow(path=path, value=value, status="auto", text="zerofit or Hugging Face fill it in")
+        by = settled.filled.get(path)
+        text = f"{json.dumps(by.value)}: {by.by}" if by else "zerofit or Hugging Face fill it in"
+        return KeyRow(path=path, value=value, status="auto", text=text)
     node = catalog().node(path) or {}
     return KeyRow(path=path, value=value, status="takes effect", text=node.get("description", ""))
 

@@ -33,6 +33,7 @@ class Finding:
     message: str  # what is wrong
     why: str  # what DeepSpeed does about it
     fix: str  # the way out, in words
+    beside: str = ""  # "run.sh:12": where the other file says otherwise
     edits: Edits = ()  # that keep what the writer plainly meant: move, rename, correct a type; else none
     line: int = 0
     column: int = 0
@@ -46,7 +47,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys that `zerofit check --json` prints."""
-        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix")
+        names = ("line", "column", "path", "severity", "effect", "code", "message", "why", "fix", "beside")
         return {name: getattr(self, name) for name in names}
 
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerofit.check.catalog import Catalog, Schema
-from zerofit.check.document import Document
-from zerofit.check.edit import Assignment, Deletion, Edit, Move, Removal, Renaming, after_comma
+from zerofit.check.edit import Assignment, Edit, Move, Removal, Renaming
 from zerofit.check.finding import Finding, as_number, near, plainly
-from zerofit.check.reader import SPOKEN, STRICT_READERS
+from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.schema import filled_by
-from zerofit.check.subject import ZERO
+from zerofit.check.subject import ZERO, TargetHardware
 
-MOST_GUESSES = 500  # keys of one section whose likeness to known ones is looked at
+MOST = 100  # unknown keys of a section that are told of one by one
 
 # other words for the same, from users' reports
 SYNONYMS = {
@@ -49,96 +48,50 @@ INSTEAD = {
 }
 
 
-def keys(document: Document, catalog: Catalog, reader: str) -> Iterator[Finding]:
+def keys(config: Mapping[str, Any], catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
     """Yield findings about single keys and their values; combinations are the rules' matter."""
-    yield from _strict_json(document, reader)
-    for path, first, last in document.duplicates():
-        yield _duplicate(document, path, first, last)
-    if not isinstance(document.config, Mapping):
-        yield Finding(
-            code="not-an-object",
-            path="",
-            message="the file holds no JSON object",
-            why="DeepSpeed stops: it needs keys",
-            fix="write {...}",
-        )
-        return
-    for finding in _walk(document.config, catalog.schema, "", catalog, reader):
-        if not (reader == "neox" and finding.code == "unknown-key" and "." not in finding.path):
-            yield finding
+    yield from _walk(config, catalog.schema, "", catalog, setting)
 
 
-def _strict_json(document: Document, reader: str) -> Iterator[Finding]:
-    """Yield what DeepSpeed's reader takes and a strict reader of JSON does not."""
-    stops = reader in STRICT_READERS
-    if document.loose:
-        yield Finding(
-            code="hjson",
-            severity="error" if stops else "warning",
-            path="",
-            message=f"no JSON but HJSON from here on: {document.loose.message}",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops"
-            if stops
-            else "DeepSpeed's own reader takes it, and a word without quotes as a string up to the line's end",
-            fix="write it as JSON",
-            line=document.loose.line,
-            column=document.loose.column,
-        )
-    for place in document.commas:
-        yield Finding(
-            code="trailing-comma",
-            severity="error" if stops else "warning",
-            path="",
-            message="a comma after the last member",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops"
-            if stops
-            else "DeepSpeed takes it; Hugging Face's Trainer, Accelerate and Lightning read strict JSON and do not",
-            fix="remove it",
-            edits=(Deletion(place.start, place.end),),
-            line=place.line,
-            column=place.column,
-        )
-    if stops and document.comment:
-        yield Finding(
-            code="json-comment",
-            path="",
-            message="a comment",
-            why=f"{SPOKEN[reader]} reads strict JSON and stops",
-            fix="remove all comments",
-            line=document.comment.line,
-            column=document.comment.column,
-        )
-
-
-def _duplicate(document: Document, path: str, first: Any, last: Any) -> Finding:
-    start = first.place.start
-    end = after_comma(document.text, first.value.place.end)
-    end += len(document.text[end:]) - len(document.text[end:].lstrip())
-    return Finding(
-        code="duplicate-key",
-        path=path,
-        message=f"{path} stands twice: here and in line {last.place.line}",
-        why='DeepSpeed stops: "Duplicate keys in DeepSpeed config"; other readers take the last one',
-        fix="remove one of them",
-        edits=(Deletion(start, end),) if first.value.data == last.value.data else (),
-        line=first.place.line,
-        column=first.place.column,
-    )
-
-
-def _walk(config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, reader: str) -> Iterator[Finding]:
+def _walk(
+    config: Mapping[str, Any], schema: Schema, prefix: str, catalog: Catalog, setting: TargetHardware
+) -> Iterator[Finding]:
     known = schema.get("properties", {})
+    unknown = [key for key in config if key not in known and f"{prefix}{key}" not in catalog.removed]
+    crowd = frozenset(unknown[MOST:])  # no configuration: these are told of at once
     for key, value in config.items():
         path = f"{prefix}{key}"
+        if key in crowd:
+            continue
         if path in catalog.removed:
             yield _removed(path, value)
         elif key not in known:
             if not schema.get("additionalProperties", True):
-                yield from _unknown(path, known, config, catalog, reader)
+                yield from _unknown(path, known, config, catalog, setting)
         else:
             if path in catalog.deprecated:
                 yield _deprecated(path, value, config, catalog)
-            yield from _value(path, value, known[key], catalog, reader)
+            yield from _value(path, value, known[key], catalog, setting)
+    if crowd and not schema.get("additionalProperties", True):
+        yield _crowd(f"{prefix}{unknown[MOST]}", len(crowd), catalog)
+
+
+def _crowd(path: str, number: int, catalog: Catalog) -> Finding:
+    parent = path.rpartition(".")[0]
+    return Finding(
+        code="unknown-key",
+        path=path,
+        message=f"DeepSpeed knows none of {number:,} further keys from here on in {parent or 'the top level'}",
+        why=_of_unknown(parent, catalog),
+        fix="remove them: a configuration has some dozens",
+    )
+
+
+def _of_unknown(parent: str, catalog: Catalog) -> str:
+    """Return what DeepSpeed does about an unknown key in a section."""
+    if parent in catalog.strict:
+        return 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
+    return "DeepSpeed ignores it without a word and takes its default"
 
 
 def is_off(value: Any) -> bool:
@@ -165,13 +118,13 @@ def _removed(path: str, value: Any) -> Finding:
 
 
 def _unknown(
-    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, reader: str
+    path: str, known: Mapping[str, Any], siblings: Mapping[str, Any], catalog: Catalog, setting: TargetHardware
 ) -> Iterator[Finding]:
     parent, _, key = path.rpartition(".")
-    documented = [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated]
     elsewhere = catalog.places.get(key, [])
-    crowd = len(siblings) > MOST_GUESSES  # no configuration: only what it is beside counts
-    better = None if key.startswith("_") or elsewhere or crowd else near(key, documented, SYNONYMS)
+    better = None
+    if not (key.startswith("_") or elsewhere):
+        better = near(key, [k for k in known if f"{parent}.{k}".lstrip(".") not in catalog.deprecated], SYNONYMS)
     if better and not _may_be_meant(siblings[key], known[better]):
         better = None
     edits: tuple[Edit, ...] = ()
@@ -184,22 +137,18 @@ def _unknown(
         fix = f"it belongs to {' or '.join(p.rpartition('.')[0] or 'the top level' for p in elsewhere[:3])}"
         if len(elsewhere) == 1 and _may_be_meant(siblings[key], catalog.node(elsewhere[0]) or {}):
             edits = (Move(path, elsewhere[0]),)
-    if parent in catalog.strict:
-        why = 'DeepSpeed stops once the ranks run: "Extra inputs are not permitted"'
-    else:
-        why = "DeepSpeed ignores it without a word and takes its default"
     yield Finding(
         code="unknown-key",
         severity="warning" if key.startswith(("_", "$")) and parent not in catalog.strict else "error",
         path=path,
         message=f"DeepSpeed knows no key {key!r} in {parent or 'the top level'}",
-        why=why,
+        why=_of_unknown(parent, catalog),
         fix=fix,
         edits=edits,
     )
     meant = known[better] if better else catalog.node(elsewhere[0]) if len(elsewhere) == 1 else None
     if edits and meant:  # what is wrong inside shows at once, not after the name is right
-        yield from _value(path, siblings[key], meant, catalog, reader)
+        yield from _value(path, siblings[key], meant, catalog, setting)
 
 
 def _may_be_meant(value: Any, schema: Schema) -> bool:
@@ -235,34 +184,43 @@ def _deprecated(path: str, value: Any, siblings: Mapping[str, Any], catalog: Cat
         new, edits = alias, (Renaming(path, alias),)
         message, fix = f"{key} is another name of {new}", f"write {new}"
         why = "DeepSpeed still takes it; its documentation and Hugging Face's integrations know the other name"
+        if path == "bfloat16":
+            why += ": Accelerate adds a bf16 of its own, which decides"
     severity = "warning" if code == "deprecated-key" else "error"
     return Finding(code=code, severity=severity, path=path, message=message, why=why, fix=fix, edits=edits)
 
 
-def _value(path: str, value: Any, schema: Schema, catalog: Catalog, reader: str) -> Iterator[Finding]:
+def _value(path: str, value: Any, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Iterator[Finding]:
     if isinstance(value, Mapping) and "properties" in schema:
-        yield from _walk(value, schema, f"{path}.", catalog, reader)
+        yield from _walk(value, schema, f"{path}.", catalog, setting)
         return
     own_auto = schema.get("default") == "auto" or "auto" in schema.get("enum", ())  # a word of DeepSpeed's own
     if value == "auto" and not own_auto:
-        if path not in filled_by(reader):
-            yield _auto(path, schema, catalog, reader)
+        if path not in filled_by(setting.reader):
+            yield _auto(path, schema, catalog, setting)
         return
     if path == ZERO and isinstance(value, bool):
         return  # a rule of its own
     yield from _faults(path, value, schema, path.rpartition(".")[0] in catalog.strict)
 
 
-def _auto(path: str, schema: Schema, catalog: Catalog, reader: str) -> Finding:
-    dropped = reader != "zerofit" and path.rpartition(".")[0] in catalog.strict
-    why = f"DeepSpeed takes its default for it, {json.dumps(schema.get('default'))}"
-    stops = "zerofit stops before the start" if reader == "zerofit" else "DeepSpeed fails on the word"
+def _auto(path: str, schema: Schema, catalog: Catalog, setting: TargetHardware) -> Finding:
+    """Return the finding about an "auto" that nobody fills: an error, but where DeepSpeed drops it for its default."""
+    dropped = path.rpartition(".")[0] in catalog.strict
+    severity, why = "error", "DeepSpeed fails on the word"
+    if setting.reader == "zerofit":
+        why = "zerofit stops before the start"
+    elif dropped and (setting.reader not in HUGGING_FACE or setting.guessed):
+        severity, why = "warning", f"DeepSpeed takes its default for it, {json.dumps(schema.get('default'))}"
+    if setting.reader in HUGGING_FACE:
+        theirs = f'Accelerate, which the Trainer uses, stops: "`{path}` not found in kwargs"'
+        why = f"{theirs}; without it {why}" if severity == "warning" else theirs
     return Finding(
         code="auto-unfilled",
-        severity="warning" if dropped else "error",
+        severity=severity,
         path=path,
         message=f'{path} is "auto", which nothing fills in before DeepSpeed reads it',
-        why=why if dropped else stops,
+        why=why,
         fix="write a value, or remove the key for DeepSpeed's default",
     )
 

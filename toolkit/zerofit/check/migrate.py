@@ -10,7 +10,8 @@ from zerofit.check.aliases import resolve
 from zerofit.check.catalog import catalog
 from zerofit.check.check import check, mend
 from zerofit.check.document import Document, parse
-from zerofit.check.edit import Assignment, Removal, apply
+from zerofit.check.dotted import get
+from zerofit.check.edit import Assignment, Edit, Removal, apply
 from zerofit.check.finding import Edits, Finding
 from zerofit.check.rules.optimizer import GONE
 from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
@@ -18,6 +19,7 @@ from zerofit.check.subject import ZERO, CheckSubject, TargetHardware
 CARRIED = ("removed-key", "deprecated-key", "deprecated-and-new", "zero-flag", "clipping-in-optimizer")
 
 OPTIMIZER, PARAM = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+PINNED = f"{ZERO}.cpu_offload_use_pin_memory"
 
 
 # Defaults that are others now: key, old value, when it matters, what changed. Written out, the old behaviour stays.
@@ -68,7 +70,8 @@ def migrate(document: Document, setting: TargetHardware) -> Migrated:
             if finding.code == "removed-key":
                 lost.append(f"{finding.path} {_short(document, finding.path)}: {finding.fix}")
         document = parse(apply(document, [edit for finding in found for edit in _edits(finding)]))
-    kept = []
+    kept: list[str] = []
+    document = _with_pinned_memory(document, kept)
     for path, old, matters, text in DEFAULTS:
         aliases = resolve(document.config, catalog())
         subject = CheckSubject(config=aliases.config, catalog=catalog(), setting=setting)
@@ -83,6 +86,20 @@ def _edits(finding: Finding) -> Edits:
     return (Removal(finding.path),) if finding.code == "removed-key" else finding.edits
 
 
+def _with_pinned_memory(document: Document, kept: list[str]) -> Document:
+    """Give sections of offload the flag that stood beside `cpu_offload`, and which DeepSpeed now drops."""
+    pinned = get(document.config, PINNED)
+    edits: list[Edit] = [Removal(PINNED)]
+    if not isinstance(pinned, bool):
+        return document
+    for section in (OPTIMIZER, PARAM):
+        given = get(document.config, section)
+        if isinstance(given, dict) and "pin_memory" not in given:
+            edits.append(Assignment(f"{section}.pin_memory", pinned))
+            kept.append(f"{section}.pin_memory {pinned}: {PINNED} says it")
+    return parse(apply(document, edits))
+
+
 def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
     subject = CheckSubject(config=document.config, catalog=catalog(), setting=TargetHardware())
     name = subject.word("optimizer.type") or ""
@@ -90,7 +107,7 @@ def _without_gone_optimizer(document: Document, lost: list[str]) -> Document:
         return document
     new = GONE[name.lower()].capitalize()
     known = {p for names in catalog().optimizers[new.lower()].values() for p in names}
-    extra = [key for key in subject.section("optimizer.params") if key not in known]
+    extra = [key for key in subject.section("optimizer.params") if key not in (*known, "max_grad_norm")]
     lost.append(f"optimizer {name}: {new} takes its place, without compressed communication")
     lost.extend(f"optimizer.params.{key}: {new} has no such parameter" for key in extra)
     edits = [Assignment("optimizer.type", new), *(Removal(f"optimizer.params.{key}") for key in extra)]

@@ -19,8 +19,9 @@ SPOKEN = {
 }
 # they call json.load: transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py:104, Lightning's
 # strategies/deepspeed.py
+HUGGING_FACE = ("trainer", "accelerate")
 STRICT_READERS = ("trainer", "accelerate", "lightning")
-# arguments of GPT-NeoX itself (megatron/neox_arguments), which stand beside DeepSpeed's in its files; - and _ are one
+# arguments of GPT-NeoX itself that stand beside DeepSpeed's in its files; - and _ are one
 NEOX = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "train_iters")
 NEOX_OWN = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "no_weight_tying", "data_path", "train_data_paths")
 # of parallelism: no other program fills an "auto" there, and nobody writes one by mistake

@@ -57,9 +57,8 @@ FILLED = HUGGING_FACE | ACCELERATE | ZEROFIT
 
 def filled_by(reader: str) -> frozenset[str]:
     """Return the keys whose "auto" a program fills before DeepSpeed sees it."""
-    return {"zerofit": FILLED, "trainer": HUGGING_FACE | ACCELERATE, "accelerate": HUGGING_FACE | ACCELERATE}.get(
-        reader, frozenset()
-    )
+    theirs = HUGGING_FACE | ACCELERATE | {f"{ZERO}.stage"}  # by 2, which no schema should offer
+    return {"zerofit": FILLED, "trainer": theirs, "accelerate": theirs}.get(reader, frozenset())
 
 
 def schema() -> dict[str, Any]:

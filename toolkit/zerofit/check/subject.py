@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get
 from zerofit.spec.model_facts import PRECISIONS, ModelFacts
 
 ZERO = "zero_optimization"
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A value that a flag, an argument or a program asks for at a key of the JSON."""
+
+    path: str
+    value: Any  # a tuple: the words that mean it, in lower case
+    said: str  # "--micro-batch 4"
+    place: str = ""  # "run.sh:12"
+    compared: bool = True  # with the JSON's own value; else it only takes the place of "auto"
+    severity: Literal["error", "warning"] = "error"
+    refused: str = ""  # why the key may not stand in both files, whatever its values
+    overruled: str = ""  # who goes by the JSON's value, where that is not the reader's usual way
+
+    @property
+    def by(self) -> str:
+        """What was said, and where."""
+        return f"{self.said} ({self.place})" if self.place else self.said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +43,7 @@ class TargetHardware:
     precisions: tuple[str, ...] = PRECISIONS  # that the device has
     facts: ModelFacts | None = None
     reader: str = "zerofit"  # the program that reads the JSON, see zerofit.check.reader
-    precision: str | None = None  # "fp32", "bf16" or "fp16", as a flag asks for
-    asked: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # key -> flag and its value
+    asked: tuple[Asked, ...] = ()  # what flags, and files beside the JSON, have for its keys
     guessed: bool = False  # from the file, by nobody's word
 
 
@@ -35,6 +54,7 @@ class CheckSubject:
     config: Mapping[str, Any]
     catalog: Catalog
     setting: TargetHardware = field(default_factory=TargetHardware)
+    filled: frozenset[str] = frozenset()  # keys whose "auto" the setting's program has filled
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path, or None."""

@@ -31,6 +31,8 @@ RUN_FIELDS = (
     *("ranks", "tensor_parallel", "pipeline", "sequence_parallel"),
 )
 MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the old one"
+ARGS_HELP = "hold it against the Trainer's arguments: JSON, YAML (axolotl's, LLaMA-Factory's too), run_*.sh"
+ACCELERATE_HELP = "hold it against Accelerate's YAML; without FILES, check the JSON that it names or stands for"
 CLEAN, WARNINGS, ERRORS = 0, 1, 2
 WIDTH = 160  # of tables where there is no terminal
 
@@ -85,11 +87,13 @@ class CheckReports:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True)
+@click.argument("files", nargs=-1)
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
 @click.option("--gpu", metavar="KIND", help="the device that it is for: h100-80gb, a100-40gb, ..., cpu")
 @run_options(RUN_FIELDS)
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads it; guessed from the file")
+@click.option("--training-args", metavar="FILE", help=ARGS_HELP)
+@click.option("--accelerate-config", metavar="FILE", help=ACCELERATE_HELP)
 @click.option("--strict", is_flag=True, help="exit with 1 where there are only warnings")
 @click.option("--fix", is_flag=True, help="write the fixed file beside the old one and show the difference")
 @click.option("--migrate", is_flag=True, help=MIGRATE_HELP)
@@ -111,23 +115,26 @@ def check(
 
     flags = given({name: options[name] for name in ("model", *RUN_FIELDS)})
 
+    beside = {name: options[name] for name in ("training_args", "accelerate_config") if options[name]}
+    if not files and not beside:
+        raise click.UsageError("name a FILE, or --training-args or --accelerate-config that name one")
     wanted = {name: options[name] for name in ("fix", "migrate", "explain", "resolve")}
-    reader = reader or ("zerofit" if options["resolve"] else None)  # which fills the file in
+    reader = reader or ("zerofit" if options["resolve"] and not beside else None)  # which fills the file in
     form = "json" if as_json else options["form"]
 
     def work(console: EventConsole) -> CheckReports:
-        names, run = find_files(files), load_run(None, flags)
-        several = len(names) > 1 or names != list(files)
+        names, run = find_files(files) or [None], load_run(None, flags)
+        several = len(names) > 1 or names != list(files or [None])
         if several and options["resolve"]:
             raise click.UsageError("--resolve takes one FILE")
 
-        def one(name: str) -> CheckReport | UnreadFile:
+        def one(name: str | None) -> CheckReport | UnreadFile:
             try:
-                return _report(run_check(name, run, gpu, reader=reader, on_event=console), **wanted)
+                return _report(run_check(name, run, gpu, reader=reader, on_event=console, **beside), **wanted)
             except UserError as error:
                 if not several and form in ("text", "json"):
                     raise
-                return _unread(name, error)
+                return _unread(name or "-", error)
 
         return CheckReports(reports=tuple(map(one, names)), several=several)
 

@@ -35,10 +35,7 @@ class UnreadFile:
 
 def show_findings(result: CheckResult, every: bool, err: bool) -> None:
     """Print a file's findings, worst first, the same finding of several places once; on standard error if `err`."""
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in result.findings:
-        groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
-    listed = list(groups.values())
+    listed = _grouped(result.findings)
     for group in listed if every else listed[:SCREEN]:
         _show_group(result.file, group, every, err)
     left = listed[SCREEN:] if not every else []
@@ -46,19 +43,40 @@ def show_findings(result: CheckResult, every: bool, err: bool) -> None:
         click.echo(f"... and {sum(map(len, left))} more: --all shows them", err=err)
 
 
+def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Return findings with those together that are the same at several places."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.why, finding.severity), []).append(finding)
+    return list(groups.values())
+
+
 def _show_group(file: str, group: Sequence[Finding], every: bool, err: bool) -> None:
     first = group[0]
     colour = "red" if first.severity == "error" else "yellow"
     head = click.style(f"{file}:{first.line}:{first.column}", bold=True)
     click.echo(f"{head}: {click.style(first.severity, fg=colour)}: {first.message} [{first.code}]", err=err)
-    others = group[1:] if every else group[1:LINES]
-    for finding in others:
-        click.echo(f"    also line {finding.line}: {finding.message}", err=err)
-    if len(others) + 1 < len(group):
-        click.echo(f"    and at {len(group) - len(others) - 1} more places", err=err)
+    for line in _others(group, len(group) if every else LINES):
+        click.echo(f"    {line}", err=err)
     click.echo(f"    {first.why}", err=err)
-    for fix in dict.fromkeys(finding.fix for finding in (first, *others)):
+    for fix in dict.fromkeys(finding.fix for finding in group[: len(group) if every else LINES]):
         click.echo(f"    fix: {fix}", err=err)
+
+
+def _without_key(finding: Finding) -> str:
+    return finding.message.replace(finding.path, "").replace(finding.path.rpartition(".")[2], "")
+
+
+def _others(group: Sequence[Finding], most: int) -> Iterator[str]:
+    """Yield where else a finding is, in one line where it says the same of each key."""
+    shown, left = group[1:most], len(group[most:])
+    if shown and len({_without_key(finding) for finding in group[:most]}) == 1:
+        more = f", and at {left} more places" if left else ""
+        yield f"also line {', '.join(f'{finding.line} ({finding.path})' for finding in shown)}{more}"
+        return
+    yield from (f"also line {finding.line}: {finding.message}" for finding in shown)
+    if left:
+        yield f"and at {left} more places"
 
 
 def github(results: Iterable[CheckResult | UnreadFile]) -> str:
@@ -91,13 +109,15 @@ def sarif(results: Iterable[CheckResult | UnreadFile]) -> str:
 
 
 def _rows(results: Iterable[CheckResult | UnreadFile]) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """Yield severity, file, line, column, code and text of every finding and of every file that was not read."""
+    """Yield severity, file, line, column, code and text of findings, the same of several places once."""
     for result in results:
         if isinstance(result, UnreadFile):
             yield "error", result.file, result.line, 1, result.problem.kind, result.problem.message
             continue
-        for f in result.findings:
-            yield f.severity, result.file, f.line, f.column, f.code, f"{f.message}. {f.why}. {f.fix}"
+        for group in _grouped(result.findings):
+            first = group[0]
+            text = ". ".join((first.message, *_others(group, LINES), first.why, first.fix))
+            yield first.severity, result.file, first.line, first.column, first.code, text
 
 
 def _sarif(severity: str, file: str, line: int, column: int, code: str, text: str) -> dict[str, Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import hjson
 
-from zerofit.check.document import Document, SyntaxFault, of_hjson, parse
+from zerofit.check.document import Document, of_hjson, parse
+from zerofit.check.scan import SyntaxFault
 from zerofit.spec.errors import Problem, UserError, nearest
 
-LARGEST = 2 * 2**20  # bytes; a configuration has some thousands
+LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
+YAML = "; the text looks like YAML"
+BESIDE = "Accelerate's YAML is for --accelerate-config; arguments, axolotl's and LLaMA-Factory's for --training-args"
 
 
 def bundled() -> dict[str, Path]:
@@ -46,11 +49,12 @@ def find_config(name: str, where: str = "--ds-config") -> Path:
 def read_document(path: Path, where: str = "--ds-config") -> Document:
     """Parse a DeepSpeed JSON, comments tolerated. Raises UserError with line and column."""
     try:
-        document = parse_text(_read(path))
+        text, encoding = read_text(path)
+        document = replace(parse_text(text), encoding=encoding)
     except SyntaxFault as fault:
         place = f"{path}:{fault.line}:{fault.column}"
         message = f"{path} does not parse as JSON at line {fault.line}, column {fault.column}: {fault.message}"
-        raise UserError(Problem(kind="json-syntax", message=message, where=place)) from None
+        raise UserError(Problem(kind="json-syntax", message=message, hint=_hint(fault), where=place)) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(kind="unreadable", message=f"cannot read {path}: {error}", where=where)
         raise UserError(problem) from None
@@ -59,12 +63,17 @@ def read_document(path: Path, where: str = "--ds-config") -> Document:
     return document
 
 
-def _read(path: Path) -> str:
-    """Return the text of a file, or of standard input for "-", in UTF-8 or, as its first bytes say, UTF-16."""
+def _hint(fault: SyntaxFault) -> str:
+    return BESIDE if fault.message.endswith(YAML) else ""
+
+
+def read_text(path: Path) -> tuple[str, str]:
+    """Return the text of a file, or of standard input for "-", and the encoding that its first bytes show."""
     raw = sys.stdin.buffer.read(LARGEST + 1) if str(path) == "-" else path.open("rb").read(LARGEST + 1)
     if len(raw) > LARGEST:
         raise OSError(f"more than {LARGEST:,} bytes, which no DeepSpeed JSON has")
-    return raw.decode("utf-16" if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8")
+    encoding = json.detect_encoding(raw)
+    return raw.decode(encoding), encoding
 
 
 def parse_text(text: str) -> Document:
@@ -72,8 +81,8 @@ def parse_text(text: str) -> Document:
     try:
         return parse(text)
     except SyntaxFault as fault:
-        if "Python's" in fault.message or not text.lstrip().startswith(("{", "#", "/")):
-            kind = "; the text looks like YAML" if re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
+        if fault.final or not text.lstrip().startswith(("{", "#", "/")):
+            kind = YAML if re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
             raise SyntaxFault(fault.message + kind, fault.line, fault.column) from None
         try:
             config = json.loads(json.dumps(hjson.loads(text), allow_nan=False))

@@ -54,7 +54,8 @@ FEATURES = (
         severity="warning",  # Megatron hands both over in code
         path=f"{ACT}.contiguous_memory_optimization",
         when=lambda c: (
-            c.on(f"{ACT}.contiguous_memory_optimization")
+            c.setting.reader != "lightning"
+            and c.on(f"{ACT}.contiguous_memory_optimization")
             and (not c.on(f"{ACT}.partition_activations") or c.number(f"{ACT}.number_checkpoints") is None)
         ),
         message="contiguous_memory_optimization without partition_activations and number_checkpoints",
@@ -68,7 +69,7 @@ FEATURES = (
             code=code,
             severity="warning",
             path=f"{ACT}.{key}",
-            when=lambda c, key=key: c.on(f"{ACT}.{key}"),
+            when=lambda c, key=key: c.on(f"{ACT}.{key}") and c.setting.reader != "lightning",  # which calls it
             message=f"activation_checkpointing.{key} does nothing by itself",
             why="DeepSpeed reads it when code calls deepspeed.checkpointing.configure, and only for layers that go "
             "through deepspeed.checkpointing.checkpoint",

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from zerofit.check.dotted import autos
 from zerofit.check.finding import Finding, Rule
-from zerofit.check.reader import SPOKEN
+from zerofit.check.reader import HUGGING_FACE, SPOKEN
 from zerofit.check.schema import FILLED
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.subject import MICRO, TOTAL, ZERO, CheckSubject
 
 GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
-HUGGING_FACE = ("trainer", "accelerate")
 
 
 def _reader(c: CheckSubject, *names: str) -> bool:
@@ -30,10 +29,23 @@ READER_RULES = (
         source="accelerate 1.15 utils/dataclasses.py:1329",
     ),
     Rule(
+        code="batch-auto",
+        path=TOTAL,
+        when=lambda c: _reader(c, "accelerate") and c.get(TOTAL) == "auto" and c.get(MICRO) is None,
+        message=f'{TOTAL} is "auto" without {MICRO}',
+        why='Accelerate stops: "`train_batch_size` not found in kwargs"; it fills it from the micro batch\'s key',
+        fix=f'add "{MICRO}": "auto"',
+        source="accelerate 1.15 accelerator.py:2168-2225",
+    ),
+    Rule(
         code="clipping-default",
         severity="warning",
         path="",
-        when=lambda c: _reader(c, *HUGGING_FACE) and not c.has("gradient_clipping"),
+        when=lambda c: (
+            _reader(c, *HUGGING_FACE)
+            and not c.has("gradient_clipping")
+            and not any(one.path == "gradient_clipping" for one in c.setting.asked)
+        ),
         message="there is no gradient_clipping",
         why="DeepSpeed clips gradients to the norm 1.0, whatever max_grad_norm the Trainer's arguments have",
         fix='write "gradient_clipping": "auto" for the Trainer\'s max_grad_norm',
@@ -52,6 +64,15 @@ READER_RULES = (
         source="runtime/engine.py:5608",
     ),
     Rule(
+        code="lightning-contiguous",
+        path="activation_checkpointing.contiguous_memory_optimization",
+        when=lambda c: _reader(c, "lightning") and c.on("activation_checkpointing.contiguous_memory_optimization"),
+        message="contiguous_memory_optimization in a file for Lightning",
+        why="Lightning hands it to deepspeed.checkpointing.configure without a number of layers, and DeepSpeed stops: "
+        '"Must specify the number of layers with contiguous memory checkpointing"',
+        source="lightning pytorch/strategies/deepspeed.py, _set_deepspeed_activation_checkpointing",
+    ),
+    Rule(
         code="lightning-accumulation",
         path="gradient_accumulation_steps",
         when=lambda c: _reader(c, "lightning") and c.has("gradient_accumulation_steps"),
@@ -67,20 +88,15 @@ def left_to_reader(c: CheckSubject) -> Iterator[Finding]:
     """Say, where the reader is only guessed, what becomes of "auto" in a program without the Trainer."""
     if not (c.setting.guessed and _reader(c, "trainer")):
         return
-    left = [path for path in autos(c.config) if path in FILLED]
-    if not left:
-        return
-    default = [path for path in left if path.rpartition(".")[0] in c.catalog.strict]
-    fails = [path for path in left if path not in default]
-    parts = [
-        f"takes its defaults for {', '.join(default)}" if default else "",
-        f"fails on {', '.join(fails)}" if fails else "",
-    ]
-    yield Finding(
-        code="auto-reader",
-        severity="warning",
-        path=(fails or default)[0],
-        message=f'"auto" is left to {SPOKEN["trainer"]} at {len(left)} key{"s" * (len(left) > 1)}',
-        why=f"without it DeepSpeed {' and '.join(part for part in parts if part)}",
-        fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
-    )
+    for path in (*autos(c.config), *c.filled):
+        if path not in FILLED:
+            continue
+        dropped = path.rpartition(".")[0] in c.catalog.strict
+        yield Finding(
+            code="auto-reader",
+            severity="warning",
+            path=path,
+            message=f'{path} is "auto", which is left to {SPOKEN["trainer"]}',
+            why="without it DeepSpeed takes its default" if dropped else "without it DeepSpeed fails on the word",
+            fix="say --for trainer, accelerate or zerofit if one of these reads it; else write values",
+        )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerofit.check.finding import Finding
-from zerofit.check.subject import ZERO, CheckSubject
-
-TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, CheckSubject
 
 
 def _whole(c: CheckSubject, path: str) -> int | None:
@@ -18,13 +16,13 @@ def _whole(c: CheckSubject, path: str) -> int | None:
 def batch(c: CheckSubject) -> Iterator[Finding]:
     """Check the three sizes against each other and against the ranks, degrees of model parallelism taken off."""
     if all(c.get(path) is None for path in (TOTAL, MICRO)):
-        if c.setting.reader == "deepspeed":
+        if c.setting.reader not in ("lightning", "zerofit"):
             yield Finding(
                 code="batch-missing",
                 path=next((path for path in (TOTAL, MICRO, STEPS) if c.has(path)), ""),
                 message=f"neither {TOTAL} nor {MICRO} is given",
                 why='DeepSpeed stops: "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-                fix="give one of them (the Trainer, Accelerate, Lightning and zerofit fill them in)",
+                fix='give one of them, "auto" for the Trainer or Accelerate (which fill it in only where it stands)',
             )
         return
     total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))

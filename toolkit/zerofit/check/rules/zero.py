@@ -173,6 +173,16 @@ ZERO_RULES = (
         source="runtime/zero/stage3.py:361",
     ),
     Rule(
+        code="live-parameters-none",
+        severity="warning",
+        path=f"{ZERO}.stage3_max_live_parameters",
+        when=lambda c: c.stage == 3 and c.number(f"{ZERO}.stage3_max_live_parameters") == 0,
+        message="stage3_max_live_parameters is 0",
+        why="DeepSpeed prefetches nothing then: each module waits for its own parameters",
+        fix="remove it for 1e9, or take as many parameters as fit gathered beside the rest",
+        source="runtime/zero/partitioned_param_coordinator.py:453",
+    ),
+    Rule(
         code="pipeline-stage",
         path=f"{ZERO}.stage",
         when=lambda c: c.pipeline > 1 and c.stage >= 2,

@@ -1,0 +1,48 @@
+"""Files beside a DeepSpeed JSON: arguments of a training and Accelerate's configuration, found and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerofit.check.asked import asked_of
+from zerofit.check.companion import ACCELERATE_JSON, Companion, of_mapping, read_companion
+from zerofit.check.scan import SyntaxFault
+from zerofit.check.subject import Asked
+from zerofit.config.ds_json import read_text
+from zerofit.spec.errors import Problem, UserError
+
+
+def read(given: str | Path | Mapping[str, Any], *, accelerate: bool) -> Companion:
+    """Read a file beside the JSON, or take its values. Raises UserError with line and column of what does not parse."""
+    if isinstance(given, Mapping):
+        return of_mapping(given, accelerate=accelerate)
+    where = "--accelerate-config" if accelerate else "--training-args"
+    try:
+        return read_companion(str(given), read_text(Path(given))[0], accelerate=accelerate)
+    except SyntaxFault as fault:
+        message = f"{given} does not parse at line {fault.line}, column {fault.column}: {fault.message}"
+        problem = Problem(kind="syntax", message=message, where=f"{given}:{fault.line}:{fault.column}")
+        raise UserError(problem) from None
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"cannot read {given}: {error}"
+        raise UserError(Problem(kind="unreadable", message=message, where=where)) from None
+
+
+def named_config(companions: Sequence[Companion]) -> tuple[str, str] | None:
+    """Return the JSON that a file names, from here or beside that file, and the line that names it."""
+    for companion in companions:
+        named = companion.config_file
+        if named is not None:
+            beside = Path(companion.file).parent / named
+            where = companion.place(ACCELERATE_JSON if companion.kind == "accelerate" else "deepspeed")
+            return (str(beside) if beside.exists() and not Path(named).exists() else named), where
+    return None
+
+
+def asked_beside(companions: Sequence[Companion], file: str, ranks: int | None) -> Iterator[Asked]:
+    """Yield what files beside the JSON ask of it; of one whose own keys stand for the JSON, nothing."""
+    for companion in companions:
+        if companion.file != file:
+            yield from asked_of(companion, ranks)

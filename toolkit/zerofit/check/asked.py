@@ -1,0 +1,232 @@
+"""Values that a program has of its own for keys of the DeepSpeed JSON: one table for each kind of file beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerofit.check.companion import Companion
+from zerofit.check.reader import HUGGING_FACE
+from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, Asked
+from zerofit.spec.model_facts import ModelFacts
+
+PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
+GATHER = f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
+
+# transformers 5.23 integrations/deepspeed.py:118-230: keys that the Trainer fills or compares, and its arguments
+TRAINER = {
+    MICRO: "per_device_train_batch_size",
+    STEPS: "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    f"{PARAMS}.lr": "learning_rate",
+    f"{PARAMS}.eps": "adam_epsilon",
+    f"{PARAMS}.weight_decay": "weight_decay",
+    f"{SCHEDULE}.warmup_max_lr": "learning_rate",
+}
+DEFAULTS: dict[str, Any] = {  # of TrainingArguments
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_grad_norm": 1.0,
+    "learning_rate": 5e-5,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "warmup_steps": 0,
+    "fp16": False,
+    "bf16": False,
+    "fp16_full_eval": False,
+    "bf16_full_eval": False,
+    "auto_find_batch_size": False,
+}
+# axolotl hands its keys on to the Trainer's arguments; what it fills by itself has no default here
+AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
+LEFT_OPEN = ("per_device_train_batch_size", "learning_rate", "warmup_steps", "fp16", "bf16")
+# arguments that give way to a section of the JSON, and the types in it that mean the same
+OVERRULED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "optim": (
+        "optimizer.type",
+        dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("adamw", "adam")),
+    ),
+    "lr_scheduler_type": (
+        "scheduler.type",
+        {"linear": ("warmupdecaylr",), "cosine": ("warmupcosinelr",), "constant_with_warmup": ("warmuplr",)},
+    ),
+}
+# accelerate 1.15 utils/dataclasses.py:1334 (plugin_to_config_mapping) and :1546: refused beside a JSON
+PLUGIN = {
+    "gradient_accumulation_steps": STEPS,
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{ZERO}.stage",
+    "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": GATHER,
+}
+REFUSED = (
+    'Accelerate stops, whatever the values: "When using `deepspeed_config_file`, the following accelerate config '
+    'variables will be ignored"'
+)
+WITHOUT = "Accelerate trains without DeepSpeed, and ignores the JSON, where the script does not hand it over itself"
+# what Accelerate puts in the place of "auto" where nobody has said anything (the same function, accelerator.py:2208)
+UNASKED: dict[str, Any] = {
+    f"{ZERO}.stage": 2,
+    f"{ZERO}.offload_optimizer.device": "none",
+    f"{ZERO}.offload_param.device": "none",
+    GATHER: False,
+    f"{SCHEDULE}.warmup_min_lr": 0,
+}
+BY_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Argument:
+    value: Any
+    said: str
+    place: str
+
+
+def unasked(reader: str, facts: ModelFacts | None) -> Iterator[Asked]:
+    """Yield what Accelerate, and the Trainer through it, put in the place of "auto" without being told."""
+    if reader not in HUGGING_FACE:
+        return
+    clipping = {"gradient_clipping": 1.0} if reader == "accelerate" else {}
+    for path, value in (UNASKED | clipping).items():
+        yield Asked(path=path, value=value, said="what Accelerate takes", compared=False)
+    if facts is not None:
+        width = facts.hidden_size
+        for name, size in BY_WIDTH.items():
+            said = f"by the model's hidden size {width}"
+            yield Asked(path=f"{ZERO}.{name}", value=size(width), said=said, compared=False)
+
+
+def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:
+    """Yield what a file beside the JSON asks of it."""
+    if companion.kind == "accelerate":
+        yield from _of_accelerate(companion)
+        return
+    free = _argument(companion, "auto_find_batch_size")
+    compared = not (free and free.value)
+    for path, name in TRAINER.items():
+        if found := _argument(companion, name):
+            yield _asked(path, found.value, [found], compared=compared or path != MICRO)
+    yield from _composed(companion, ranks, compared)
+    for name, (path, same) in OVERRULED.items():
+        if isinstance(word := companion.get(name), str):
+            yield Asked(
+                path=path,
+                value=same.get(word, (word,)),
+                said=f"{name} {word}",
+                place=companion.place(name),
+                severity="warning",
+                overruled="the Trainer takes the one of the JSON and ignores its argument",
+            )
+
+
+def _argument(companion: Companion, name: str) -> _Argument | None:
+    """Return an argument of the Trainer, its default where nobody gives it; None where it cannot be known."""
+    written = AXOLOTL.get(name, name) if companion.kind == "axolotl" else name
+    if written in companion.values:
+        value = companion.get(written)
+        known = isinstance(value, int | float)
+        return _Argument(value=value, said=f"{written} {value}", place=companion.place(written)) if known else None
+    if name not in DEFAULTS or companion.open or (companion.kind == "axolotl" and name in LEFT_OPEN):
+        return None
+    return _Argument(value=DEFAULTS[name], said=f"{written} {DEFAULTS[name]}, its default", place="")
+
+
+def _asked(path: str, value: Any, parts: list[_Argument], *, compared: bool = True, said: str = "") -> Asked:
+    place = next((part.place for part in parts if part.place), "")
+    return Asked(path=path, value=value, said=said or parts[0].said, place=place, compared=compared)
+
+
+def _composed(companion: Companion, ranks: int | None, compared: bool) -> Iterator[Asked]:
+    """Yield what the Trainer makes of several arguments."""
+    micro, steps, beta1, beta2 = (
+        _argument(companion, name) for name in (TRAINER[MICRO], TRAINER[STEPS], "adam_beta1", "adam_beta2")
+    )
+    if micro and steps and ranks:
+        product = micro.value * steps.value * ranks
+        said = f"per device {micro.value} x {steps.value} steps x {ranks} ranks = {product}"
+        yield _asked(TOTAL, product, [micro, steps], compared=compared, said=said)
+    if beta1 and beta2:
+        yield _asked(f"{PARAMS}.betas", [beta1.value, beta2.value], [beta1, beta2], said=f"{beta1.said}, {beta2.said}")
+    for name in ("fp16", "bf16"):
+        own, evaluation = (_argument(companion, word) for word in (name, f"{name}_full_eval"))
+        on = next((one for one in (own, evaluation) if one and one.value), None)
+        if on:
+            yield _asked(f"{name}.enabled", True, [on])
+        elif own and evaluation:
+            yield _asked(f"{name}.enabled", False, [own])
+    yield from _schedule(companion)
+
+
+def _schedule(companion: Companion) -> Iterator[Asked]:
+    """Yield steps of the learning rate's curve, as far as they do not depend on the data."""
+    given = companion.get("max_steps")
+    total = given if isinstance(given, int) and given > 0 else 0
+    if total:
+        place = companion.place("max_steps")
+        yield Asked(path=f"{SCHEDULE}.total_num_steps", value=total, said=f"max_steps {total}", place=place)
+    older = "warmup_ratio" in companion.values  # gone since transformers 5, where warmup_steps may be a share
+    warmup = _argument(companion, "warmup_ratio" if older else "warmup_steps")
+    if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
+        count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
+        yield _asked(f"{SCHEDULE}.warmup_num_steps", max(1, count), [warmup])
+
+
+def _of_accelerate(companion: Companion) -> Iterator[Asked]:
+    kind = companion.get("distributed_type")
+    if kind not in (None, "DEEPSPEED"):
+        said, place = f"distributed_type {kind}", companion.place("distributed_type")
+        yield Asked(path="", value=kind, said=said, place=place, severity="warning", refused=WITHOUT)
+        return
+    for name, path in PLUGIN.items():
+        key = f"deepspeed_config.{name}"
+        if key in companion.values:
+            value = companion.get(key)
+            yield Asked(path=path, value=value, said=f"{name} {value}", place=companion.place(key), refused=REFUSED)
+    precision = mixed_precision(companion)
+    if precision:
+        for name in ("fp16", "bf16"):
+            value = precision == name
+            if value or precision == "no":
+                said, place = f"mixed_precision {precision}", companion.place("mixed_precision")
+                yield Asked(path=f"{name}.enabled", value=value, said=said, place=place, refused=REFUSED)
+
+
+def mixed_precision(companion: Companion) -> str | None:
+    """Return Accelerate's word for the precision; "no" may stand as YAML's false. None where it is not given."""
+    word = companion.get("mixed_precision")
+    return "no" if word is False else word if isinstance(word, str) else None
+
+
+def plugin_config(companion: Companion) -> tuple[dict[str, Any], Mapping[str, int]]:
+    """Return the JSON that Accelerate makes of its own keys, and the lines of those (utils/dataclasses.py:1365)."""
+    given = {name: companion.get(f"deepspeed_config.{name}") for name in PLUGIN}
+    zero: dict[str, Any] = {"stage": 2 if given["zero_stage"] is None else given["zero_stage"]}
+    for what in ("optimizer", "param"):
+        device = given[f"offload_{what}_device"] or "none"
+        zero[f"offload_{what}"] = {"device": device}
+        if device == "nvme":
+            zero[f"offload_{what}"]["nvme_path"] = given[f"offload_{what}_nvme_path"]
+    zero[GATHER.rpartition(".")[2]] = bool(given["zero3_save_16bit_model"])
+    config: dict[str, Any] = {TOTAL: "auto", MICRO: "auto", STEPS: given["gradient_accumulation_steps"] or "auto"}
+    config |= {ZERO: zero, "gradient_clipping": given["gradient_clipping"] or "auto"}
+    precision = mixed_precision(companion)
+    config |= {name: {"enabled": precision == name} for name in ("fp16", "bf16")}
+    lines = {
+        path: companion.values[f"deepspeed_config.{name}"].line
+        for name, path in PLUGIN.items()
+        if f"deepspeed_config.{name}" in companion.values
+    }
+    if "mixed_precision" in companion.values:
+        lines |= {f"{name}.enabled": companion.values["mixed_precision"].line for name in ("fp16", "bf16")}
+    return config, lines

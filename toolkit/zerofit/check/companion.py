@@ -1,0 +1,150 @@
+"""Files that stand beside a DeepSpeed JSON: a training's arguments or Accelerate's configuration, with line numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from zerofit.check.document import parse
+from zerofit.check.dotted import leaves
+from zerofit.check.finding import as_number
+from zerofit.check.scan import SyntaxFault
+from zerofit.check.shell import UNKNOWN, Word, commands
+
+FLAGS = {"true": True, "yes": True, "false": False, "no": False}
+AXOLOTL = ("base_model", "micro_batch_size")  # both stand in axolotl's files, neither in the Trainer's arguments
+ACCELERATE_JSON = "deepspeed_config.deepspeed_config_file"
+OURS = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "deepspeed", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenValue:
+    """A value with the line that gives it; None where it cannot be known before the program runs."""
+
+    value: Any
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Companion:
+    """The values of one file beside the JSON, by dotted name."""
+
+    file: str
+    kind: str  # "trainer", "axolotl" or "accelerate"
+    values: Mapping[str, GivenValue] = field(default_factory=dict)
+    open: bool = False  # more may be given where this file does not show it
+
+    def get(self, name: str) -> Any:
+        """Return a value, None where it is missing or not known."""
+        return self.values[name].value if name in self.values else None
+
+    def place(self, name: str) -> str:
+        """Return file and line of a value."""
+        return f"{self.file}:{self.values[name].line}" if name in self.values else self.file
+
+    @property
+    def config_file(self) -> str | None:
+        """The DeepSpeed JSON that it names."""
+        name = self.get(ACCELERATE_JSON if self.kind == "accelerate" else "deepspeed")
+        return name if isinstance(name, str) else None
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks that it starts, None where it does not say."""
+        each, nodes = (_first(self, names) for names in (("num_gpus", "nproc_per_node"), ("num_nodes", "nnodes")))
+        return each * (nodes or 1) if each else _first(self, ("num_processes",))
+
+
+def _first(companion: Companion, names: tuple[str, ...]) -> int | None:
+    found = (companion.get(name) for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
+
+
+def read_companion(file: str, text: str, *, accelerate: bool) -> Companion:
+    """Read a JSON, YAML or shell script. Raises SyntaxFault where it is none of these, or has nothing to say."""
+    script = not accelerate and not file.endswith((".json", ".yaml", ".yml")) and not text.lstrip().startswith("{")
+    if script:
+        return _of_script(file, text)
+    values = dict(_of_json(text) if text.lstrip().startswith("{") else _of_yaml(text))
+    kind = "accelerate" if accelerate else "axolotl" if all(name in values for name in AXOLOTL) else "trainer"
+    return Companion(file=file, kind=kind, values=values)
+
+
+def of_mapping(values: Mapping[str, Any], *, accelerate: bool) -> Companion:
+    """Return a companion of values that never were a file."""
+    given = {key: GivenValue(value=_plain(value), line=1) for key, value in leaves(values)}
+    return Companion(
+        file="accelerate_config" if accelerate else "training_args",
+        kind="accelerate" if accelerate else "trainer",
+        values=given,
+    )
+
+
+def _of_json(text: str) -> Iterator[tuple[str, GivenValue]]:
+    for member in parse(text).root.members:
+        yield member.key, GivenValue(value=_plain(member.value.data), line=member.place.line)
+        for inner in member.value.members:
+            yield f"{member.key}.{inner.key}", GivenValue(value=_plain(inner.value.data), line=inner.place.line)
+
+
+def _of_yaml(text: str) -> Iterator[tuple[str, GivenValue]]:
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise SyntaxFault("no mapping of keys to values", 1, 1)
+        yield from _of_node(loader, root, "")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise SyntaxFault(str(error.problem), line, column) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise SyntaxFault(str(error), 1, 1) from None
+
+
+def _of_node(loader: yaml.SafeLoader, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, GivenValue]]:
+    for key, value in node.value:
+        name = f"{prefix}{loader.construct_object(key)}"
+        if isinstance(value, yaml.MappingNode):
+            yield from _of_node(loader, value, f"{name}.")
+        else:
+            data = loader.construct_object(value, deep=True)
+            yield name, GivenValue(value=_plain(data), line=key.start_mark.line + 1)
+
+
+def _of_script(file: str, text: str) -> Companion:
+    """Read the first command that has arguments of a training."""
+    for words in commands(text):
+        values = dict(_flags(words))
+        if any(name in values for name in OURS):
+            before = ["", *(word.text for word in words)]
+            more = any(
+                word.text == UNKNOWN and not (last.startswith("--") and "=" not in last)
+                for last, word in zip(before, words, strict=False)
+            )
+            return Companion(file=file, kind="trainer", values=values, open=more)
+    raise SyntaxFault("no command with arguments of a training (--per_device_train_batch_size, --deepspeed, ...)", 1, 1)
+
+
+def _flags(words: list[Word]) -> Iterator[tuple[str, GivenValue]]:
+    """Yield `--name value`, `--name=value` and `--name` alone, which is true; - and _ in names are one."""
+    for word, following in zip(words, [*words[1:], None], strict=True):
+        if not word.text.startswith("--"):
+            continue
+        name, sign, value = word.text[2:].partition("=")
+        if not sign:
+            value = "true" if following is None or following.text.startswith("--") else following.text
+        yield name.replace("-", "_"), GivenValue(value=_plain(value), line=word.line)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with numbers and flags out of their words."""
+    if not isinstance(value, str):
+        return value
+    if UNKNOWN in value:
+        return None
+    number = as_number(value)
+    return FLAGS.get(value.lower(), value) if number is None else number

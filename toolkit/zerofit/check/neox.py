@@ -1,0 +1,71 @@
+"""GPT-NeoX's files: arguments of its own, beside the keys of DeepSpeed that it hands on.
+
+Names are those of megatron/neox_arguments at ea7aefd8; - and _ in them are one. It makes optimizers and schedulers
+itself, but for the compressed ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from zerofit.check.aliases import Aliases
+from zerofit.check.finding import Finding, near, plainly
+
+OWN_MADE = ("optimizer", "scheduler")
+COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+DEGREES = ("pipe_parallel_size", "model_parallel_size")
+PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16"}
+
+
+@cache
+def _names() -> Mapping[str, list[str]]:
+    return json.loads((files("zerofit.check") / "data" / "neox.json").read_text(encoding="utf-8"))
+
+
+def handed_on(config: Mapping[str, Any]) -> Aliases:
+    """Return what DeepSpeed gets of a file for GPT-NeoX, and the names that the file has for it."""
+    names = {key.replace("-", "_"): key for key in config}
+    made = {name: config[key] for name, key in names.items() if name in _names()["handed_on"]}
+    kind = made["optimizer"].get("type") if isinstance(made.get("optimizer"), Mapping) else None
+    if str(kind).lower() not in COMPRESSED:
+        made = {name: value for name, value in made.items() if name not in OWN_MADE}
+    precision = PRECISIONS.get(str(config.get("precision")))
+    if precision is not None:
+        given = made.get(precision)
+        made[precision] = {**(given if isinstance(given, Mapping) else {}), "enabled": True}
+    extra = config.get(names.get("deepspeed_extra_args", ""))
+    written = {name: key for name, key in names.items() if name in made and name != key}
+    if isinstance(extra, Mapping):
+        made |= extra
+        written |= {name: f"{names['deepspeed_extra_args']}.{name}" for name in extra}
+    return Aliases(config=made, written=written)
+
+
+def unknown_arguments(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find keys that GPT-NeoX has no argument for."""
+    known = [name for names in (_names()["own"], _names()["handed_on"]) for name in names]
+    for key in config:
+        name = key.replace("-", "_")
+        if name in known:
+            continue
+        better = near(name, known)
+        meant = better is not None and plainly(name, better)
+        yield Finding(
+            code="neox-argument",
+            severity="warning",  # its versions have others
+            path=key,
+            message=f"GPT-NeoX has no argument {key!r}",
+            why='GPT-NeoX stops: "got an unexpected keyword argument"',
+            fix=f"did you mean {better}?" if meant else "remove it; keys for DeepSpeed go into deepspeed_extra_args",
+        )
+
+
+def model_parallel(config: Mapping[str, Any]) -> int:
+    """Return the number of ranks that hold one copy of the model."""
+    degrees = (value for key, value in config.items() if key.replace("-", "_") in DEGREES)
+    return math.prod(n for n in degrees if isinstance(n, int) and n > 1)

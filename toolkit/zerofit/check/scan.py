@@ -1,0 +1,196 @@
+"""A JSON text read into values that know their places, as DeepSpeed's own reader (hjson) takes it.
+
+Comments and a comma after the last member do no harm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+BLANK = re.compile(r"[ \t\r\n\ufeff]*")
+COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*\*/")
+STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+CONSTANT = re.compile(r"true|false|null")
+CONSTANTS = {"true": True, "false": False, "null": None}
+PYTHON = {"True": "true", "False": "false", "None": "null", "'": "a string in double quotes"}
+MOST_DIGITS = 400  # a double has 309 before its point
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPosition:
+    """The place where something stands: line and column from 1 on, offsets into the text from 0 on."""
+
+    line: int
+    column: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedValue:
+    """A value with its place; objects and arrays hold their parts."""
+
+    place: TextPosition
+    data: Any  # as json.loads gives it; of a key that stands twice, the last value
+    members: tuple[ObjectMember, ...] = ()
+    items: tuple[ParsedValue, ...] = ()
+
+    @cached_property
+    def by_key(self) -> dict[str, ObjectMember]:
+        """Members by key; of a key that stands twice, the last one."""
+        return {member.key: member for member in self.members}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectMember:
+    """One `"key": value` of an object."""
+
+    key: str
+    place: TextPosition  # of the key
+    value: ParsedValue
+
+
+class SyntaxFault(Exception):
+    """The text is not valid JSON; says where and what was expected."""
+
+    def __init__(self, message: str, line: int, column: int, *, final: bool = False):
+        super().__init__(message)
+        self.message, self.line, self.column = message, line, column
+        self.final = final  # in HJSON too
+
+
+class Scanner:
+    """One reading of a text; what is tolerated but not strict JSON is noted on the way."""
+
+    def __init__(self, text: str):
+        self.commas: list[TextPosition] = []  # after the last member of an object or array
+        self.comment: TextPosition | None = None  # the first one
+        self._text = text
+        self._at = 0
+        self._line_ends = [found.start() for found in re.finditer("\n", text)]
+
+    def read(self) -> ParsedValue:
+        """Return the text's value. Raises SyntaxFault with line, column and what was expected there."""
+        self._skip()
+        try:
+            root = self._value()
+        except RecursionError:
+            raise SyntaxFault("objects or arrays are nested too deeply to be a configuration", 1, 1) from None
+        self._skip()
+        if self._at < len(self._text):
+            self._fail("the end")
+        return root
+
+    def place(self, start: int, end: int) -> TextPosition:
+        """Return the position of a stretch of the text."""
+        line = bisect_left(self._line_ends, start)
+        before = self._line_ends[line - 1] if line else -1
+        return TextPosition(line=line + 1, column=start - before, start=start, end=end)
+
+    def _skip(self) -> str:
+        """Pass over blanks and comments. Return the sign that follows, "" at the end."""
+        text = self._text
+        while True:
+            self._at = BLANK.match(text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]
+            found = COMMENT.match(text, self._at) if text[self._at : self._at + 1] in ("/", "#") else None
+            if found is None:
+                return text[self._at : self._at + 1]
+            self.comment = self.comment or self.place(found.start(), found.end())
+            self._at = found.end()
+
+    def _value(self) -> ParsedValue:
+        start, sign = self._at, self._text[self._at : self._at + 1]
+        if sign == "{":
+            members = self._members()
+            place = self.place(start, self._at)
+            return ParsedValue(place=place, data={m.key: m.value.data for m in members}, members=tuple(members))
+        if sign == "[":
+            items = self._items()
+            return ParsedValue(place=self.place(start, self._at), data=[i.data for i in items], items=tuple(items))
+        if sign == '"':
+            data: Any = self._string()
+        elif found := NUMBER.match(self._text, start):
+            self._at = found.end()
+            data = self._number(found.group())
+        elif found := CONSTANT.match(self._text, start):
+            self._at = found.end()
+            data = CONSTANTS[found.group()]
+        else:
+            self._fail("a value")
+        return ParsedValue(place=self.place(start, self._at), data=data)
+
+    def _members(self) -> list[ObjectMember]:
+        members: list[ObjectMember] = []
+        self._at += 1
+        sign = self._skip()
+        while sign != "}":
+            start = self._at
+            key = self._string()
+            place = self.place(start, self._at)
+            if self._skip() != ":":
+                self._fail("a colon")
+            self._at += 1
+            self._skip()
+            members.append(ObjectMember(key=key, place=place, value=self._value()))
+            sign = self._next("}")
+        self._at += 1
+        return members
+
+    def _items(self) -> list[ParsedValue]:
+        items: list[ParsedValue] = []
+        self._at += 1
+        sign = self._skip()
+        while sign != "]":
+            items.append(self._value())
+            sign = self._next("]")
+        self._at += 1
+        return items
+
+    def _next(self, closing: str) -> str:
+        """Pass over the comma behind a part. Return the sign that follows; a last comma is noted."""
+        sign = self._skip()
+        if sign == closing:
+            return sign
+        if sign != ",":
+            self._fail(f"a comma or {closing}")
+        comma = self._at
+        self._at += 1
+        sign = self._skip()
+        if sign == closing:
+            self.commas.append(self.place(comma, comma + 1))
+        return sign
+
+    def _string(self) -> str:
+        found = STRING.match(self._text, self._at)
+        if found is None:
+            self._fail("a string in double quotes")
+        self._at = found.end()
+        return json.loads(found.group()) if "\\" in found.group() else found.group()[1:-1]
+
+    def _number(self, word: str) -> float | int:
+        """Return a number. Raises SyntaxFault for one that no double holds."""
+        if len(word) <= MOST_DIGITS and math.isfinite(float(word)):
+            return int(word) if word.lstrip("-").isdigit() else float(word)
+        shown = word if len(word) < 20 else f"a number of {len(word):,} characters"
+        place = self.place(self._at - len(word), self._at)
+        message = f"got {shown}, which is beyond what a number of JSON can be for any reader (1.8e308)"
+        raise SyntaxFault(message, place.line, place.column, final=True)
+
+    def _fail(self, expected: str) -> NoReturn:
+        place = self.place(self._at, self._at)
+        rest = self._text[self._at : self._at + 12].split("\n")[0]
+        python = re.match(r"True\b|False\b|None\b|'", rest)
+        if self._at >= len(self._text):
+            message = "the text ends where more is expected (a closing bracket?)"
+        elif python:
+            message = f"got Python's {python.group()} where JSON has {PYTHON[python.group()]}"
+        else:
+            message = f"got {rest!r} where JSON has {expected}"
+        raise SyntaxFault(message, place.line, place.column, final=python is not None)
