@@ -32,6 +32,7 @@ def timer() -> Timer:
         hop_s=0.0,
         network_hop_s=0.0,
         edge=0.0,
+        engine=1.0,
     )
     return Timer(make_profile(), cluster, rates)
 

@@ -28,6 +28,7 @@ class Coefficients:
     network_hop_s: float = 95e-6  # one step of a ring between nodes, with the small messages of many ranks
     exposed_between: float = 0.8  # share of a collective between nodes, beside compute, that adds to it
     hook_s: float = 450e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
+    engine: float = 1.07  # times as long as a bare loop's: kernels under DeepSpeed's hooks, copies and waits of streams
     host: float = 0.13  # share of the memory channels' bandwidth that CPU Adam reaches: published runs say 0.03 to 0.5
 
 
@@ -98,6 +99,7 @@ CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first b
 CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
+NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
 STREAMING = SourcedRate(0.91, _SIMUMAX + "a100_pcie: large copies against the data sheet's bandwidth")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
@@ -109,6 +111,7 @@ class Rates:
     flops: float
     memory: float
     launch_s: float
+    engine: float  # times as long as in a bare loop: kernels under DeepSpeed
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores
@@ -187,6 +190,7 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "general": _share_of(device.peak("fp32") or 0.0, EFFICIENCIES["general"]),
         "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
         "launch_s": LAUNCH_S,
+        "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]),
         "network": _share_of(node.network, _fitted(fitted.network)),

@@ -145,7 +145,10 @@ class Timer:
         if (key, micro_batch) not in self._known_works:
             self._known_works[key, micro_batch] = [
                 [
-                    (kernels_s(kernels, micro_batch, self.rates), launches(kernels) * self.rates.launch_s)
+                    (
+                        self.rates.engine * kernels_s(kernels, micro_batch, self.rates),
+                        launches(kernels) * self.rates.launch_s,
+                    )
                     for kernels in (cost.forward_kernels, cost.backward_kernels)
                 ]
                 for cost in self._profile.costs[key]
