@@ -12,9 +12,13 @@ from torch import nn
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.time import Timer, model_flops
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import envelope
 from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Linear, Profile, setting
 
 HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
@@ -225,6 +229,21 @@ def test_attention_knows_its_mask_and_heads(llama):
     assert [size.at(2) for size in attention.shape] == [2 * HEADS, LENGTH, LENGTH, HIDDEN // HEADS]
     bert = traced("bert-base", TextInputs(vocab_size=256, seq_len=32))
     assert not any(one.causal for one in costs(bert, "bf16", False, 1, 1)["block"].forward_kernels)
+
+
+def test_step_times_stay_sane_from_one_token_to_a_million():
+    cluster = Cluster("h100-80gb", gpus=1)
+    rates = rates_of(cluster, "bf16")
+    steps = []
+    for length in (1, 128, 16_384, 1_048_576):
+        text = TextInputs(vocab_size=VOCAB, seq_len=length)
+        profile = traced("llama-tiny", text, max_position_embeddings=1_048_576)
+        layout = PlannedLayout(zero_stage=1, micro_batch=1)
+        steps.append(Timer(profile, cluster, rates).step(layout).step_s)
+        flops = model_flops(profile, "bf16")
+        assert 0 < flops / steps[-1] < 989e12
+    assert steps == sorted(steps) and steps[0] > 1e-4  # launches alone
+    assert 50 * steps[2] < steps[3] < 64**2 * steps[2]  # attention grows with the square, the rest with the length
 
 
 def test_an_embedding_reads_the_rows_that_it_needs(llama):

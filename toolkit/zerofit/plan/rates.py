@@ -60,10 +60,20 @@ PRODUCTS: dict[str, ProductRate] = {
     "H100": ProductRate(0.60, OTHER_EDGE, "measured: KempnerInstitute/KempnerForge profiling: 552 TFLOP/s in training"),
     "H200": _best(0.803, _MAMF + ", its H100"),
     "RTX 4090": _best(0.92, "measured: DefTruth/CUDA-Learn-Notes, hgemm: 105 to 115 of an L20's 119.5 TFLOP/s"),
+    "RTX PRO 6000": _best(0.83, "measured: zzc0721/torch-performance-test-data#161: 417 of 503.8 TFLOP/s"),
     "MI250X": _best(0.767, _MAMF + ", one GCD"),
     "MI300X": _best(0.601, _MAMF),
 }
-PRODUCTS["RTX 3090"] = PRODUCTS["RTX 4090"]
+_ALIKE = {  # of the same chip or generation
+    "A800": "A100",
+    "H800": "H100",
+    "B300": "B200",
+    "GB200": "B200",
+    "L20": "RTX 4090",
+    "RTX 3090": "RTX 4090",
+    "MI325X": "MI300X",
+}
+PRODUCTS |= {name: PRODUCTS[other] for name, other in _ALIKE.items()}
 OTHER_PRODUCTS = _best(0.80, "assumed: the middle of those that were measured")
 FP32_PRODUCTS = SourcedRate(0.92, "assumed: cuBLAS's products without TF32")
 
@@ -75,6 +85,7 @@ ATTENTION: dict[str, SourcedRate] = {
     "V100": SourcedRate(0.25, "assumed: the memory efficient kernel, without FlashAttention"),
 }
 ATTENTION["H200"] = ATTENTION["H100 PCIe"] = ATTENTION["H100"]
+ATTENTION |= {name: ATTENTION[other] for name, other in _ALIKE.items() if other in ATTENTION}
 OTHER_ATTENTION = SourcedRate(0.50, "assumed: between A100 and H100")
 ATTENTION_BLOCKS = SourcedRate(180, _SIMUMAX + "a100_pcie, sdp by number of heads")
 
