@@ -16,6 +16,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.time import Timer, model_flops
 from zerofit.simulate.fake_kernels import as_on
+from zerofit.simulate.kernels import KernelCall, kernels_of
 from zerofit.simulate.layer_costs import envelope
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.cluster import Cluster
@@ -244,6 +245,19 @@ def test_step_times_stay_sane_from_one_token_to_a_million():
         assert 0 < flops / steps[-1] < 989e12
     assert steps == sorted(steps) and steps[0] > 1e-4  # launches alone
     assert 50 * steps[2] < steps[3] < 64**2 * steps[2]  # attention grows with the square, the rest with the length
+
+
+def test_micro_batches_that_run_other_kernels_have_totals_by_kind():
+    def line(values):
+        return Linear(fixed=values[0], per_sample=values[1] - values[0])
+
+    few = [KernelCall(kind="product", dtype="bfloat16", flops=10, moved_bytes=4, shape=(1, 2, 3))]
+    more = [*few, KernelCall(kind="copy", dtype="bfloat16", flops=0, moved_bytes=6)]
+    product, copy = kernels_of(few, more, line)
+    assert (product.shape, product.flops) == ((), Linear(fixed=10, per_sample=0))
+    assert (copy.count, copy.moved_bytes) == (1, Linear(fixed=0, per_sample=6))
+    (same,) = kernels_of(few, few, line)
+    assert [size.fixed for size in same.shape] == [1, 2, 3]
 
 
 def test_an_embedding_reads_the_rows_that_it_needs(llama):

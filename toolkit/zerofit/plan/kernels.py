@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
+WITH_PRODUCTS = ("product", "convolution", "attention")
 ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
 
 
@@ -21,15 +22,16 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    moved = kernel.moved_bytes.at(micro_batch) / rates.memory
-    return moved if kernel.shape else moved * rates.unfused
+    moved_s = kernel.moved_bytes.at(micro_batch) / rates.memory
+    return moved_s if kernel.kind in WITH_PRODUCTS else moved_s * rates.unfused
 
 
 def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
     """Return the seconds of its FLOPs at the rate that its shape reaches.
 
     Tiles waste their edges and fill the device badly: a product reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best.
-    Attention with a causal mask skips half of its blocks, and few blocks leave processors idle.
+    Attention with a causal mask skips half of its blocks, and few blocks leave processors idle. Kernels without a shape
+    (those that differ between micro batches) waste nothing.
     """
     flops = kernel.flops.at(micro_batch)
     if not flops:
@@ -38,8 +40,9 @@ def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
         return flops / (rates.flops if kernel.groups == 1 else rates.general)
     sizes = [max(1.0, size.at(micro_batch)) for size in kernel.shape]
     if kernel.kind == "attention":
+        made_s = (0.5 if kernel.causal else 1.0) * flops / rates.attention
+        if not sizes:
+            return made_s
         heads, queries, _, _ = sizes
-        blocks = heads * max(1.0, queries / ATTENTION_ROWS)
-        causal = 0.5 if kernel.causal else 1.0
-        return causal * flops / rates.attention * (1 + rates.attention_blocks / blocks)
+        return made_s * (1 + rates.attention_blocks / (heads * max(1.0, queries / ATTENTION_ROWS)))
     return flops / rates.flops * (1 + rates.edge * sum(1 / size for size in sizes))

@@ -111,7 +111,7 @@ CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
 NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
-STREAMING = SourcedRate(0.91, _SIMUMAX + "a100_pcie: large copies against the data sheet's bandwidth")
+STREAMING = SourcedRate(0.9, "assumed: one long addition against the data sheet's bandwidth")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
 
