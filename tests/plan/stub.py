@@ -6,12 +6,28 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import Device, find_device
 from zerofit.spec.model_facts import ELEMENT_BYTES
-from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
+from zerofit.spec.profile import Kernel, LayerCost, LayerRun, Linear, Profile, setting
 
 GIB = 2**30
 BLOCKS, WIDTH = 8, 1024
 BLOCK = 12 * WIDTH * WIDTH  # elements
 DEGREES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8)]
+
+
+def kernels(flops: float, weights: float, activations: float) -> tuple[Kernel, Kernel]:
+    """A product of so many FLOPs a sample that reads `weights` bytes, and kernels that move `activations` bytes."""
+    shape = (Linear(per_sample=1024), Linear(fixed=WIDTH), Linear(fixed=WIDTH))
+    return (
+        Kernel(
+            kind="product",
+            dtype="bfloat16",
+            count=4,
+            flops=Linear(per_sample=flops),
+            moved_bytes=Linear(fixed=weights),
+            shape=shape,
+        ),
+        Kernel(kind="elementwise", dtype="bfloat16", count=16, moved_bytes=Linear(per_sample=activations)),
+    )
 
 
 def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost:
@@ -25,12 +41,8 @@ def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost
         forward_peak_bytes=Linear(per_sample=17 * out / tp),
         backward_peak_bytes=Linear(per_sample=20 * out / tp),
         output_bytes=Linear(per_sample=out),
-        forward_flops=Linear(per_sample=flops),
-        backward_flops=Linear(per_sample=(3 if checkpointing else 2) * flops),
-        forward_bytes=Linear(fixed=2 * BLOCK / tp, per_sample=20 * out / tp),
-        backward_bytes=Linear(fixed=4 * BLOCK / tp, per_sample=40 * out / tp),
-        forward_ops=20,
-        backward_ops=40,
+        forward_kernels=kernels(flops, 2 * BLOCK / tp, 20 * out / tp),
+        backward_kernels=kernels((3 if checkpointing else 2) * flops, 4 * BLOCK / tp, 40 * out / tp),
         tp_allreduce_bytes=Linear(per_sample=2 * out if tp > 1 else 0.0),
         sp_alltoall_bytes=Linear(per_sample=4 * out if sp > 1 else 0.0),
         matrices=(BLOCK // tp,) if tp > 1 else (),

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
-from zerofit.plan.rates import EFFICIENCIES, Rates, rates_of
-from zerofit.plan.time import RankGroup, call_s, collective_s, group_of, sent_bytes
+from zerofit.plan.collectives import RankGroup, call_s, collective_s, group_of, sent_bytes
+from zerofit.plan.rates import MODEL_SHAPES, Rates, rates_of
 from zerofit.spec.local_machine import Calibration
 
 MB = 1_000_000
@@ -78,6 +78,7 @@ def test_a_calibration_takes_the_place_of_assumptions():
         kind="h100-80gb", device_name="", devices=8, date="2026-01-02T00:00:00", matmul_flops={"bf16": 7e14}, link=3e11
     )
     found, assumed = rates_of(make_cluster(), "bf16", measured), rates_of(make_cluster(), "bf16")
-    assert found.flops == pytest.approx(7e14 * EFFICIENCIES["shapes"].value) and found.link == 3e11
+    assert found.flops == pytest.approx(7e14 * MODEL_SHAPES) and found.link == 3e11
+    assert found.attention / assumed.attention == pytest.approx(found.flops / assumed.flops)
     assert found.sources["link"] == "measured here on 2026-01-02" and "nccl-tests" in assumed.sources["link"]
     assert found.memory == assumed.memory and found.peak == assumed.peak == 989e12

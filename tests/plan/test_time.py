@@ -31,6 +31,8 @@ def timer() -> Timer:
         call_s=0.0,
         hop_s=0.0,
         network_hop_s=0.0,
+        edge=0.0,
+        engine=1.0,
     )
     return Timer(make_profile(), cluster, rates)
 
@@ -39,13 +41,23 @@ def choose(**fields: object) -> PlannedLayout:
     return PlannedLayout(**{"zero_stage": 1, "micro_batch": 1, "dp": 8, **fields})
 
 
-def test_compute_is_flops_and_traffic(timer):
+def test_compute_is_products_and_the_traffic_between_them(timer):
     step = timer.step(choose())
-    flops = 6 * PARAMETERS * 1024
-    out = 2 * 1024 * 1024
-    moved = BLOCKS * (6 * BLOCK + 60 * out)
-    assert step.compute_s == pytest.approx(flops / 1e14 + moved / 1e12)
+    flops, out = 6 * PARAMETERS * 1024, 2 * 1024 * 1024
+    assert step.compute_s == pytest.approx(flops / 1e14 + BLOCKS * 60 * out / 1e12)
     assert timer.step(choose(checkpointing=True)).compute_s > 1.2 * step.compute_s
+
+
+def test_a_product_takes_the_larger_of_flops_and_traffic(timer):
+    slow = Timer(make_profile(), make_cluster(), replace(timer.rates, flops=1e18))
+    moved = BLOCKS * (6 * BLOCK + 60 * 2 * 1024 * 1024)
+    assert slow.step(choose()).compute_s == pytest.approx(moved / 1e12)
+
+
+def test_small_products_reach_less(timer):
+    wasting = Timer(make_profile(), make_cluster(), replace(timer.rates, edge=100.0, memory=1e18))
+    flops = 6 * PARAMETERS * 1024
+    assert wasting.step(choose()).compute_s == pytest.approx(flops / 1e14 * (1 + 3 * 100 / 1024), rel=1e-4)
 
 
 def test_gradients_are_all_reduced_below_stage_3_and_scattered_at_it(timer):
@@ -105,7 +117,7 @@ def test_tensor_and_sequence_parallelism_send_in_both_directions(timer):
 
 
 def test_slower_hardware_is_never_faster(timer):
-    for name in ("flops", "memory", "link", "pcie", "host"):
+    for name in ("flops", "memory", "link", "pcie", "host", "attention"):
         slow = Timer(make_profile(), make_cluster(), replace(timer.rates, **{name: getattr(timer.rates, name) / 4}))
         for layout in (choose(zero_stage=3, offload_optimizer="cpu", offload_param="cpu"), choose(zero_stage=2)):
             assert slow.step(layout).step_s >= timer.step(layout).step_s
@@ -113,3 +125,32 @@ def test_slower_hardware_is_never_faster(timer):
 
 def test_model_flops_leave_recomputation_out():
     assert model_flops(make_profile(), "bf16") == 6 * PARAMETERS * 1024
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 2, "accumulation": 4},
+        {"zero_stage": 2, "overlap": True, "bucket": 1_000_000},
+        {"zero_stage": 3, "checkpointing": True},
+        {"zero_stage": 3, "overlap": True, "offload_optimizer": "cpu"},
+        {"tp": 4},
+        {"pp": 4, "accumulation": 8},
+        {"sp": 2, "zero_stage": 3},
+    ],
+)
+def test_a_step_is_no_shorter_than_its_longest_stream_and_no_longer_than_their_sum(timer, fields, nodes):
+    cluster = make_cluster(nodes=nodes)
+    ranks = cluster.ranks // (fields.get("tp", 1) * fields.get("pp", 1) * fields.get("sp", 1))
+    free = {
+        "computing": {"link": 1e18, "network": 1e18, "pcie": 1e18},
+        "sending": {"flops": 1e24, "memory": 1e24, "attention": 1e24, "host": 1e24},
+    }
+    layout = choose(**{**fields, "dp": ranks})
+    both = Timer(make_profile(), cluster, timer.rates).step(layout).step_s
+    computing, sending = (
+        Timer(make_profile(), cluster, replace(timer.rates, **rates)).step(layout).step_s for rates in free.values()
+    )
+    assert max(computing, sending) <= both <= computing + sending

@@ -12,9 +12,14 @@ from torch import nn
 from zerofit.models.build import build, check_forward, count_parameters
 from zerofit.models.catalog import ModelError, ModelSource, find
 from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.time import Timer, model_flops
 from zerofit.simulate.fake_kernels import as_on
+from zerofit.simulate.kernels import KernelCall, kernels_of
 from zerofit.simulate.layer_costs import envelope
 from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Linear, Profile, setting
 
 HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
@@ -199,3 +204,108 @@ def test_seventy_billion_parameters_take_seconds():
     profile = traced("llama-3.1-70b", TextInputs(vocab_size=128256, seq_len=4096), *settings)
     assert time.process_time() - started < 5
     assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 80), ("head", 1)]
+
+
+def by_kind(kernels, kind: str):
+    return [kernel for kernel in kernels if kernel.kind == kind]
+
+
+def test_products_keep_their_shapes(llama):
+    block = costs(llama, "bf16", False, 1, 1)["block"]
+    products = by_kind(block.forward_kernels, "product")
+    rows = Linear(per_sample=LENGTH)
+    shapes = {(one.shape[1].fixed, one.shape[2].fixed): one.count for one in products}
+    kv = KV * HIDDEN // HEADS
+    # queries and output, keys and values, gate and up, down
+    assert shapes == {(HIDDEN, HIDDEN): 2, (kv, HIDDEN): 2, (MLP, HIDDEN): 2, (HIDDEN, MLP): 1}
+    assert all(one.shape[0] == rows and one.dtype == "bfloat16" for one in products)
+    down = next(one for one in products if one.shape[2].fixed == MLP)
+    assert down.flops == Linear(per_sample=2 * LENGTH * MLP * HIDDEN)
+    assert down.moved_bytes == Linear(fixed=2 * MLP * HIDDEN, per_sample=2 * LENGTH * (MLP + HIDDEN))
+
+
+def test_attention_knows_its_mask_and_heads(llama):
+    (attention,) = by_kind(costs(llama, "bf16", False, 1, 1)["block"].forward_kernels, "attention")
+    assert attention.causal and attention.flops == Linear(per_sample=4 * LENGTH * LENGTH * HIDDEN)
+    assert [size.at(2) for size in attention.shape] == [2 * HEADS, LENGTH, LENGTH, HIDDEN // HEADS]
+    bert = traced("bert-base", TextInputs(vocab_size=256, seq_len=32))
+    assert not any(one.causal for one in costs(bert, "bf16", False, 1, 1)["block"].forward_kernels)
+
+
+def test_step_times_stay_sane_from_one_token_to_a_million():
+    cluster = Cluster("h100-80gb", gpus=1)
+    rates = rates_of(cluster, "bf16")
+    steps = []
+    for length in (1, 128, 16_384, 1_048_576):
+        text = TextInputs(vocab_size=VOCAB, seq_len=length)
+        profile = traced("llama-tiny", text, max_position_embeddings=1_048_576)
+        layout = PlannedLayout(zero_stage=1, micro_batch=1)
+        steps.append(Timer(profile, cluster, rates).step(layout).step_s)
+        flops = model_flops(profile, "bf16")
+        assert 0 < flops / steps[-1] < 989e12
+    assert steps == sorted(steps) and steps[0] > 1e-4  # launches alone
+    assert 50 * steps[2] < steps[3] < 64**2 * steps[2]  # attention grows with the square, the rest with the length
+
+
+def test_micro_batches_that_run_other_kernels_have_totals_by_kind():
+    def line(values):
+        return Linear(fixed=values[0], per_sample=values[1] - values[0])
+
+    few = [KernelCall(kind="product", dtype="bfloat16", flops=10, moved_bytes=4, shape=(1, 2, 3))]
+    more = [*few, KernelCall(kind="copy", dtype="bfloat16", flops=0, moved_bytes=6)]
+    product, copy = kernels_of(few, more, line)
+    assert (product.shape, product.flops) == ((), Linear(fixed=10, per_sample=0))
+    assert (copy.count, copy.moved_bytes) == (1, Linear(fixed=0, per_sample=6))
+    (same,) = kernels_of(few, few, line)
+    assert [size.fixed for size in same.shape] == [1, 2, 3]
+
+
+def test_an_embedding_reads_the_rows_that_it_needs(llama):
+    (rows,) = by_kind(costs(llama, "bf16", False, 1, 1)["embedding"].forward_kernels, "embedding")
+    assert rows.moved_bytes == Linear(per_sample=2 * 2 * LENGTH * HIDDEN)
+
+
+class Grouped(nn.Module):
+    """Two convolutions of 3 x 3, the second in groups, and a batch norm."""
+
+    def __init__(self, groups: int):
+        super().__init__()
+        self.first = nn.Conv2d(3, 32, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(32, 32, 3, padding=1, groups=groups, bias=False)
+        self.norm, self.head = nn.BatchNorm2d(32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.norm(self.second(self.first(x))).mean((2, 3)))
+
+
+def depthwise():
+    return Grouped(32)
+
+
+def test_grouped_convolutions_by_hand():
+    """2 x pixels x outputs x inputs that make one output; as much again for each gradient, whatever the groups."""
+    source = ModelSource(name=f"{__name__}:depthwise", family="custom", origin="package.module:callable", task="custom")
+    inputs = ImageInputs(channels=3, size=8, classes=10)
+    profile = profile_model(source, "image", inputs, {}, [TraceSetting("fp32")], "cuda")
+    layers = profile.costs[setting("fp32", False, 1, 1)]
+    forward = [k for layer in layers for k in by_kind(layer.forward_kernels, "convolution")]
+    backward = [k for layer in layers for k in by_kind(layer.backward_kernels, "convolution")]
+    first, second = 2 * 64 * 32 * 3 * 9, 2 * 64 * 32 * 9
+    assert [kernel.flops.per_sample for kernel in forward] == [first, second]
+    assert [kernel.flops.per_sample for kernel in backward] == [first, 2 * second]  # pixels get no gradient
+    assert [(kernel.groups, kernel.shape[1].fixed, kernel.shape[2].fixed) for kernel in forward] == [
+        (1, 32, 27),
+        (32, 1, 9),
+    ]
+    (norm,) = [
+        k for layer in layers for k in by_kind(layer.forward_kernels, "normalisation") if k.moved_bytes.at(1) > 1e4
+    ]
+    assert norm.moved_bytes.per_sample == 3 * 4 * 32 * 64  # read for the statistics, read again, written
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "efficientnet_b0", "mobilenet_v2"])
+def test_backward_costs_twice_the_forward(name):
+    profile = traced(name, ImageInputs(channels=3, size=64, classes=10), TraceSetting("fp16"))
+    layers = profile.costs[setting("fp16", False, 1, 1)]
+    forward, backward = (sum(getattr(c, f"{phase}_flops").at(4) for c in layers) for phase in ("forward", "backward"))
+    assert 1.9 * forward < backward <= 2 * forward  # the pixels' gradient is not needed

@@ -61,6 +61,9 @@ def test_a_cpu_rank_is_a_process():
         ("l40s", 8320 * 1024),
         ("h100-80gb", 32 * MIB),
         ("b200", 32 * MIB),
+        ("rtx5090", 32 * MIB),
+        ("h800-80gb", 32 * MIB),
+        ("a800-80gb", 8320 * 1024),
     ],
 )
 def test_blas_workspaces(kind, workspace_bytes):

@@ -12,6 +12,7 @@ GIB = 2**30
 ASKED = {
     *("v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h100-pcie-80gb", "h200", "b200", "l4", "a10"),
     *("a10g", "l40", "l40s", "rtx3090", "rtx4090", "t4", "mi250x", "mi300x", "cpu"),
+    *("a800-80gb", "h800-80gb", "h20", "b300", "gb200", "rtx5090", "rtx-pro-6000", "a6000", "l20", "mi325x", "mi355x"),
 }
 
 
@@ -21,7 +22,7 @@ def test_all_kinds_are_there():
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.kind)
 def test_every_figure_is_plausible_and_has_a_source(device):
-    assert 14 * GIB < device.memory_bytes < 192 * GIB
+    assert 14 * GIB < device.memory_bytes <= 288 * GIB
     size = device.kind.rpartition("-")[2]
     if size.endswith("gb"):  # the driver hands out a little less than the name promises
         assert 0.97 * int(size[:-2]) < device.memory_bytes / GIB < int(size[:-2])
@@ -44,6 +45,12 @@ def test_every_figure_is_plausible_and_has_a_source(device):
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA L40S", "l40s"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80gb"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA GeForce RTX 2080 Ti", None),
         ("CPU (x86_64)", None),
     ],

@@ -147,6 +147,12 @@ def _show_layouts(console: Console, plan: Plan) -> None:
     console.print(f"  1: buckets of {layout.bucket:,} elements, overlap_comm {str(layout.overlap).lower()}")
     console.print(f"     peak in {memory.peak_phase}: {kinds}")
     console.print(f"     step: {shares}")
+    if best.errors:
+        what, figures, low, high = best.errors
+        seconds = f"{low * best.step_s:.3g} to {high * best.step_s:.3g} s"
+        console.print(
+            f"     {seconds}, as 8 of 10 published runs ({what}, {figures} figures) lay about their forecasts"
+        )
     if result.plainest:
         console.print(f"  {result.plainest + 1}: simpler, and less than {SAME_SPEED:.0%} slower by this forecast")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.plan.fit import Fit
+from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates
 from zerofit.plan.time import StepTime
@@ -28,6 +29,7 @@ class RankedLayout:
     samples_per_s: float
     tokens_per_s: float | None  # None for images
     mfu: float | None  # None for CPUs
+    errors: PublishedErrors | None = None  # of forecasts like this one; None for CPUs and corrected forecasts
 
     @property
     def step_s(self) -> float:
@@ -46,6 +48,8 @@ class RankedLayout:
             "host_bytes": self.memory.host_bytes,
             "nvme_bytes": self.memory.nvme_bytes,
             "step_s": self.step_s,
+            "step_s_range": self.errors and [self.errors.low * self.step_s, self.errors.high * self.step_s],
+            "errors": self.errors and self.errors._asdict(),
             "time": field_data(self.time, "step_s"),
             "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,

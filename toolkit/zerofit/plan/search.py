@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zerofit.plan.fit import Fit, Forecast, check_fit, explain, remedy
+from zerofit.plan.interval import errors_of
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
@@ -66,7 +67,9 @@ def search(
     timed.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
-    ranked = (_ranked(one, profile, cluster, forecast, rates, flops) for one in _best(timed, top, request.every))
+    ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in _best(timed, top, request.every)]
+    if correct is None and not cluster.on_cpu:  # a corrected forecast has errors of its own
+        ranked = [replace(one, errors=errors_of(profile.task, cluster.nodes, one.layout.offload)) for one in ranked]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from zerofit.plan.collectives import RankGroup, collective_s, group_of
+from zerofit.plan.kernels import kernels_s, launches
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_bounds
-from zerofit.plan.rates import CONTENTION, ZERO3_HOOK_S, Rates
+from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.profile import LayerCost, Linear, Profile, setting
+from zerofit.spec.profile import Profile, setting
 
 # fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
 # by Adam (4); the parameter written in the model's dtype (runtime/zero/stage_1_and_2.py, step)
@@ -18,15 +20,6 @@ ADAM_BYTES = 44
 # (8, stage3.py:2988), the stepped parameter is converted (6, stage3.py:2858)
 HOST_ADAM_BYTES = 42
 STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
-
-# bytes that each rank of n sends for a tensor of one byte, by ring algorithms
-_SENT = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "send": lambda n: 1.0 if n > 1 else 0.0,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +61,7 @@ class Timer:
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
         self._profile, self._cluster, self.rates = profile, cluster, rates
         self._passes: dict[tuple, _Pass] = {}
+        self._known_works: dict[tuple[str, int], list[list[tuple[float, float]]]] = {}
 
     def step(self, layout: PlannedLayout) -> StepTime:
         """Return the time of one optimizer step. KeyError where the layout's setting is not in the profile."""
@@ -79,7 +73,7 @@ class Timer:
         reduce_s = self._reduce_s(layout, one, shards, b)
         forward_s = one.forward_s + (tensor_s + sequence_s) / 2
         backward_s = one.backward_s + (tensor_s + sequence_s) / 2
-        gather_wait_s, reduce_wait_s = self._waits(layout, forward_s, backward_s, gather_s, reduce_s)
+        gather_wait_s, reduce_wait_s = self._waits(layout, shards, forward_s, backward_s, gather_s, reduce_s)
         # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
         neighbours = group_of(2 if layout.pp > 1 else 1, layout.dp, gpus)
         send_s = 2 * collective_s("send", one.stage_output_bytes, 1, neighbours, self.rates)
@@ -115,10 +109,11 @@ class Timer:
             (len(cost.matrices or layer.matrices), len(cost.vectors or layer.vectors))
             for cost, layer in zip(costs, layers, strict=True)
         ]
-        hook_s = ZERO3_HOOK_S.value if layout.zero_stage == 3 else 0.0
+        hook_s = self.rates.hook_s if layout.zero_stage == 3 else 0.0
+        hooked = (1, 2 if layout.checkpointing else 1)  # in backward the forward's hooks run again
         passes = [
-            tuple(self._layer_s(cost, m, phase, hook_s * sum(counts)) for phase in ("forward", "backward"))
-            for cost, counts in zip(costs, tensors, strict=True)
+            tuple(self._layer_s(*work, n * hook_s * sum(counts)) for work, n in zip(works, hooked, strict=True))
+            for works, counts in zip(self._works(key, m), tensors, strict=True)
         ]
         # for each pipeline stage, which layers it has: (place in profile.layers, how many of that run)
         flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
@@ -145,14 +140,24 @@ class Timer:
             stage_output_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if layout.pp > 1 else 0.0,
         )
 
-    def _layer_s(self, cost: LayerCost, micro_batch: int, phase: str, hooks_s: float) -> float:
-        """Add compute-bound and memory-bound kernels, which take turns; launches run ahead on GPUs."""
-        rates = self.rates
-        flops: Linear = getattr(cost, f"{phase}_flops")
-        moved: Linear = getattr(cost, f"{phase}_bytes")
-        busy_s = flops.at(micro_batch) / rates.flops + moved.at(micro_batch) / rates.memory
-        launch_s = getattr(cost, f"{phase}_ops") * rates.launch_s + hooks_s
-        return max(busy_s, launch_s) if rates.ahead else busy_s + launch_s
+    def _works(self, key: str, micro_batch: int) -> list[list[tuple[float, float]]]:
+        """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""
+        if (key, micro_batch) not in self._known_works:
+            self._known_works[key, micro_batch] = [
+                [
+                    (
+                        self.rates.engine * kernels_s(kernels, micro_batch, self.rates),
+                        launches(kernels) * self.rates.launch_s,
+                    )
+                    for kernels in (cost.forward_kernels, cost.backward_kernels)
+                ]
+                for cost in self._profile.costs[key]
+            ]
+        return self._known_works[key, micro_batch]
+
+    def _layer_s(self, busy_s: float, launch_s: float, hooks_s: float) -> float:
+        """Time a layer in one direction; where launches and hooks run ahead of its kernels, the slower of the two."""
+        return max(busy_s, launch_s + hooks_s) if self.rates.ahead else busy_s + launch_s + hooks_s
 
     def _model_parallel_s(self, layout: PlannedLayout, one: _Pass) -> tuple[float, float]:
         """Time all-reduces of tensor and all-to-alls of sequence parallelism per micro batch; nothing overlaps."""
@@ -183,19 +188,26 @@ class Timer:
         return collective_s(op, b * one.parameters, calls, shards, self.rates)
 
     def _waits(
-        self, layout: PlannedLayout, forward_s: float, backward_s: float, gather_s: float, reduce_s: float
+        self,
+        layout: PlannedLayout,
+        shards: RankGroup,
+        forward_s: float,
+        backward_s: float,
+        gather_s: float,
+        reduce_s: float,
     ) -> tuple[float, float]:
         """Return how long compute waits for gathers in a micro batch, and for one reduction of gradients.
 
         Gathers are issued ahead of their layers. Reductions run beside backward with overlap_comm alone; without it
         they are on its stream (stage3.py:341, stage_1_and_2.py, average_tensor). Stage 0 reduces after backward.
         """
-        gather_wait_s = _beside(gather_s / 2, forward_s) + _beside(gather_s / 2, backward_s)
+        exposed = self.rates.exposed_between if shards.nodes > 1 else self.rates.exposed_inside
+        gather_wait_s = _beside(gather_s / 2, forward_s, exposed) + _beside(gather_s / 2, backward_s, exposed)
         if not layout.overlap or layout.zero_stage == 0 or layout.pp > 1:
             return gather_wait_s, reduce_s
         idle_s = max(0.0, backward_s - gather_s / 2)  # of the links, while backward computes
         last_bucket_s = reduce_s * min(1.0, layout.bucket / max(1, self._pass(layout).parameters))
-        return gather_wait_s, max(_beside(reduce_s, idle_s), last_bucket_s)
+        return gather_wait_s, max(_beside(reduce_s, idle_s, exposed), last_bucket_s)
 
     def _optimizer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
         """Time Adam on a rank's share, then the all-gather of stages 1 and 2."""
@@ -229,9 +241,9 @@ class Timer:
         return seconds
 
 
-def _beside(collective_s: float, compute_s: float) -> float:
-    """Return the seconds that a collective adds to the compute it overlaps with."""
-    return max(0.0, collective_s - compute_s) + CONTENTION.value * min(collective_s, compute_s)
+def _beside(collective_s: float, compute_s: float, exposed: float) -> float:
+    """Return the seconds that a collective adds to the compute it overlaps with; `exposed`: the share that shows."""
+    return max(0.0, collective_s - compute_s) + exposed * min(collective_s, compute_s)
 
 
 def model_flops(profile: Profile, precision: str) -> float:
@@ -242,52 +254,3 @@ def model_flops(profile: Profile, precision: str) -> float:
     costs = profile.costs[setting(precision, False, 1, 1)]
     pairs = zip(profile.layers, costs, strict=True)
     return 3 * sum(layer.count * cost.forward_flops.per_sample for layer, cost in pairs)
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks of a collective, and how many of them share a node."""
-
-    size: int
-    per_node: int
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group spans."""
-        return -(-self.size // self.per_node)
-
-
-def group_of(size: int, stride: int, gpus: int) -> RankGroup:
-    """Make a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
-    return RankGroup(size, max(1, min(size, gpus // stride)))
-
-
-def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
-    """Return the bytes that one rank sends; `size_bytes` is the whole tensor, gathered or before it is scattered."""
-    return size_bytes * _SENT[op](ranks)
-
-
-def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates) -> float:
-    """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
-
-    Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
-    share of the network: a node's ranks send different parts of what leaves the node.
-    """
-    if group.size == 1:
-        return 0.0
-    inside = sent_bytes(op, size_bytes, group.size) / rates.link if group.per_node > 1 else 0.0
-    outside = 0.0
-    if group.nodes > 1:
-        if op == "all_to_all":
-            outside = size_bytes * (group.size - group.per_node) / group.size / rates.network
-        else:
-            outside = sent_bytes(op, size_bytes, group.nodes) / group.per_node / rates.network
-    return max(inside, outside) + calls * call_s(op, group, rates)
-
-
-def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest."""
-    steps, network_steps = group.per_node - 1, group.nodes - 1
-    if op == "all_reduce":
-        steps, network_steps = 2 * (group.per_node - 1).bit_length(), 2 * (group.nodes - 1).bit_length()
-    return rates.call_s + steps * rates.hop_s + network_steps * rates.network_hop_s

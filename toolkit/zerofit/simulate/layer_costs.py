@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerofit.simulate.op_costs import bytes_of, flops_of
+from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.traced_model import TracedModel
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear
+from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear
 
 # with one sample some ops copy less: a transposed batch of one is contiguous, a gradient is not summed over samples
 MICRO_BATCHES = (2, 3)
@@ -35,15 +35,6 @@ class GradientSegment:
     parameter: int | None = None  # whose gradient is complete at its end, by its place in model.parameters()
 
 
-@dataclass
-class SectionWork:
-    """The work of one section's ops."""
-
-    flops: int = 0
-    moved_bytes: int = 0
-    kernels: int = 0
-
-
 class ProfileRecorder(TorchDispatchMode):
     """Follows every storage from the op that makes it to its release.
 
@@ -56,7 +47,7 @@ class ProfileRecorder(TorchDispatchMode):
         self._model, self._scratch = model, scratch  # of an op's kernel: bytes of (args, out)
         self.live_bytes = 0
         self.segments: list[GradientSegment] = []
-        self.work: dict[Key, SectionWork] = {}
+        self.calls: dict[Key, list[KernelCall]] = {}
         self.before: dict[Key, int] = {}  # bytes alive when a section began
         self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
         self.last_op = ""
@@ -69,7 +60,7 @@ class ProfileRecorder(TorchDispatchMode):
         key = (phase, unit)
         self.segments.append(GradientSegment(key, [self.live_bytes]))
         self.before.setdefault(key, self.live_bytes)  # a shared module can begin twice
-        self._work = self.work.setdefault(key, SectionWork())
+        self._calls = self.calls.setdefault(key, [])
 
     def watch(self) -> list[Any]:
         """Take each parameter's complete gradient away; return the handles of the hooks that do."""
@@ -96,9 +87,7 @@ class ProfileRecorder(TorchDispatchMode):
         if scratch is not None:
             self.segments[-1].live.append(self.live_bytes + scratch(args, out))
         if _is_kernel(func):
-            self._work.kernels += 1
-            self._work.moved_bytes += bytes_of((args, kwargs)) + bytes_of(out)
-            self._work.flops += flops_of(func, args, kwargs, out)
+            self._calls.append(call_of(func, args, kwargs, out))
         return out
 
     def _follow(self, tensor: Tensor) -> None:
@@ -177,7 +166,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
         output_bytes=_line([r.handed_on.get(unit, 0) for r in recorders]),
         forward=forward,
         backward=moments,
-        **_work(recorders, unit),
+        forward_kernels=_kernels(recorders, unit, "forward"),
+        backward_kernels=_kernels(recorders, unit, "backward"),
     )
 
 
@@ -221,14 +211,9 @@ def _peak(segments: list[GradientSegment], base: int) -> int:
     return max((max(s.live, default=base) for s in segments), default=base) - base
 
 
-def _work(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for phase in ("forward", "backward"):
-        works = [r.work.get((phase, unit)) for r in recorders]
-        values[f"{phase}_flops"] = _line([w.flops if w else 0 for w in works])
-        values[f"{phase}_bytes"] = _line([w.moved_bytes if w else 0 for w in works])
-        values[f"{phase}_ops"] = float(works[0].kernels if works[0] else 0)
-    return values
+def _kernels(recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int, phase: str) -> tuple[Kernel, ...]:
+    few, more = (recorder.calls.get((phase, unit), []) for recorder in recorders)
+    return kernels_of(few, more, _line)
 
 
 def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:

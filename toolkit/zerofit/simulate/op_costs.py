@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 Scratch = Callable[[str, Any, Any, Any], int]  # (op, args, kwargs, out) -> bytes alive only while the op runs
 
@@ -43,7 +43,16 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
 
 
-_MORE: dict[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: _grouped}
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *more: Any, **_: Any) -> int:
+    """Count as many FLOPs as forward for each gradient: torch 2.11's counter takes a weight's `groups` times."""
+    transposed, wanted = more[4], more[7]
+    return conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed) * sum(wanted[:2])
+
+
+_MORE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: _grouped,
+    torch.ops.aten.convolution_backward: _convolution_backward,
+}
 for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward

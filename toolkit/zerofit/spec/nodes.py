@@ -62,6 +62,26 @@ DGX_B200 = Node(
     nvme_write=25 * GB,
     source="NVIDIA DGX B200 data sheet (2024)",
 )
+DGX_B300 = Node(
+    name="DGX B300",
+    gpus=8,
+    host_bytes=2048 * GIB,
+    host_bandwidth=819.2 * GB,  # 2 x Xeon 6776P: 8 channels of DDR5-6400 each
+    network=100 * GB,  # 8 x 800 Gb/s
+    nvme_read=50 * GB,
+    nvme_write=25 * GB,
+    source="NVIDIA DGX B300 data sheet (2025)",
+)
+GB200_TRAY = Node(
+    name="compute tray of a GB200 NVL72 (4 GPUs)",
+    gpus=4,
+    host_bytes=960 * GIB,
+    host_bandwidth=1024 * GB,  # 2 Grace: 512 GB/s of LPDDR5X each
+    network=50 * GB,  # 4 x 400 Gb/s; between the 18 trays of a rack NVLink is faster than counted here
+    nvme_read=25 * GB,
+    nvme_write=12 * GB,
+    source="NVIDIA GB200 NVL72 data sheet (2024); disks assumed",
+)
 H100_PCIE_SERVER = Node(
     name="server with 8 H100 PCIe",
     gpus=8,

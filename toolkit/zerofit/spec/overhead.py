@@ -72,7 +72,13 @@ _AMD = ByteRange(
     high_bytes=1024 * MIB,
     source="rocBLAS alone about 200 MB; TensorFlow keeps 1 GiB free on MI200 and later (ROCm/tensorflow-upstream#2490)",
 )
-_CONTEXTS = {"b200": _BLACKWELL, "h100": _HOPPER, "h200": _HOPPER, "rtx4090": _ADA, "l4": _ADA, "mi": _AMD}
+_CONTEXTS = {
+    **dict.fromkeys(("b200", "b300", "gb200", "rtx5090", "rtx-pro-6000"), _BLACKWELL),
+    **dict.fromkeys(("h100", "h200", "h20", "h800"), _HOPPER),
+    **dict.fromkeys(("rtx4090", "l4", "l20"), _ADA),
+    "mi": _AMD,
+}
+_FROM_HOPPER_ON = ("h1", "h2", "h8", "b2", "b3", "gb", "rtx5", "rtx-pro")
 
 # A connection of a communicator to one peer over one channel: LL, LL128 and SIMPLE buffers (524,288 + 4,915,200 +
 # 4,194,304 bytes) in a 10 MiB allocation at the receiver, 2 MiB at the sender. NCCL src/init.cc (DEFAULT_LL_BUFFSIZE,
@@ -102,11 +108,11 @@ def context_figure(kind: str) -> ByteRange:
 
 def blas_workspace_bytes(kind: str) -> int:
     """Return what torch's caching allocator allocates for each cuBLAS handle and stream on a kind of device."""
-    if kind.startswith("mi300"):
+    if kind.startswith("mi3"):
         return HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES
     if kind.startswith("mi"):
         return HIPBLAS_BYTES + HIPBLASLT_BYTES
-    return CUBLAS_HOPPER_BYTES if kind.startswith(("h1", "h2", "b2")) else CUBLAS_BYTES
+    return CUBLAS_HOPPER_BYTES if kind.startswith(_FROM_HOPPER_ON) else CUBLAS_BYTES
 
 
 def pinned_bytes(size_bytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from zerofit.spec.model_facts import Task
 
@@ -30,6 +30,25 @@ class BackwardMoment:
     parameter: int | None = None  # its place in the layer's matrices + vectors
 
 
+KernelKind = Literal["product", "convolution", "attention", "normalisation", "elementwise", "embedding", "copy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Kernels of one kind that one layer runs in forward or in backward; those with products have equal shapes."""
+
+    kind: KernelKind
+    dtype: str  # of its first tensor, as torch names it: "bfloat16"
+    count: float  # how many of them run
+    moved_bytes: Linear  # read and written by all of them
+    flops: Linear = Linear()  # of all of them; of attention without what a causal mask spares
+    # product: M, N, K of each; convolution: M, N, K of the product that it is, for each of its groups;
+    # attention: heads of all samples, queries, keys, width of a head
+    shape: tuple[Linear, ...] = ()
+    groups: int = 1
+    causal: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Costs of one layer of one kind on one rank, in one setting (precision, checkpointing, tensor parallel degree).
@@ -41,18 +60,24 @@ class LayerCost:
     forward_peak_bytes: Linear  # most alive during its forward, above what was alive before it
     backward_peak_bytes: Linear  # most alive during its backward, above what was alive before its forward
     output_bytes: Linear  # the activation handed to the next layer (and its gradient handed back)
-    forward_flops: Linear
-    backward_flops: Linear  # with recomputation, where it is checkpointed
-    forward_bytes: Linear  # memory traffic: bytes read and written by its ops
-    backward_bytes: Linear
-    forward_ops: float  # kernel launches
-    backward_ops: float
+    forward_kernels: tuple[Kernel, ...] = ()
+    backward_kernels: tuple[Kernel, ...] = ()  # with recomputation, where it is checkpointed
     tp_allreduce_bytes: Linear = Linear()  # sent by tensor parallelism in forward (backward: as much)
     sp_alltoall_bytes: Linear = Linear()  # sent by sequence parallelism in forward (backward: as much)
     forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
     backward: tuple[BackwardMoment, ...] = ()  # backward_peak_bytes in its order; with a parameter's fresh gradient
     matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
     vectors: tuple[int, ...] = ()
+
+    @property
+    def forward_flops(self) -> Linear:
+        """FLOPs of its forward."""
+        return _sum(kernel.flops for kernel in self.forward_kernels)
+
+    @property
+    def backward_flops(self) -> Linear:
+        """FLOPs of its backward, with recomputation."""
+        return _sum(kernel.flops for kernel in self.backward_kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +144,19 @@ def _cost(entry: dict[str, Any]) -> LayerCost:
         BackwardMoment(live=_lines(m["live"]), end=Linear(**m["end"]), parameter=m["parameter"])
         for m in entry.get("backward", ())
     )
-    return LayerCost(**{**plain, **lists, "forward": _lines(entry.get("forward", ())), "backward": moments})
+    kernels = {key: tuple(map(_kernel, entry[key])) for key in ("forward_kernels", "backward_kernels")}
+    forward = _lines(entry.get("forward", ()))
+    return LayerCost(**{**plain, **lists, **kernels, "forward": forward, "backward": moments})
+
+
+def _kernel(entry: dict[str, Any]) -> Kernel:
+    lines = {key: Linear(**entry[key]) for key in ("moved_bytes", "flops")}
+    return Kernel(**{**entry, **lines, "shape": _lines(entry["shape"])})
+
+
+def _sum(lines: Iterable[Linear]) -> Linear:
+    pairs = [(line.fixed, line.per_sample) for line in lines]
+    return Linear(fixed=sum(fixed for fixed, _ in pairs), per_sample=sum(slope for _, slope in pairs))
 
 
 def _lines(entries: Iterable[dict[str, float]]) -> tuple[Linear, ...]:

@@ -14,12 +14,21 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.spec.devices import Device
 
-# compute capability by the beginning of a device's kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx90a)
+# compute capability by the beginning of a kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx950, gfx90a)
 _CAPABILITY = {
     "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "rtx5090": (12, 0),
+    "rtx-pro-6000": (12, 0),
     "h100": (9, 0),
     "h200": (9, 0),
+    "h20": (9, 0),
+    "h800": (9, 0),
     "a100": (8, 0),
+    "a800": (8, 0),
+    "a6000": (8, 6),
+    "l20": (8, 9),
     "a10": (8, 6),
     "l4": (8, 9),
     "t4": (7, 5),
@@ -27,6 +36,8 @@ _CAPABILITY = {
     "rtx4090": (8, 9),
     "rtx3090": (8, 6),
     "mi300": (9, 4),
+    "mi325": (9, 4),
+    "mi355": (9, 5),
     "mi250": (9, 0),
 }
 _STATE_BYTES = 16  # of a CUDA generator

@@ -1,0 +1,65 @@
+"""Collectives of a group of ranks: what each rank sends, and the seconds that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerofit.plan.rates import Rates
+
+# bytes that each rank of n sends for a tensor of one byte, by ring algorithms
+_SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0 if n > 1 else 0.0,
+}
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks of a collective, and how many of them share a node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return -(-self.size // self.per_node)
+
+
+def group_of(size: int, stride: int, gpus: int) -> RankGroup:
+    """Make a group of ranks that are `stride` apart, on nodes of `gpus` ranks."""
+    return RankGroup(size, max(1, min(size, gpus // stride)))
+
+
+def sent_bytes(op: str, size_bytes: float, ranks: int) -> float:
+    """Return the bytes that one rank sends; `size_bytes` is the whole tensor, gathered or before it is scattered."""
+    return size_bytes * _SENT[op](ranks)
+
+
+def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rates: Rates) -> float:
+    """Return the seconds for `size_bytes` in `calls` calls: rings inside a node, rings of nodes between them.
+
+    Chunks move through node and network at once, so the slower of the two counts. Between nodes each rank has its own
+    share of the network: a node's ranks send different parts of what leaves the node.
+    """
+    if group.size == 1:
+        return 0.0
+    inside = sent_bytes(op, size_bytes, group.size) / rates.link if group.per_node > 1 else 0.0
+    outside = 0.0
+    if group.nodes > 1:
+        if op == "all_to_all":
+            outside = size_bytes * (group.size - group.per_node) / group.size / rates.network
+        else:
+            outside = sent_bytes(op, size_bytes, group.nodes) / group.per_node / rates.network
+    return max(inside, outside) + calls * call_s(op, group, rates)
+
+
+def call_s(op: str, group: RankGroup, rates: Rates) -> float:
+    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest."""
+    steps, network_steps = group.per_node - 1, group.nodes - 1
+    if op == "all_reduce":
+        steps, network_steps = 2 * (group.per_node - 1).bit_length(), 2 * (group.nodes - 1).bit_length()
+    return rates.call_s + steps * rates.hop_s + network_steps * rates.network_hop_s

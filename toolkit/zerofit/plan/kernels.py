@@ -1,0 +1,48 @@
+"""Seconds that kernels take on a device: the larger of what they compute and what they move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zerofit.plan.rates import Rates
+from zerofit.spec.profile import Kernel
+
+WITH_PRODUCTS = ("product", "convolution", "attention")
+ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
+
+
+def launches(kernels: Iterable[Kernel]) -> float:
+    """Return how many kernels are launched."""
+    return sum(kernel.count for kernel in kernels)
+
+
+def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> float:
+    """Return the seconds of kernels that take turns."""
+    return sum(max(_compute_s(one, micro_batch, rates), _memory_s(one, micro_batch, rates)) for one in kernels)
+
+
+def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
+    moved_s = kernel.moved_bytes.at(micro_batch) / rates.memory
+    return moved_s if kernel.kind in WITH_PRODUCTS else moved_s * rates.unfused
+
+
+def _compute_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
+    """Return the seconds of its FLOPs at the rate that its shape reaches.
+
+    Tiles waste their edges and fill the device badly: a product reaches 1 / (1 + edge (1/M + 1/N + 1/K)) of the best.
+    Attention with a causal mask skips half of its blocks, and few blocks leave processors idle. Kernels without a shape
+    (those that differ between micro batches) waste nothing.
+    """
+    flops = kernel.flops.at(micro_batch)
+    if not flops:
+        return 0.0
+    if kernel.kind == "convolution":
+        return flops / (rates.flops if kernel.groups == 1 else rates.general)
+    sizes = [max(1.0, size.at(micro_batch)) for size in kernel.shape]
+    if kernel.kind == "attention":
+        made_s = (0.5 if kernel.causal else 1.0) * flops / rates.attention
+        if not sizes:
+            return made_s
+        heads, queries, _, _ = sizes
+        return made_s * (1 + rates.attention_blocks / (heads * max(1.0, queries / ATTENTION_ROWS)))
+    return flops / rates.flops * (1 + rates.edge * sum(1 / size for size in sizes))

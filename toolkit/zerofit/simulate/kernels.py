@@ -1,0 +1,148 @@
+"""The kernels that a traced step runs: their kind, shape, FLOPs and memory traffic, equal ones together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zerofit.simulate.op_costs import flops_of
+from zerofit.spec.profile import Kernel, KernelKind, Linear
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+_NORMALISATIONS = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "softmax")
+_COPIES = ("clone", "_to_copy", "copy_", "cat", "stack", "slice_backward", "index_select", "constant_pad_nd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCall:
+    """One call of an op that launches a kernel, at one micro batch."""
+
+    kind: KernelKind
+    dtype: str
+    flops: int
+    moved_bytes: int
+    shape: tuple[int, ...] = ()  # see zerofit.spec.profile.Kernel
+    groups: int = 1
+    causal: bool = False
+
+
+def call_of(func: Any, args: Any, kwargs: Any, out: Any) -> KernelCall:
+    """Return what a call of an op computes and moves."""
+    name = func._overloadpacket.__name__
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    first = tensors[0] if tensors else out
+    dtype = str(getattr(first, "dtype", "")).removeprefix("torch.")
+    kind = _kind(name)
+    call = KernelCall(
+        kind=kind,
+        dtype=dtype,
+        flops=flops_of(func, args, kwargs, out),
+        moved_bytes=_moved_bytes(kind, name, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]),
+    )
+    shape = _SHAPES.get(kind)
+    if shape is None:
+        return call
+    arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return replace(
+        call,
+        shape=shape(arguments, tensors, out),
+        groups=arguments.get("groups", 1),
+        causal=bool(arguments.get("is_causal", False)),
+    )
+
+
+def _kind(name: str) -> KernelKind:
+    if name in _PRODUCTS:
+        return "product"
+    if "convolution" in name:
+        return "convolution"
+    if "attention" in name:
+        return "attention"
+    if any(part in name for part in _NORMALISATIONS):
+        return "normalisation"
+    if name.startswith("embedding"):
+        return "embedding"
+    return "copy" if name in _COPIES else "elementwise"
+
+
+def _moved_bytes(kind: KernelKind, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Count each tensor once, an expanded one as it is stored; with what the op is known to leave out or read again.
+
+    An embedding reads the rows that it writes, not its table. Batch norm reads activations once for their statistics
+    and once to normalise them, forward and backward (ATen/native/cuda/Normalization.cuh).
+    """
+    written = sum(map(_stored_bytes, outputs))
+    if name == "embedding":
+        return 2 * written
+    read = sum(map(_stored_bytes, inputs))
+    if kind == "normalisation" and "batch_norm" in name:
+        read += sum(_stored_bytes(t) for t in inputs if t.dim() > 1)
+    return read + written
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _product_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+    """Return M, N, K; of a mixture of experts the rows that one of them gets on average."""
+    left, right = [t for t in tensors if t.dim() > 1 and t.is_floating_point()][-2:]
+    rows = left.shape[-2] if left.dim() == right.dim() else left.shape[-2] // right.shape[0]
+    return rows, right.shape[-1], left.shape[-1]
+
+
+def _convolution_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+    """Return output pixels of all samples, output channels of a group, and inputs that make one output."""
+    made = arguments.get("grad_output", out)
+    weight, groups = arguments["weight"], arguments["groups"]
+    return made.numel() // made.shape[1], made.shape[1] // groups, math.prod(weight.shape[1:])
+
+
+def _attention_shape(arguments: dict[str, Any], tensors: Sequence[Tensor], out: Any) -> tuple[int, ...]:
+    """Return heads of all samples, queries, keys, and the width of a head."""
+    query, key = arguments["query"], arguments["key"]
+    return query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3]
+
+
+_SHAPES: dict[str, Callable[[dict[str, Any], Sequence[Tensor], Any], tuple[int, ...]]] = {
+    "product": _product_shape,
+    "convolution": _convolution_shape,
+    "attention": _attention_shape,
+}
+
+
+def kernels_of(
+    few: Sequence[KernelCall], more: Sequence[KernelCall], line: Callable[[Sequence[float]], Linear]
+) -> tuple[Kernel, ...]:
+    """Return the kernels of a section from its calls at two micro batches; `line` runs through two values.
+
+    Kernels of equal kind and shape are one entry. Where the micro batches ran other kernels, those of a kind are one.
+    """
+    made: dict[tuple, tuple[list[KernelCall], list[KernelCall]]] = {}
+    alike = [call.kind for call in few] == [call.kind for call in more]
+    for a, b in zip(few, more, strict=True) if alike else ():
+        shape = tuple(line(sizes) for sizes in zip(a.shape, b.shape, strict=True))
+        pair = made.setdefault((a.kind, a.dtype, shape, a.groups, a.causal), ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    for n, calls in enumerate(() if alike else (few, more)):
+        for call in calls:
+            made.setdefault((call.kind, call.dtype, (), call.groups, call.causal), ([], []))[n].append(call)
+    return tuple(
+        Kernel(
+            kind=kind,
+            dtype=dtype,
+            count=float(max(map(len, pair))),
+            moved_bytes=line([sum(call.moved_bytes for call in calls) for calls in pair]),
+            flops=line([sum(call.flops for call in calls) for calls in pair]),
+            shape=shape,
+            groups=groups,
+            causal=causal,
+        )
+        for (kind, dtype, shape, groups, causal), pair in made.items()
+    )

@@ -1,0 +1,128 @@
+"""GPUs of workstations, and AMD's, with public sources."""
+
+from __future__ import annotations
+
+from zerofit.spec import nodes
+from zerofit.spec.device import PCIE4, PCIE5, Device, gib
+from zerofit.spec.nodes import GB
+
+# Where torch's messages give different totals for a kind (drivers differ by a few hundred MiB), the smallest seen.
+OTHER_GPUS = (
+    Device(
+        kind="rtx4090",
+        name="RTX 4090",
+        memory_bytes=gib(23.52),
+        tflops={"bf16": 165, "fp16": 165, "fp32": 82.6},
+        bandwidth=1008 * GB,
+        link=PCIE4,
+        link_name="PCIe 4 x16, through the host (no peer access)",
+        pcie=PCIE4,
+        node=nodes.WORKSTATION,
+        source="NVIDIA Ada GPU architecture white paper (2022)",
+        memory_source="Soul-AILab/SoulX-FlashTalk#5; nvidia-smi 24564 MiB (vllm-project/vllm#7553)",
+    ),
+    Device(
+        kind="rtx3090",
+        name="RTX 3090",
+        memory_bytes=gib(23.57),
+        tflops={"bf16": 71, "fp16": 71, "fp32": 35.6},
+        bandwidth=936 * GB,
+        link=PCIE4,
+        link_name="PCIe 4 x16 (bridges join pairs only)",
+        pcie=PCIE4,
+        node=nodes.WORKSTATION,
+        source="NVIDIA Ampere GA102 GPU architecture white paper (2020)",
+        memory_source="torch says 23.57 to 23.70 GiB by driver; nvidia-smi 24576 MiB (noonghunna/club-3090#96)",
+    ),
+    Device(
+        kind="rtx5090",
+        name="RTX 5090",
+        memory_bytes=gib(31.36),
+        tflops={"bf16": 209.5, "fp16": 209.5, "fp32": 104.8},
+        bandwidth=1792 * GB,
+        link=PCIE5,
+        link_name="PCIe 5 x16, through the host (no peer access)",
+        pcie=PCIE5,
+        node=nodes.WORKSTATION,
+        source="NVIDIA RTX Blackwell GPU architecture white paper (2025)",
+        memory_source="torch says 31.37 GiB (Wan-Video/Wan2.1#465)",
+    ),
+    Device(
+        kind="rtx-pro-6000",
+        name="RTX PRO 6000",
+        memory_bytes=gib(94.97),
+        tflops={"bf16": 503.8, "fp16": 503.8, "fp32": 126},
+        bandwidth=1792 * GB,
+        link=PCIE5,
+        link_name="PCIe 5 x16",
+        pcie=PCIE5,
+        node=nodes.WORKSTATION,
+        source="NVIDIA RTX PRO 6000 Blackwell data sheet (2025), workstation edition",
+        memory_source="antirez/ds4#431",
+    ),
+    Device(
+        kind="a6000",
+        name="RTX A6000",
+        memory_bytes=gib(47.1),
+        tflops={"bf16": 154.8, "fp16": 154.8, "fp32": 38.7},
+        bandwidth=768 * GB,
+        link=PCIE4,
+        link_name="PCIe 4 x16 (bridges join pairs only)",
+        pcie=PCIE4,
+        node=nodes.WORKSTATION,
+        source="NVIDIA RTX A6000 data sheet (2020)",
+        memory_source="assumed: 48 GB, less what an RTX 3090's driver keeps in proportion",
+    ),
+    Device(
+        kind="mi355x",
+        name="MI355X",
+        memory_bytes=gib(287.98),
+        tflops={"bf16": 2516, "fp16": 2516, "fp32": 157.3},
+        bandwidth=8000 * GB,
+        link=537.6 * GB,
+        link_name="Infinity Fabric 4, 7 links of 76.8 GB/s",
+        pcie=PCIE5,
+        node=nodes.MI300X_PLATFORM,
+        source="AMD Instinct MI355X data sheet (2025)",
+        memory_source="gfx950 in ROCm/TheRock#2118",
+    ),
+    Device(
+        kind="mi325x",
+        name="MI325X",
+        memory_bytes=gib(255.6),
+        tflops={"bf16": 1307, "fp16": 1307, "fp32": 163.4},
+        bandwidth=6000 * GB,
+        link=448 * GB,
+        link_name="Infinity Fabric 4, 7 links of 64 GB/s",
+        pcie=PCIE5,
+        node=nodes.MI300X_PLATFORM,
+        source="AMD Instinct MI325X data sheet (2024)",
+        memory_source="assumed: 256 GB, less what an MI300X's driver keeps in proportion",
+    ),
+    Device(
+        kind="mi300x",
+        name="MI300X",
+        memory_bytes=gib(191.69),
+        tflops={"bf16": 1307, "fp16": 1307, "fp32": 163.4},
+        bandwidth=5300 * GB,
+        link=448 * GB,  # 7 links of 64 GB/s
+        link_name="Infinity Fabric 4",
+        pcie=PCIE5,
+        node=nodes.MI300X_PLATFORM,
+        source="AMD Instinct MI300X data sheet (2023)",
+        memory_source="torch out-of-memory messages say 191.69 or 191.98 GiB",
+    ),
+    Device(
+        kind="mi250x",
+        name="MI250X",
+        memory_bytes=gib(63.98),  # torch and DeepSpeed see each half of the card as a device of its own
+        tflops={"bf16": 191.5, "fp16": 191.5, "fp32": 23.95},
+        bandwidth=1638 * GB,
+        link=50 * GB,  # the slowest link that a ring over the eight halves of four cards crosses
+        link_name="Infinity Fabric 3",
+        pcie=36 * GB,  # Infinity Fabric to the host on Frontier
+        node=nodes.FRONTIER,
+        source="AMD Instinct MI250X data sheet (2021), half a card (one GCD); links: OLCF Frontier user guide",
+        memory_source="64 GB a GCD in the data sheet, 63.98 GiB in rocm-smi",
+    ),
+)
