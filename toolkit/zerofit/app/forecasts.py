@@ -194,7 +194,7 @@ def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -
     for n, one in zip(missing, new, strict=True):
         found[n] = one
         if isinstance(one, SimulatedRank):
-            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None), mode="json")
+            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None, host_moments={}), mode="json")
             files[n].parent.mkdir(parents=True, exist_ok=True)
             write_json(files[n], {"record": record, "layers": one.layers, "check_error": one.check_error})
     return [one for one in found if one is not None]

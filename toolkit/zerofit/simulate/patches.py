@@ -17,7 +17,8 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from zerofit.simulate.device import fake_op
+from zerofit.simulate.autocast import autocast_as_cuda
+from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_kernels import MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 
@@ -329,13 +330,24 @@ def attention() -> None:
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
-def record_stream() -> None:
-    """Note nothing of a tensor that a stream uses, as there are no streams. (torch.Tensor.record_stream)"""
-    replace_in(torch.Tensor, "record_stream", lambda self, stream: None)
+def record_stream(meter: AllocationTracker) -> None:
+    """Note that a stream uses a tensor's memory; torch knows no stream of a device of its own.
+
+    (torch.Tensor.record_stream)
+    """
+    replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
 
 
-OF_GPUS = (constants, backend_keys, attention, record_stream)  # of scripts, too
-ON_GPU = (*OF_GPUS, tensor_constructor, data_setter)
+def autocast() -> None:
+    """Let autocast of the simulated device cast what CUDA's would; torch knows no op for a device of its own.
+
+    (torch.clear_autocast_cache)
+    """
+    autocast_as_cuda("AutocastPrivateUse1", NAME)
+
+
+OF_GPUS = (constants, backend_keys, attention)  # of scripts, too
+ON_GPU = (*OF_GPUS, tensor_constructor, data_setter, autocast)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker) -> None:
@@ -345,3 +357,5 @@ def apply_all(gpu: bool, meter: AllocationTracker) -> None:
     rng_state(meter)
     for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()
+    if gpu:
+        record_stream(meter)
