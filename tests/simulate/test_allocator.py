@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from zerofit.simulate.alloc_conf import MIB, AllocatorSettings, alloc_conf_of, read_alloc_conf
 from zerofit.simulate.allocator import EmptyCache, PhaseEnd, RecordStream, Synchronized, replay
-from zerofit.simulate.caching import CachingAllocator, ExpandableAllocator, segment_bytes
+from zerofit.simulate.caching import CachingAllocator, segment_bytes
+from zerofit.simulate.expandable import ExpandableAllocator
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import pinned_bytes
 

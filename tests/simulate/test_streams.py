@@ -21,7 +21,7 @@ def notes(streams: Streams) -> list[Synchronized]:
 
 def test_memory_belongs_to_the_stream_that_is_current():
     streams = Streams(Ledger())
-    side = streams.new()
+    side = streams.Stream()
     with streams.using(side):
         allocate(streams, MIB)
         elsewhere = []
@@ -37,7 +37,7 @@ def test_memory_belongs_to_the_stream_that_is_current():
 
 def test_what_a_stream_has_waited_for_is_known_with_it():
     streams = Streams(Ledger())
-    side, other = streams.new(), streams.new()
+    side, other = streams.Stream(), streams.Stream()
     allocate(streams, MIB)
     other.wait_stream(side)
     allocate(streams, MIB)
@@ -50,7 +50,7 @@ def test_what_a_stream_has_waited_for_is_known_with_it():
 
 def test_an_event_is_a_place_in_a_stream():
     streams = Streams(Ledger())
-    event = streams.event()
+    event = streams.Event()
     event.record(streams.default)
     allocate(streams, MIB)
     event.synchronize()
@@ -66,7 +66,7 @@ def test_an_event_is_a_place_in_a_stream():
 
 def test_a_wait_frees_what_was_released_before_it():
     streams = Streams(Ledger())
-    side, ledger = streams.new(), streams.ledger
+    side, ledger = streams.Stream(), streams.ledger
     with side:
         first = allocate(streams, 30 * MIB)
         ledger.note(RecordStream(storage=first, stream=0))

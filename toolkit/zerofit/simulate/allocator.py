@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zerofit.simulate.alloc_conf import AllocatorSettings
-from zerofit.simulate.caching import CachingAllocator, ExpandableAllocator, segment_bytes
+from zerofit.simulate.caching import CachingAllocator, segment_bytes
+from zerofit.simulate.expandable import ExpandableAllocator
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """A GPU that is not there: a device type of its own for torch, and what DeepSpeed sees in its place.
 
 Tensors on it exist as fakes only. What DeepSpeed asks of a GPU is answered as its CUDA accelerator would answer
-(accelerator/cuda_accelerator.py). Its C++ ops have nothing behind them: they work in
-place, so that memory is decided in Python.
+(accelerator/cuda_accelerator.py). Its C++ ops have nothing behind them: they work in place, so that memory is decided
+in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -115,14 +114,14 @@ class SimulatedGpu(SimulatedHost):
         self._meter.ledger.empty_cache()
 
     @property
-    def Stream(self) -> Callable[..., SimulatedStream]:
-        """What makes streams."""
-        return self._meter.streams.new
+    def Stream(self) -> type[SimulatedStream]:
+        """The class of streams."""
+        return self._meter.streams.Stream
 
     @property
-    def Event(self) -> Callable[..., SimulatedEvent]:
-        """What makes events."""
-        return self._meter.streams.event
+    def Event(self) -> type[SimulatedEvent]:
+        """The class of events."""
+        return self._meter.streams.Event
 
     def stream(self, stream: Any) -> Any:
         """Return a context in which a stream is current."""

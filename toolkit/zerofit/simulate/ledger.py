@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import CodeType
@@ -142,19 +142,20 @@ def place_in_code(storage: Storage) -> str:
 def device_events(ledger: Ledger) -> list[Event]:
     """Return what the device's caching allocator hears, in order, for `allocator.replay`."""
     found: list[Event] = []
-    places: list[int] = []  # of the ledger's events in what is returned
-    notes = iter([*ledger.notes, (len(ledger.events) + 1, EmptyCache())])
-    moment, note = next(notes)
-    for number, (index, change) in enumerate([*ledger.events, (-1, 0)]):
-        while moment <= number:
-            if isinstance(note, Synchronized):
-                before = places[note.before] if note.before < len(places) else len(found)
-                note = Synchronized(stream=note.stream, before=before)
-            found.append(note)
-            moment, note = next(notes)
+    places: list[int] = []  # of the ledger's moments in what is returned
+    notes: defaultdict[int, list[Note]] = defaultdict(list)
+    for moment, note in ledger.notes:
+        notes[moment].append(note)
+    for moment in range(len(ledger.events) + 1):
         places.append(len(found))
-        if change and ledger.storages[index].place == DEVICE:
-            found.append((index, change, ledger.storages[index].stream))
+        for note in notes[moment]:
+            if isinstance(note, Synchronized):
+                note = Synchronized(stream=note.stream, before=places[note.before])
+            found.append(note)
+        if moment < len(ledger.events):
+            index, change = ledger.events[moment]
+            if change and ledger.storages[index].place == DEVICE:
+                found.append((index, change, ledger.storages[index].stream))
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from zerofit.simulate.allocator import Synchronized
@@ -18,22 +17,28 @@ from zerofit.simulate.ledger import Ledger
 
 
 class Streams:
-    """The streams of one device, by number; 0 is the default one, and current in each thread until another is."""
+    """The streams of one device, by number; the first is the default one, current in each thread until another is."""
 
     def __init__(self, ledger: Ledger):
-        self.ledger = ledger
-        self.default = SimulatedStream(self, 0)
+        streams, self.ledger, self.made = self, ledger, 0
         self.known: dict[int, int] = {}  # number of a stream -> the moment before which the host knows it to be done
-        self._numbers = count(1)
         self._here = threading.local()
 
-    def new(self, *_: Any, **__: Any) -> SimulatedStream:
-        """Make a stream (torch.cuda.Stream)."""
-        return SimulatedStream(self, next(self._numbers))
+        class Stream(SimulatedStream):
+            """A stream of this device (torch.cuda.Stream)."""
 
-    def event(self, *_: Any, **__: Any) -> SimulatedEvent:
-        """Make an event (torch.cuda.Event)."""
-        return SimulatedEvent(self)
+            def __init__(self, *_: Any, **__: Any):
+                super().__init__(streams, streams.made)
+                streams.made += 1
+
+        class Event(SimulatedEvent):
+            """An event of this device (torch.cuda.Event)."""
+
+            def __init__(self, *_: Any, **__: Any):
+                super().__init__(streams)
+
+        self.Stream, self.Event = Stream, Event
+        self.default = Stream()
 
     @property
     def current(self) -> SimulatedStream:
@@ -57,7 +62,7 @@ class Streams:
     def synchronize(self, *_: Any) -> None:
         """Wait for all that the device has to do."""
         self.ledger.note(Synchronized(stream=None, before=self.now))
-        self.known = dict.fromkeys(range(next(self._numbers)), self.now)
+        self.known = dict.fromkeys(range(self.made), self.now)
 
     def wait_for(self, done: dict[int, int]) -> None:
         """Let the host wait until streams have come so far."""
@@ -114,7 +119,7 @@ class SimulatedStream:
         self._streams, self.number = streams, number
         self.waited: dict[int, int] = {}  # number of another stream -> the moment up to which this one has waited
         self.stream_id = self.cuda_stream = number
-        self._end = streams.event()  # that is asked for
+        self._end = SimulatedEvent(streams)  # that is asked for
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Wait for an event of another stream."""
@@ -127,7 +132,7 @@ class SimulatedStream:
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         """Return an event at the present end."""
-        event = event or self._streams.event()
+        event = event or SimulatedEvent(self._streams)
         event.record(self)
         return event
 

@@ -130,8 +130,8 @@ def _streams(meter: ScriptTracker) -> dict[str, Any]:
         streams.current = stream
 
     return {
-        **dict.fromkeys(("Stream", "ExternalStream"), streams.new),
-        "Event": streams.event,
+        **dict.fromkeys(("Stream", "ExternalStream"), streams.Stream),
+        "Event": streams.Event,
         "stream": streams.using,
         **dict.fromkeys(("device", "device_of"), _Context),
         "current_stream": lambda *_: streams.current,
