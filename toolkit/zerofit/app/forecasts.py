@@ -94,7 +94,8 @@ def least_bytes(job: Job) -> int:
 
 def _margin(one: Simulation) -> int:
     """Return what the verdict keeps free beside the reserved peak and the middle of what lies beside it."""
-    return round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
+    late = one.reserved_ahead_bytes - one.reserved_bytes  # what streams give back later than here
+    return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
 def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
