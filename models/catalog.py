@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zerofit.models.presets import PRESETS
+from zerofit.models.presets import PRESETS, shape_on_hub
 from zerofit.spec.model_facts import Task
 
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
@@ -59,6 +59,23 @@ def find(name: str) -> ModelSource:
     raise ModelError("unknown-model", *_unknown(name))
 
 
+def shape_named(name: str) -> str:
+    """Return what has the shape of a repository on the hub: a preset, or its config.json where the hub's cache has it.
+
+    Any other name comes back as it is. For questions about memory and time only: a training of "Qwen/Qwen3-8B" must
+    have its weights, and of the shape alone it would begin anew.
+    """
+    if name.count("/") != 1 or Path(name).exists() or name.endswith(".json"):
+        return name
+    preset = shape_on_hub(name)
+    if preset is not None:
+        return preset
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return cached if isinstance(cached, str) else name
+
+
 def is_cnn(source: ModelSource) -> bool:
     """Return whether a model is a convolutional network of ours or of torchvision's."""
     if source.family == "torchvision":
@@ -91,6 +108,7 @@ def config_task(config: dict[str, Any], where: str) -> Task:
             if architecture.endswith(ending):
                 return task
     task = _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
+    _refuse_half(config, where)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         raise ModelError(
@@ -99,6 +117,18 @@ def config_task(config: dict[str, Any], where: str) -> Task:
             'set "architectures" in the config, e.g. ["LlamaForCausalLM"], or pass package.module:callable',
         )
     return task
+
+
+def _refuse_half(config: dict[str, Any], where: str) -> None:
+    """Raise a ModelError for an encoder with a decoder of which only the decoder would be built."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
+
+    named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
+    if not named.endswith("ForConditionalGeneration") or decoder in (None, named):
+        return
+    message = f"{where}: {named} has an encoder, and as a causal language model only its decoder is built ({decoder})"
+    hint = f'simulate the script that trains it (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
+    raise ModelError("model-config", message, hint)
 
 
 def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None:

@@ -72,6 +72,38 @@ def _qwen25(width: int, layers: int, heads: int, kv_heads: int, mlp: int, **more
     }
 
 
+def _qwen3(width: int, layers: int, heads: int, mlp: int, tied: bool = False) -> dict[str, Any]:
+    """Describe Qwen3's dense models: Qwen Team, 2025, table 1; config.json of Qwen/Qwen3-*."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        **_shape(width, layers, heads, mlp, kv_heads=8),
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": tied,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    }
+
+
+def _llama2(width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None) -> dict[str, Any]:
+    """Describe Llama 2: Touvron et al., 2023, table 1; config.json of meta-llama/Llama-2-*-hf."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        **_shape(width, layers, heads, mlp, kv_heads or heads),
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
     """Describe BERT: Devlin et al., 2019, section 3; config.json of google-bert/bert-*-uncased."""
     return {
@@ -131,6 +163,45 @@ _MIXTRAL_8X7B = {
     "eos_token_id": 2,
 }
 
+# config.json of mistralai/Mistral-7B-v0.3; Jiang et al., 2023, table 1 (v0.1, whose vocabulary is 32000)
+_MISTRAL_7B = {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "vocab_size": 32768,
+    **_shape(4096, 32, 32, 14336, kv_heads=8),
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# DeepSeek-AI, 2024, appendix B; config.json of deepseek-ai/DeepSeek-V2-Lite
+_DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "vocab_size": 102400,
+    **_shape(2048, 27, 16, 10944, kv_heads=16),
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -138,9 +209,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-xl": _gpt2(1600, 48, 25),
     "llama-tiny": _LLAMA_TINY,
     "llama-3.2-1b": _llama3(2048, 16, 32, 8192, rope_factor=32.0, tie_word_embeddings=True),
+    "llama-3.2-3b": _llama3(3072, 28, 24, 8192, rope_factor=32.0, tie_word_embeddings=True),
     "llama-3.1-8b": _llama3(4096, 32, 32, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 28672),
     "llama-3.1-405b": _llama3(16384, 126, 128, 53248),
+    "llama-2-7b": _llama2(4096, 32, 32, 11008),
+    "llama-2-13b": _llama2(5120, 40, 40, 13824),
+    "llama-2-70b": _llama2(8192, 80, 64, 28672, kv_heads=8),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
+    "mistral-7b": _MISTRAL_7B,
+    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "qwen2.5-0.5b": _qwen25(896, 24, 14, 2, 4864, max_position_embeddings=32768, **_SMALL_QWEN),
     "qwen2.5-1.5b": _qwen25(1536, 28, 12, 2, 8960, **_SMALL_QWEN),
     "qwen2.5-3b": _qwen25(2048, 36, 16, 2, 11008, max_position_embeddings=32768, **_SMALL_QWEN),
@@ -154,3 +237,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vit-b-16-hf": _vit16(768, 12, 12),
     "vit-l-16-hf": _vit16(1024, 24, 16),
 }
+
+_OWNERS = {"gpt2": "openai-community", "llama": "meta-llama", "qwen": "Qwen"}
+_ELSEWHERE = {  # repositories on the hub whose names are not their owner's and the preset's
+    "mistralai/mistral-7b-v0.3": "mistral-7b",
+    "mistralai/mistral-7b-instruct-v0.3": "mistral-7b",
+    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "deepseek-ai/deepseek-v2-lite": "deepseek-v2-lite",
+    "google-bert/bert-base-uncased": "bert-base",
+    "google-bert/bert-large-uncased": "bert-large",
+    "google/vit-base-patch16-224": "vit-b-16-hf",
+    "google/vit-large-patch16-224": "vit-l-16-hf",
+}
+_TUNED = ("-instruct", "-chat", "-base", "-hf")  # of the same shape
+
+
+def shape_on_hub(repository: str) -> str | None:
+    """Return the preset that has the shape of a repository on the hub ("Qwen/Qwen3-8B"); None where none has.
+
+    >>> shape_on_hub("meta-llama/Llama-3.1-8B-Instruct"), shape_on_hub("mistralai/Mistral-7B-v0.1")
+    ('llama-3.1-8b', None)
+    """
+    name = repository.lower().replace("meta-llama/meta-", "meta-llama/")
+    while True:
+        owner, _, model = name.partition("/")
+        belongs = any(model.startswith(start) and owner == whose.lower() for start, whose in _OWNERS.items())
+        if name in _ELSEWHERE or (belongs and model in PRESETS):
+            return _ELSEWHERE.get(name, model)
+        shorter = next((name.removesuffix(end) for end in _TUNED if name.endswith(end)), None)
+        if shorter is None:
+            return None
+        name = shorter

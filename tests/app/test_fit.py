@@ -193,7 +193,8 @@ class Found:
     host_node_bytes, overheads = 0, (Overhead("process", CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_HIGH_BYTES, "test"),)
 
     def __init__(self, reserved_bytes: int, verdict: str):
-        self.reserved_bytes, self.verdict = reserved_bytes, verdict
+        self.reserved_bytes = self.reserved_ahead_bytes = reserved_bytes
+        self.verdict = verdict
 
 
 def option(speed: float, peak: int, **knobs) -> LayoutOption:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from zerofit.models.build import model_table
-from zerofit.models.catalog import ModelError, find, names
+from zerofit.models.catalog import ModelError, find, names, shape_named
 
 # model cards and papers; torchvision's from its own weights' metadata below
 PUBLISHED = {
@@ -21,6 +21,18 @@ PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_248_023_552,
+    "deepseek-v2-lite": 15_706_484_224,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -69,6 +81,47 @@ def test_the_table_holds_every_name(rows):
         "parameters": 109_514_298,
         "source": "preset",
     }
+
+
+@pytest.mark.parametrize(
+    ("repository", "shape"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("mistralai/Mistral-7B-v0.1", None),  # another vocabulary
+        ("somebody/Llama-3.1-8B", None),  # whose it is, nobody knows
+        ("openai-community/gpt2", "gpt2"),
+    ],
+)
+def test_repositories_have_the_shapes_of_presets(repository, shape, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert shape_named(repository) == (shape or repository)
+    with pytest.raises(ModelError, match="not downloaded"):
+        find(repository)  # to train it, its weights are needed
+
+
+def test_a_config_in_the_hubs_cache_is_a_shape(monkeypatch):
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda repository, file: f"/cache/{repository}/{file}"
+    )
+    assert shape_named("some/model") == "/cache/some/model/config.json"
+    assert shape_named("Qwen/Qwen3-8B") == "qwen3-8b"
+    assert shape_named("gpt2") == "gpt2" and shape_named("my.package:model") == "my.package:model"
+
+
+def test_half_a_model_is_refused(tmp_path):
+    """Of an encoder with a decoder transformers' causal language model is the decoder alone."""
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}')
+    with pytest.raises(ModelError, match="only its decoder is built"):
+        find(str(file))
+    file.write_text('{"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}')
+    assert find(str(file)).task == "causal-lm"
+    file.write_text('{"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}')
+    assert find(str(file)).task == "causal-lm"  # which is the whole of it
 
 
 def test_the_catalogue_imports_no_torch():

@@ -25,7 +25,13 @@ def cluster(gpus: int, kind: str = "cpu") -> Cluster:
 
 
 def target(
-    config: str = "zero2", *, gpus: int = 2, kind: str = "cpu", rank: int = 0, image: str | None = None, **flags: Any
+    config: str | dict[str, Any] = "zero2",
+    *,
+    gpus: int = 2,
+    kind: str = "cpu",
+    rank: int = 0,
+    image: str | None = None,
+    **flags: Any,
 ) -> SimulationTarget:
     """A tiny Llama in fp32 with two samples of 16 tokens, unless the flags say otherwise."""
     if "model" not in flags:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit.simulate.allocator import EmptyCache, PhaseEnd, replay
-from zerofit.simulate.caching import MIB, CachingAllocator, ExpandableAllocator, rounded_bytes, segment_bytes
+from zerofit.simulate.alloc_conf import MIB, AllocatorSettings, alloc_conf_of, read_alloc_conf
+from zerofit.simulate.allocator import EmptyCache, PhaseEnd, RecordStream, Synchronized, replay
+from zerofit.simulate.caching import CachingAllocator, segment_bytes
+from zerofit.simulate.expandable import ExpandableAllocator
+from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import pinned_bytes
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,8 @@ from zerofit.spec.overhead import pinned_bytes
     ],
 )
 def test_sizes(asked, block, segment):
-    assert (rounded_bytes(asked), segment_bytes(rounded_bytes(asked))) == (block, segment)
+    rounded = AllocatorSettings().rounded_bytes(asked)
+    assert (rounded, segment_bytes(rounded)) == (block, segment)
     assert replay([(0, asked)]).peak_reserved_bytes == segment
 
 
@@ -90,6 +98,102 @@ def test_streams_have_pools_of_their_own():
     assert replay([(0, 30 * MIB, 7), (0, -30 * MIB, 7), (1, 30 * MIB, 7)]).peak_reserved_bytes == 30 * MIB
 
 
+def test_what_another_stream_uses_comes_back_when_it_is_done():
+    """recordStream, free, process_events: the block waits for the other stream's work up to its release."""
+    used = [(0, 30 * MIB), RecordStream(storage=0, stream=7), (0, -30 * MIB)]
+    again = (1, 30 * MIB)
+    assert replay([*used, again]).peak_reserved_bytes == 60 * MIB
+    assert replay([*used, Synchronized(stream=7, before=3), again]).peak_reserved_bytes == 30 * MIB
+    assert replay([*used, Synchronized(stream=None, before=3), again]).peak_reserved_bytes == 30 * MIB
+    # waiting for what the stream had to do before the release is not enough, nor is another stream's
+    assert replay([*used, Synchronized(stream=7, before=2), again]).peak_reserved_bytes == 60 * MIB
+    assert replay([*used, Synchronized(stream=0, before=3), again]).peak_reserved_bytes == 60 * MIB
+    # its own stream needs no event
+    own = [(0, 30 * MIB), RecordStream(storage=0, stream=0), (0, -30 * MIB)]
+    assert replay([*own, again]).peak_reserved_bytes == 30 * MIB
+
+
+def test_all_streams_must_be_done():
+    events = [(0, 30 * MIB), RecordStream(storage=0, stream=1), RecordStream(storage=0, stream=2), (0, -30 * MIB)]
+    one, other = Synchronized(stream=1, before=4), Synchronized(stream=2, before=4)
+    assert replay([*events, one, (1, 30 * MIB)]).peak_reserved_bytes == 60 * MIB
+    assert replay([*events, one, other, (1, 30 * MIB)]).peak_reserved_bytes == 30 * MIB
+
+
+def test_what_waits_is_not_allocated_and_not_merged():
+    # 8 + 12 of one segment: while the 8 wait, the 12 cannot become 20
+    events = [(0, 8 * MIB), (1, 12 * MIB), RecordStream(storage=0, stream=1), (0, -8 * MIB), (1, -12 * MIB)]
+    found = replay([*events, PhaseEnd("waits"), (2, 20 * MIB)])
+    assert found.phase_ends[0].allocated_bytes == 0
+    assert found.peak_reserved_bytes == 40 * MIB
+    assert replay([*events, Synchronized(stream=1, before=4), (2, 20 * MIB)]).peak_reserved_bytes == 20 * MIB
+
+
+def test_a_full_device_waits_for_its_streams():
+    events = [(0, 60 * MIB), RecordStream(storage=0, stream=1), (0, -60 * MIB), (1, 70 * MIB)]
+    found = replay(events, device_bytes=100 * MIB)  # synchronize_and_free_events before release_cached_blocks
+    assert (found.flushes, found.out_of_memory, found.end_reserved_bytes) == (1, None, 70 * MIB)
+
+
+def test_blocks_of_max_split_size_are_not_cut():
+    """max_split_size_mb:100 - get_free_block, should_split, release_available_cached_blocks."""
+    limited = read_alloc_conf("max_split_size_mb:100")
+    held = [(0, 120 * MIB), (0, -120 * MIB)]
+    assert replay([*held, (1, 60 * MIB)]).peak_reserved_bytes == 120 * MIB
+    assert replay([*held, (1, 60 * MIB)], settings=limited).peak_reserved_bytes == 180 * MIB  # too small a request
+    # a request of about its size takes it whole, from 20 MiB less on it does not
+    assert replay([*held, (1, 101 * MIB)], settings=limited).peak_allocated_bytes == 120 * MIB
+    assert replay([*held, (1, 100 * MIB)], settings=limited).peak_reserved_bytes == 220 * MIB
+    # on a full device such blocks are given back first, and no more of them than are needed
+    full = [(0, 120 * MIB), (1, 110 * MIB), (0, -120 * MIB), (1, -110 * MIB), (2, 60 * MIB)]
+    found = replay(full, device_bytes=240 * MIB, settings=limited)
+    assert (found.flushes, found.end_reserved_bytes) == (0, 120 * MIB + 60 * MIB)
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "divisions",
+    ["4", "1", "[64:8,256:4,1024:2,>:1]", "[256:1,512:2,1024:4,>:8]", "[>:8]", "[1:2,2:4,4:8]", "[65536:4]"],
+)
+def test_divisions_are_read_as_torch_reads_them(divisions):
+    torch = pytest.importorskip("torch")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    asked = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
+    asked.restype, asked.argtypes = ctypes.c_size_t, [ctypes.c_size_t]
+    ours = read_alloc_conf(f"roundup_power2_divisions:{divisions}")
+    try:
+        torch._C._accelerator_setAllocatorSettings(f"roundup_power2_divisions:{divisions}")
+        for power in range(10, 40):
+            assert ours.divisions[min(max(0, power - 20), 15)] == asked((1 << power) + 1), power
+    finally:
+        torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:[>:0,1:0]")
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),  # docs/source/notes/cuda.rst: with 4 divisions, 1200 is rounded to 1280
+    [
+        (1200 * MIB, 1280 * MIB),
+        (1024 * MIB, 1024 * MIB),
+        (1281 * MIB, 1536 * MIB),
+        (2048, 2048),
+        (2049, 2560),
+        (600, 1024),
+    ],
+)
+def test_sizes_are_rounded_to_divisions(asked, taken):
+    assert read_alloc_conf("roundup_power2_divisions:4").rounded_bytes(asked) == taken
+
+
+def test_options_are_those_of_torch():
+    found = read_alloc_conf("garbage_collection_threshold:0.8, expandable_segments:true,backend:native")
+    assert found == EXPANDABLE
+    assert read_alloc_conf("") == AllocatorSettings()
+    assert alloc_conf_of({"PYTORCH_CUDA_ALLOC_CONF": "a"}) == "a"
+    with pytest.raises(UserError) as raised:
+        read_alloc_conf("expandable:True,max_split_size_mb:20,roundup_power2_divisions:3,expandable_segments:1")
+    assert len(raised.value.problems) == 4
+
+
 def test_resizing_holds_both_for_a_moment():
     found = replay([(0, 30 * MIB), (0, 10 * MIB), (0, -40 * MIB), PhaseEnd("end")])
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == 70 * MIB
@@ -128,7 +232,7 @@ def test_fragmentation():
 
 
 def test_expandable_grows_by_pages():
-    found = replay([(0, 5 * MIB), (1, 14 * MIB), PhaseEnd("a"), (2, 30 * MIB)], expandable=True)
+    found = replay([(0, 5 * MIB), (1, 14 * MIB), PhaseEnd("a"), (2, 30 * MIB)], settings=EXPANDABLE)
     assert found.phase_ends[0].reserved_bytes == 20 * MIB
     # the free MiB at the end of the first page is the beginning of the next block: 29 MiB more in two pages
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (49 * MIB, 60 * MIB)
@@ -136,35 +240,35 @@ def test_expandable_grows_by_pages():
 
 def test_expandable_segments_join_what_the_default_cannot():
     events = [(0, 40 * MIB), (1, 40 * MIB), (0, -40 * MIB), (1, -40 * MIB), (2, 80 * MIB)]
-    assert replay(events, expandable=True).peak_reserved_bytes == 80 * MIB
+    assert replay(events, settings=EXPANDABLE).peak_reserved_bytes == 80 * MIB
     assert replay(events).peak_reserved_bytes == 160 * MIB
 
 
 def test_expandable_keeps_the_end_of_the_segment_for_growing():
     # [25][15] [2][18 free]; with 0 released 17 MiB go to its 25 though 18 fit tighter, so that 38 need one page only
     events = [(0, 25 * MIB), (1, 15 * MIB), (2, 2 * MIB), (0, -25 * MIB), (3, 17 * MIB), (4, 38 * MIB)]
-    assert replay(events, expandable=True).peak_reserved_bytes == 80 * MIB
+    assert replay(events, settings=EXPANDABLE).peak_reserved_bytes == 80 * MIB
 
 
 def test_expandable_small_pages():
-    found = replay([(0, MIB), (1, MIB), PhaseEnd("a"), (2, 512)], expandable=True)
+    found = replay([(0, MIB), (1, MIB), PhaseEnd("a"), (2, 512)], settings=EXPANDABLE)
     assert [found.phase_ends[0].reserved_bytes, found.peak_reserved_bytes] == [2 * MIB, 4 * MIB]
 
 
 def test_expandable_gives_back_single_pages():
     # pages of 20 MiB: 0 covers the first three, 1 the fourth and half of the fifth; freed, 0 returns its three
     events = [(0, 60 * MIB), (1, 30 * MIB), (0, -60 * MIB), EmptyCache(), PhaseEnd("a"), (2, 70 * MIB)]
-    found = replay(events, expandable=True)
+    found = replay(events, settings=EXPANDABLE)
     assert found.phase_ends[0].reserved_bytes == 40 * MIB
     # 10 MiB are free at the end of the fifth page: 70 MiB begin there
     assert found.end_reserved_bytes == 100 * MIB
-    gone = replay([(0, 60 * MIB), (0, -60 * MIB), EmptyCache(), (1, MIB)], expandable=True)
+    gone = replay([(0, 60 * MIB), (0, -60 * MIB), EmptyCache(), (1, MIB)], settings=EXPANDABLE)
     assert gone.end_reserved_bytes == 2 * MIB
 
 
 def test_expandable_out_of_memory():
     found = replay(
-        [(0, 60 * MIB), (0, -60 * MIB), (1, 5 * MIB, 3), (2, 90 * MIB)], device_bytes=100 * MIB, expandable=True
+        [(0, 60 * MIB), (0, -60 * MIB), (1, 5 * MIB, 3), (2, 90 * MIB)], device_bytes=100 * MIB, settings=EXPANDABLE
     )
     assert found.flushes == 1
     assert found.out_of_memory is not None and found.out_of_memory.asked_bytes == 90 * MIB
@@ -233,7 +337,7 @@ def test_as_torch_does(seed, expandable):
             held[storage] = torch.empty(change, dtype=torch.uint8, device="cuda")
         else:
             del held[storage]
-    ours = replay(events, expandable=expandable)
+    ours = replay(events, settings=AllocatorSettings(expandable_segments=expandable))
     assert torch.cuda.max_memory_allocated() - base_allocated == pytest.approx(ours.peak_allocated_bytes, rel=0.01)
     assert torch.cuda.max_memory_reserved() - base == pytest.approx(ours.peak_reserved_bytes, rel=0.03)
     held.clear()

@@ -141,6 +141,7 @@ PATCHES = {
     "data_setter": (["torch._C:TensorBase.data"], []),
     "attention": (["torch.nn.functional:scaled_dot_product_attention"], []),
     "record_stream": (["torch:Tensor.record_stream"], []),
+    "autocast": (["torch:clear_autocast_cache"], []),
 }
 REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]
 
@@ -175,7 +176,7 @@ def test_the_reason_for_a_patch_is_still_in_the_library(reason):
 
 def test_every_patch_is_listed():
     everywhere = [p.__name__ for p in (*patches.EVERYWHERE, *patches.ON_GPU)]
-    assert {*everywhere, "compiled_ops", "item", "rng_state"} == set(PATCHES)
+    assert {*everywhere, "compiled_ops", "item", "rng_state", "record_stream"} == set(PATCHES)
 
 
 def test_fake_parameters_cannot_be_swapped():

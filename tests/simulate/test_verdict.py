@@ -11,12 +11,12 @@ from zerofit.simulate.verdict import (
     WITHIN,
     Communicator,
     Overhead,
-    blas_workspaces,
     judge,
     judge_events,
     overheads,
 )
 from zerofit.spec.devices import DEVICES, cpu_device
+from zerofit.spec.overhead import blas_workspace_bytes
 
 GIB = 2**30
 BESIDE = [Overhead(name="context", low_bytes=2 * GIB, high_bytes=4 * GIB, source="made up")]
@@ -50,7 +50,7 @@ def test_more_communicators_take_more():
 def test_a_cpu_rank_is_a_process():
     device = cpu_device(8, 64 * GIB, 2)
     assert [o.name for o in overheads(device, [Communicator(name="data parallel", ranks=2)])] == ["process"]
-    assert blas_workspaces(device) == []
+    assert blas_workspace_bytes(device.kind) == 0
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_cpu_rank_is_a_process():
     ],
 )
 def test_blas_workspaces(kind, workspace_bytes):
-    assert blas_workspaces(DEVICES[kind]) == [workspace_bytes] * 2
+    assert blas_workspace_bytes(kind) == workspace_bytes
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def as_script(native: SimulationTarget, kind: str, file: Path) -> ScriptTarget:
         gpus=2,
         nodes=1,
         rank=native.rank,
-        workspaces=native.workspaces,
+        workspace_bytes=native.workspace_bytes,
     )
 
 

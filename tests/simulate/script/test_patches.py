@@ -68,7 +68,7 @@ PATCHES = {
     "watch_files": ([], []),
     "cuda_module": (["torch.cuda:is_available", "torch.cuda:memory_allocated", "torch.cuda.nccl:version"], []),
     "accelerator_module": (["torch.accelerator:is_available", "torch.accelerator:current_accelerator"], []),
-    "autocast": (["torch.amp.autocast_mode:autocast.__init__"], []),
+    "autocast": (["torch:clear_autocast_cache"], []),
     "device_shown": (
         ["torch._subclasses.fake_tensor:FakeTensor.device", "torch._subclasses.fake_tensor:FakeTensor.fake_device"],
         [],

@@ -94,7 +94,8 @@ def least_bytes(job: Job) -> int:
 
 def _margin(one: Simulation) -> int:
     """Return what the verdict keeps free beside the reserved peak and the middle of what lies beside it."""
-    return round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
+    late = one.reserved_ahead_bytes - one.reserved_bytes  # what streams give back later than here
+    return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
 def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
@@ -194,7 +195,7 @@ def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -
     for n, one in zip(missing, new, strict=True):
         found[n] = one
         if isinstance(one, SimulatedRank):
-            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None), mode="json")
+            record = _RECORD.dump_python(replace(one.record, timeline=(), events=None, host_moments={}), mode="json")
             files[n].parent.mkdir(parents=True, exist_ok=True)
             write_json(files[n], {"record": record, "layers": one.layers, "check_error": one.check_error})
     return [one for one in found if one is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from zerofit.app.room import Facts, HostRoom, room_here, rooms_of
 from zerofit.app.simulation import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
+from zerofit.simulate.alloc_conf import alloc_conf_of
 from zerofit.simulate.assess import assess
 from zerofit.simulate.result import Simulation
 from zerofit.simulate.verdict import FITS, NOT, WITHIN
@@ -229,7 +231,8 @@ def simulated(asked: RunRequest, resolved: ResolvedJob, cluster: Cluster) -> Pre
     fields = {"data": resolved.job.run.data, "ranks": resolved.job.layout.world_size}
     asked = replace(asked, run=asked.run.model_copy(update=fields))
     found: dict[str, Any] = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
-    return PreparedSimulation(asked=asked, cluster=cluster, image=None, **found)
+    conf = alloc_conf_of(os.environ)  # the ranks inherit it
+    return PreparedSimulation(asked=asked, cluster=cluster, image=None, alloc_conf=conf, **found)
 
 
 def judge(found: RankForecasts, room: HostRoom) -> RoomVerdict:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
@@ -15,10 +16,10 @@ from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, S
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.knobs import script_knobs
 from zerofit.simulate.script.target import ScriptTarget
-from zerofit.simulate.verdict import blas_workspaces
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.overhead import blas_workspace_bytes
 
 STEPS = 2  # ZeRO-3 keeps more alive once it knows the order of the layers
 
@@ -30,6 +31,7 @@ def simulate_script(
     rank: int = 0,
     steps: int = STEPS,
     longest: bool = False,
+    alloc_conf: str = "",
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run a training script, as it is, as one rank of a cluster until it has made its first optimizer steps.
@@ -40,6 +42,7 @@ def simulate_script(
         rank: the rank to simulate.
         steps: optimizer steps after which the script is stopped.
         longest: say what it needs with batches as long as it allows, too.
+        alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the command, the script's own error, or what cannot be simulated.
@@ -60,6 +63,7 @@ def simulate_script(
     start, report = time.perf_counter(), Reporter(on_event)
     read = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
+    read_alloc_conf(alloc_conf)
     check_command(read, cluster, rank=rank, steps=steps)
     target = ScriptTarget(
         command=read,
@@ -67,7 +71,8 @@ def simulate_script(
         gpus=cluster.gpus,
         nodes=cluster.nodes,
         rank=rank,
-        workspaces=tuple(blas_workspaces(cluster.device)),
+        workspace_bytes=blas_workspace_bytes(cluster.device.kind),
+        alloc_conf=alloc_conf,
         steps=steps,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]

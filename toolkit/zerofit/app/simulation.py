@@ -11,18 +11,20 @@ from typing import Any
 
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
+from zerofit.models.catalog import shape_named
 from zerofit.models.inputs import Inputs
+from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import assess, is_inconclusive
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.run import simulate as simulate_ranks
-from zerofit.simulate.verdict import blas_workspaces
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import Task
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
 
@@ -37,6 +39,7 @@ class PreparedSimulation:
     job: Job
     inputs: Inputs
     ds_source: dict[str, Any]  # the DeepSpeed JSON as it was written
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its processes
 
     def target(self, rank: int) -> SimulationTarget:
         """Return one of its ranks."""
@@ -46,7 +49,8 @@ class PreparedSimulation:
             rank=rank,
             accelerator="cpu" if self.cluster.on_cpu else "cuda",
             device_bytes=self.cluster.device.memory_bytes,
-            workspaces=tuple(blas_workspaces(self.cluster.device)),
+            workspace_bytes=blas_workspace_bytes(self.cluster.device.kind),
+            alloc_conf=self.alloc_conf,
         )
 
     def knobs(self, rank: int, *, exact: bool = False) -> KnobSimulations:
@@ -58,7 +62,8 @@ class PreparedSimulation:
         places = {**self.asked.places, **{field: field for field in knob.fields}}
         run = self.asked.run.model_copy(update={**knob.fields, "ds_config": knob.config})
         try:
-            return prepare_simulation(RunRequest(run=run, places=places), self.cluster, image=self.image)
+            asked = RunRequest(run=run, places=places)
+            return prepare_simulation(asked, self.cluster, image=self.image, alloc_conf=self.alloc_conf)
         except UserError:
             return None
 
@@ -96,6 +101,7 @@ def simulate(
     rank: int | None = None,
     image: str | None = None,
     exact: bool = False,
+    alloc_conf: str = "",
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run the real DeepSpeed engine as one rank of a run, on fake tensors: no memory and no GPU is needed.
@@ -106,6 +112,7 @@ def simulate(
         rank: the rank to simulate; None: the first of each pipeline stage, and the one that needs most is returned.
         image: "image:3x224x224", the inputs of an image model where the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
+        alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the run, or the place where the model cannot be simulated.
@@ -118,10 +125,10 @@ def simulate(
     >>> [phase.name for phase in simulation.phases if phase.step == 1]
     ['forward', 'backward', 'step']
     """
-    start, report, asked = time.perf_counter(), Reporter(on_event), as_request(run)
+    start, report, asked = time.perf_counter(), Reporter(on_event), _of_shape(as_request(run))
     if cluster is None:
         cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
-    prepared = prepare_simulation(asked, cluster, image=image, report=report)
+    prepared = prepare_simulation(asked, cluster, image=image, alloc_conf=alloc_conf, report=report)
     targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
     simulated = simulate_ranks(targets, report.status, exact=exact)
     for n, found in enumerate(simulated):
@@ -143,11 +150,23 @@ def simulate(
     )
 
 
+def _of_shape(asked: RunRequest) -> RunRequest:
+    """Return the run of a model on the hub as one of its shape."""
+    shape = shape_named(asked.run.model) if asked.run.model else None
+    return replace(asked, run=asked.run.model_copy(update={"model": shape})) if shape else asked
+
+
 def prepare_simulation(
-    asked: RunRequest, cluster: Cluster, *, image: str | None = None, report: Reporter | None = None
+    asked: RunRequest,
+    cluster: Cluster,
+    *,
+    image: str | None = None,
+    alloc_conf: str = "",
+    report: Reporter | None = None,
 ) -> PreparedSimulation:
     """Check everything that does not need the data. Raises UserError with all that is wrong."""
     problems = Problems()
+    problems.attempt(lambda: read_alloc_conf(alloc_conf))
     resolved = resolve_job(
         _on_all(asked, cluster, problems),
         machine=cluster_machine(cluster),
@@ -159,7 +178,7 @@ def prepare_simulation(
     )
     assert resolved.inputs is not None
     found = {"job": resolved.job, "inputs": resolved.inputs, "ds_source": resolved.ds_source}
-    return PreparedSimulation(asked=asked, cluster=cluster, image=image, **found)
+    return PreparedSimulation(asked=asked, cluster=cluster, image=image, alloc_conf=alloc_conf, **found)
 
 
 def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:

@@ -43,6 +43,7 @@ LINES = 8  # of reasons
 @click.option("--profile", type=PATH, help="plan from a stored profile, without torch")
 @click.option("--from", "tuned", type=PATH, help=FROM_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
+@click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
@@ -65,7 +66,11 @@ def _plan(model: str | None, options: dict[str, Any]) -> Plan:
 
     problems = Problems()
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, "precision")})
-    asked = {name: options[name] for name in ("profile", "image", "maximum", "minimum", "tuned", "top", "nvme_path")}
+    asked = {
+        name: options[name]
+        for name in ("profile", "image", "maximum", "minimum", "tuned", "top", "nvme_path", "confirm")
+    }
+    asked["write"] = options["write"] is not None
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **asked))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
@@ -99,11 +104,12 @@ def show(plan: Plan) -> None:
         for one in result.rejections[:LINES]:
             table.add_row(str(one.count), one.message, str(one.layout or "-"), one.hint)
         console.print(table)
+    for one in plan.confirmed:
+        console.print(str(one))
     for path in plan.written:
         console.print(f"written: {path}")
     if plan.written:
-        number = (result.plainest or 0) + 1
-        console.print(f"  layout {number}; data is for you to fill in: see the comment in run.yaml")
+        console.print(f"  layout {(plan.chosen or 0) + 1}; data is for you to fill in: see the comment in run.yaml")
     if plan.profile_file:
         console.print(f"profile: {plan.profile_file}", style="dim")
 

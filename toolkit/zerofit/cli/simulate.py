@@ -22,6 +22,7 @@ from zerofit.models.inputs import TextInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event
+from zerofit.spec.overhead import HOST_PROCESS_BYTES
 from zerofit.spec.run import RunRequest
 from zerofit.spec.units import shown_bytes
 
@@ -41,6 +42,7 @@ WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
 SCRIPT = "zerofit.script"  # words after --, in click's context
 FEW = 8  # collectives to print
+HOST_KINDS = {"pageable": "pageable", "pinned": "pinned", "pinned_free": "pinned and kept for reuse"}
 
 
 class CommandAfterDashes(click.Command):
@@ -59,6 +61,7 @@ class CommandAfterDashes(click.Command):
 @click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
+@click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
 @click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
@@ -71,7 +74,7 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
 
     Or any training script, unmodified: write what starts it behind --, with python, torchrun, deepspeed or accelerate
     launch, as in `zerofit simulate --gpus 8 --gpu h100-80gb -- torchrun train.py --epochs 3`. It is stopped after
-    --steps optimizer steps (2). Of the options only those of the hardware, --rank, --steps and --plot belong to it.
+    --steps optimizer steps (2). Of the options, the hardware's, --rank, --steps, --alloc-conf and --plot belong to it.
 
     Exit code 0: it fits, 1: it does not, or only within the margin, or more is added than --fail-above, 2: bad input.
     """
@@ -116,7 +119,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
             hardware["nodes"] = read.nodes
         found = problems.attempt(lambda: one_cluster(hardware))
         problems.raise_if_any()
-        settings = {name: options[name] for name in ("rank", "steps", "longest")}
+        settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf")}
         settings |= {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
         result = simulate_script(words, found, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
@@ -141,7 +144,8 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
         from zerofit.app.simulation import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
-        result = run(asked, cluster, rank=options["rank"], image=options["image"], exact=exact, on_event=console)
+        settings = {name: options[name] for name in ("rank", "image", "alloc_conf")}
+        result = run(asked, cluster, **settings, exact=exact, on_event=console)
     result = _with_knobs(_shown(result, as_json, options), options)
     return replace(result, seconds=round(time.perf_counter() - start, 1))
 
@@ -295,15 +299,21 @@ def _breakdown(result: Simulation) -> Table:
 def _beside(console: Console, result: Simulation) -> None:
     if result.device != "cpu":
         console.print(
-            f"reserved by torch's allocator {shown_bytes(result.reserved_bytes)}, shown by nvidia-smi about "
-            f"{shown_bytes(result.smi_bytes)} of {shown_bytes(result.device_total_bytes)}"
+            f"reserved by torch's allocator {shown_bytes(result.reserved_bytes)}{_ahead(result)}, shown by nvidia-smi "
+            f"about {shown_bytes(result.smi_bytes)} of {shown_bytes(result.device_total_bytes)}"
         )
     host = result.host_bytes
     if sum(host.values()):
-        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
-        console.print(f"host memory of this rank: {kinds}")
+        kinds = ", ".join(f"{HOST_KINDS[kind]} {shown_bytes(size)}" for kind, size in host.items() if size)
+        console.print(f"host memory of this rank: {kinds}; its process about {shown_bytes(HOST_PROCESS_BYTES)}")
     if result.nvme_bytes:
         console.print(f"NVMe of this rank: {shown_bytes(result.nvme_bytes)}")
+
+
+def _ahead(result: Simulation) -> str:
+    if result.reserved_ahead_bytes == result.reserved_bytes:
+        return ""
+    return f" (up to {shown_bytes(result.reserved_ahead_bytes)} where the host is ahead of the device)"
 
 
 def show_knobs(result: Simulation) -> None:

@@ -20,7 +20,6 @@ from zerofit.spec.overhead import (
     NCCL_NVLINK_BYTES,
     NCCL_PCIE_BYTES,
     NCCL_PCIE_CHANNELS,
-    blas_workspace_bytes,
     context_figure,
 )
 from zerofit.spec.units import shown_bytes
@@ -82,7 +81,7 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> fl
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
-    """Sum context, matrix products' workspaces and communicators, each at the upper end of what sources give."""
+    """Sum context and communicators, each at the upper end of what sources give."""
     if cluster.on_cpu:
         return CPU_PROCESS_HIGH_BYTES
     device = cluster.device
@@ -94,8 +93,7 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
         nccl = groups * NCCL_PCIE_BYTES + peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
     else:
         nccl = groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * peers // 7  # measured on 8 GPUs
-    # forward's and backward's thread have a workspace each (aten/src/ATen/cuda/CublasHandlePool.cpp)
-    return context_figure(device.kind).high_bytes + 2 * blas_workspace_bytes(device.kind) + nccl
+    return context_figure(device.kind).high_bytes + nccl
 
 
 def explain(memory: LayoutMemory, fit: Fit) -> str:

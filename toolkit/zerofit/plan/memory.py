@@ -58,11 +58,13 @@ class Forecaster:
     """Forecasts of many layouts for one model on one kind of device, "cpu" or "cuda".
 
     On "cpu" host and device are one, and the optimizer is torch's; on "cuda" it is DeepSpeed's FusedAdam, or its
-    CPUAdam where the states are on the host.
+    CPUAdam where the states are on the host. `workspace_bytes` are those of a thread's matrix products: forward's and
+    backward's have one each (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
-    def __init__(self, profile: Profile, device: str = "cuda"):
+    def __init__(self, profile: Profile, device: str = "cuda", workspace_bytes: int = 0):
         self.profile, self.device = profile, device
+        self._workspaces = {"workspaces": 2 * workspace_bytes}
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
@@ -132,6 +134,7 @@ class Forecaster:
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device
         parts = {
+            **self._workspaces,
             "gradients": live.gradients,
             "communication buckets": live.buckets,
             "gathered parameters": live.gathered,

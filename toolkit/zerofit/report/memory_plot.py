@@ -21,6 +21,7 @@ COLOURS = {
     "activations": "#CC6677",
     "logits and loss": "#AA4499",
     "temporaries": "#999933",
+    "workspaces": "#661100",
     "other": "#BBBBBB",
 }
 _DARK, _RED = "#222222", "#B00020"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
+from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.record import GroupUse, RankPhase, RankRecord, ScriptFacts, SimulationTarget
 from zerofit.simulate.result import PeakLocation, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.run import SimulatedRank
@@ -45,7 +46,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     peak = record.peaks[0]
     # matrix products take the largest parameter in fp32
     beside = overheads(cluster.device, _communicators(record.groups), largest * ELEMENT_BYTES["fp32"])
-    verdict, reserved = _verdict(record, beside, cluster)
+    verdict, reserved, ahead = _verdict(record, beside, cluster, simulated.target.alloc_conf)
     host_node_bytes, host_fits, host_sentence = _host(record.host, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
@@ -60,6 +61,7 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         peak_at=PeakLocation(module=peak.module, line=peak.at, own=peak.own),
         breakdown=peak.breakdown,
         reserved_bytes=reserved,
+        reserved_ahead_bytes=ahead,
         overheads=tuple(beside),
         smi_bytes=reserved + sum(o.bytes for o in beside),
         device=cluster.device.kind,
@@ -103,19 +105,22 @@ def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
         return False
     record, there = simulated.record, cluster.device.memory_bytes
     beside = sum(o.high_bytes for o in overheads(cluster.device, _communicators(record.groups)))
-    return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_bytes + beside
+    return record.peaks[0].bytes < there < (1 + UNSURE) * record.reserved_ahead_bytes + beside
 
 
-def _verdict(record: RankRecord, beside: list[Overhead], cluster: Cluster) -> tuple[FitVerdict, int]:
-    """Return the verdict on the device, and the reserved peak that it rests on."""
+def _verdict(
+    record: RankRecord, beside: list[Overhead], cluster: Cluster, alloc_conf: str
+) -> tuple[FitVerdict, int, int]:
+    """Return the verdict on the device, the reserved peak, and that of a host ahead of it, on which it rests."""
     there = cluster.device.memory_bytes
     if cluster.on_cpu:  # no caching allocator: what is released is gone
         taken = record.peaks[0].bytes
-        return judge(taken, beside, there), taken
-    if record.events is not None:
-        verdict, found = judge_events(record.events, beside, there)
-        return verdict, found.peak_reserved_bytes
-    return judge(record.reserved_bytes, beside, there), record.reserved_bytes
+        return judge(taken, beside, there), taken, taken
+    if record.events is None:
+        verdict = judge(record.reserved_ahead_bytes, beside, there)
+        return verdict, record.reserved_bytes, record.reserved_ahead_bytes
+    verdict, found = judge_events(record.events, beside, there, read_alloc_conf(alloc_conf))
+    return verdict, min(record.reserved_bytes, found.peak_reserved_bytes), found.peak_reserved_bytes
 
 
 def _communicators(groups: list[GroupUse]) -> list[Communicator]:

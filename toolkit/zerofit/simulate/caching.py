@@ -1,11 +1,11 @@
 """torch's caching allocator for CUDA devices, without a device: which segments it takes and how it cuts them.
 
-A model of c10/cuda/CUDACachingAllocator.cpp (native backend, default settings; constants and rules by their names
-there, read in sources from torch 2.2 on, the constants in 2.14.1). A segment is what one cudaMalloc gives. It is cut
-into blocks that know their neighbours; free ones lie in the pool of their stream and size class. Of two free blocks of
-one size the allocator takes the one at the lower address; which one that is, the driver decides: here later segments
-lie higher. Not modelled: memory that waits for an event because another stream used it (`record_stream`), CUDA graphs'
-pools.
+A model of c10/cuda/CUDACachingAllocator.cpp (native backend; constants and rules by their names there, read in sources
+from torch 2.2 on, the constants in 2.14.1). A segment is what one cudaMalloc gives. It is cut into blocks that know
+their neighbours; free ones lie in the pool of their stream and size class. A block that another stream uses
+(`record_stream`) comes back when that stream's work at its release is known to be done. Of two free blocks of one size
+the allocator takes the one at the lower address; which one that is, the driver decides: here later segments lie higher.
+Not modelled: CUDA graphs' pools.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from math import inf, isinf
 
-MIB = 2**20
-MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
+from zerofit.simulate.alloc_conf import LARGE_SEGMENT_BYTES, MIB, MIN_BLOCK_BYTES, AllocatorSettings
+
 SMALL_BYTES = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
-LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer, large_segment_size
 MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on, a request has a segment of its own size
 ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
-UNLIMITED_SPACE_BYTES = 2**48  # address space of an expandable segment without a limit
-
-
-def rounded_bytes(size_bytes: int) -> int:
-    """Return what a request takes of its pool (round_size)."""
-    return max(MIN_BLOCK_BYTES, -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
 
 def segment_bytes(size_bytes: int) -> int:
@@ -41,7 +34,7 @@ def segment_bytes(size_bytes: int) -> int:
 class Block:
     """A stretch of one segment."""
 
-    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size")
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size", "uses")
 
     def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
         self.pool, self.address, self.size = pool, address, size  # both in bytes
@@ -49,6 +42,7 @@ class Block:
         self.next: Block | None = None
         self.free = True
         self.mapped = mapped  # False: address space without memory, in expandable segments only
+        self.uses: set[int] = set()  # streams other than the pool's that use it (stream_uses)
 
     @property
     def key(self) -> int:
@@ -86,8 +80,8 @@ class Block:
 class Pool:
     """The free blocks of one stream and one size class."""
 
-    def __init__(self, *, small: bool) -> None:
-        self.small = small
+    def __init__(self, *, stream: int, small: bool) -> None:
+        self.stream, self.small = stream, small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES  # of expandable segments
         self._keys: list[int] = []
         self._blocks: dict[int, Block] = {}
@@ -109,10 +103,13 @@ class Pool:
         else:
             self.unmapped.remove(block)
 
-    def take_best_fit(self, size: int) -> Block | None:
-        """Take out the smallest block of at least `size` bytes, at the lowest address; None where there is none."""
-        at = bisect_left(self._keys, size << 64)
-        return self._blocks.pop(self._keys.pop(at)) if at < len(self._keys) else None
+    def best_fit(self, size: int) -> Block | None:
+        """Return the smallest block of at least `size` bytes, at the lowest address; None where there is none."""
+        return next(self.at_least(size), None)
+
+    def largest_first(self) -> list[Block]:
+        """Return free blocks, the largest first."""
+        return [self._blocks[key] for key in reversed(self._keys)]
 
     def at_least(self, size: int) -> Iterator[Block]:
         """Yield free blocks of at least `size` bytes, smallest first."""
@@ -123,12 +120,14 @@ class Pool:
 class CachingAllocator:
     """The allocator of one device that has `device_bytes` for it (None: no limit)."""
 
-    def __init__(self, device_bytes: int | None = None) -> None:
+    def __init__(self, device_bytes: int | None = None, settings: AllocatorSettings | None = None) -> None:
         self.device_bytes = inf if device_bytes is None else device_bytes
+        self.settings = settings or AllocatorSettings()
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.flushes = 0
         self.live: dict[int, Block] = {}
+        self._waiting: list[tuple[int, Block]] = []  # released, and used by other streams at that moment (cuda_events)
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._next_address = 0
 
@@ -136,17 +135,21 @@ class CachingAllocator:
         """Allocate for a storage; return False where the device has no room. As in torch, no bytes take no block."""
         if not size_bytes:
             return True
-        size = rounded_bytes(size_bytes)
+        size = self.settings.rounded_bytes(size_bytes)
         small = size <= SMALL_BYTES  # get_pool
-        pool = self._pools.get((stream, small)) or self._pools.setdefault((stream, small), Pool(small=small))
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(stream=stream, small=small)
         block = self._take_cached(pool, size) or self._grow(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._grow(pool, size)
         if block is None:
             self.flushes += 1
             self.empty_cache()
             block = self._grow(pool, size)
         if block is None:
             return False
-        if self._splits(pool, block.size - size):
+        if self._splits(pool, size, block.size - size):
             pool.add(block.cut(size))
         block.free = False
         self.live[storage] = block
@@ -155,29 +158,93 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
         return True
 
-    def release(self, storage: int) -> None:
-        """Put a storage's block back into its pool, merged with free neighbours (free_block)."""
+    def record_stream(self, storage: int, stream: int) -> None:
+        """Note that a stream uses a storage; its own does not count (recordStream)."""
+        block = self.live.get(storage)
+        if block is not None and stream != block.pool.stream:
+            block.uses.add(stream)
+
+    def release(self, storage: int, moment: int = 0) -> None:
+        """Put a storage's block back into its pool, at once or when the streams that use it are done (free)."""
         block = self.live.pop(storage, None)
-        if block is not None:
-            self.allocated_bytes -= block.size
-            block.free = True
-            block.absorb_neighbours()
-            block.pool.add(block)
+        if block is None:
+            return
+        self.allocated_bytes -= block.size
+        if block.uses:
+            self._waiting.append((moment, block))
+        else:
+            self._free(block)
+
+    def synchronized(self, stream: int | None, before: int) -> None:
+        """Take back what waits for the work of a stream (None: of all) before a moment (process_events)."""
+        still = []
+        for moment, block in self._waiting:
+            if moment < before:
+                block.uses = set() if stream is None else block.uses - {stream}
+            if block.uses:
+                still.append((moment, block))
+            else:
+                self._free(block)
+        self._waiting = still
 
     def empty_cache(self) -> None:
         """Give segments without a live block back to the driver (release_cached_blocks)."""
+        self._free_waiting()
         for pool in self._pools.values():
             for block in list(pool.at_least(0)):
                 if block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+                    self._give_back(block)
+
+    def _free_waiting(self) -> None:
+        """Wait for all streams (synchronize_and_free_events)."""
+        self.synchronized(None, 1 + max((moment for moment, _ in self._waiting), default=0))
+
+    def _free(self, block: Block) -> None:
+        """Put a block into its pool, merged with free neighbours (free_block)."""
+        block.free = True
+        block.absorb_neighbours()
+        block.pool.add(block)
+
+    def _give_back(self, block: Block) -> None:
+        """Give a whole segment to the driver (release_block)."""
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back blocks that are never cut, enough of them for a request (release_available_cached_blocks)."""
+        limit = self.settings.max_split_bytes
+        if isinf(limit):
+            return False
+        wanted = max(size, int(limit))
+        fitting = pool.best_fit(wanted)
+        if fitting is not None:
+            self._give_back(fitting)
+            return True
+        released = 0
+        for block in pool.largest_first():
+            if released >= wanted or block.size < limit:
+                break
+            released += block.size
+            self._give_back(block)
+        return released >= wanted
 
     def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        return pool.take_best_fit(size)
+        """Take the best fit out of its pool, unless it is too large to be cut (get_free_block)."""
+        block, limit = pool.best_fit(size), self.settings.max_split_bytes
+        if (
+            block is None
+            or (size < limit <= block.size)
+            or (size >= limit and block.size >= size + LARGE_SEGMENT_BYTES)
+        ):
+            return None
+        pool.remove(block)
+        return block
 
-    def _splits(self, pool: Pool, rest: int) -> bool:
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         """Return whether what a block has too much becomes a block of its own (should_split)."""
-        return rest >= MIN_BLOCK_BYTES if pool.small else rest > SMALL_BYTES
+        if pool.small:
+            return rest >= MIN_BLOCK_BYTES
+        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Take a new segment (alloc_block); return None where the device has no room for it."""
@@ -192,100 +259,3 @@ class CachingAllocator:
     def _reserve(self, new_bytes: int) -> None:
         self.reserved_bytes += new_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-
-class ExpandableAllocator(CachingAllocator):
-    """The allocator under `expandable_segments:True`: one segment per pool that grows page by page.
-
-    "Note [Expandable Segments]" of the source. A segment is address space for 1 1/8 of the device; memory is mapped
-    into it in pages of 2 MiB (small pool) or 20 MiB (large pool).
-    """
-
-    def empty_cache(self) -> None:
-        """Unmap every page that lies wholly in a free block (unmap_block)."""
-        for pool in self._pools.values():
-            for block in list(pool.at_least(pool.page_bytes)):
-                self._unmap(block)
-
-    def _take_cached(self, pool: Pool, size: int) -> Block | None:
-        """Take the best fit; a block before unmapped space counts as large as it can become (get_free_block)."""
-        best = None
-        for block in pool.at_least(size):
-            if best is not None and _room(block) >= _room(best):
-                break
-            best = block
-        if best is not None:
-            pool.remove(best)
-        return best
-
-    def _splits(self, pool: Pool, rest: int) -> bool:
-        return rest >= MIN_BLOCK_BYTES
-
-    def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Map memory at the lowest address where `size` bytes fit (try_allocate_expandable_block)."""
-        block = self._find_space(pool, size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
-            return None
-        while block.size < size:
-            following = block.next  # unmapped, and takes the block before it in once it is mapped
-            assert following is not None
-            if not self._map(following, min(size - block.size, following.size)):
-                return None
-            block = following
-        pool.remove(block)
-        return block
-
-    def _find_space(self, pool: Pool, size: int) -> Block:
-        """Return the first free or unmapped neighbours with room (find_expandable_block), else a new segment."""
-        for block in pool.unmapped:
-            first = block.prev if block.prev is not None and block.prev.free else block
-            room, at = 0, first
-            while at is not None and at.free and room < size:
-                room, at = room + at.size, at.next
-            if room >= size:
-                return first
-        device = UNLIMITED_SPACE_BYTES if isinf(self.device_bytes) else int(self.device_bytes)
-        pages = -(-(device + device // 8) // LARGE_SEGMENT_BYTES)  # both page sizes divide it: addresses stay aligned
-        block = Block(pool, self._next_address, pages * LARGE_SEGMENT_BYTES, mapped=False)
-        self._next_address += block.size
-        pool.add(block)
-        return block
-
-    def _map(self, block: Block, size: int) -> bool:
-        """Back the beginning of an unmapped block with memory (map_block); False where the device has none."""
-        page = block.pool.page_bytes
-        mapped = -(-size // page) * page
-        if self.reserved_bytes + mapped > self.device_bytes:
-            return False
-        self._reserve(mapped)
-        block.pool.remove(block)
-        if mapped < block.size:
-            block.pool.add(block.cut(mapped))
-        block.mapped = True
-        block.absorb_neighbours()
-        block.pool.add(block)
-        return True
-
-    def _unmap(self, block: Block) -> None:
-        pool, page = block.pool, block.pool.page_bytes
-        begin = -(-block.address // page) * page
-        end = (block.address + block.size) // page * page
-        if begin >= end:
-            return
-        pool.remove(block)
-        if begin > block.address:
-            middle = block.cut(begin - block.address)
-            pool.add(block)
-            block = middle
-        if end < block.address + block.size:
-            pool.add(block.cut(end - block.address))
-        block.mapped = False
-        block.absorb_neighbours()
-        self.reserved_bytes -= end - begin
-        if block.prev is not None or block.next is not None:  # else the whole segment is gone
-            pool.add(block)
-
-
-def _room(block: Block) -> int:
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)

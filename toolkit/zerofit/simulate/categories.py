@@ -14,8 +14,9 @@ from zerofit.simulate.ledger import Storage
 PARAMETERS, GRADIENTS, MASTER, STATE = "parameters", "gradients", "master weights", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS = "activations", "logits and loss", "communication buckets"
 GATHERED, TEMPORARIES = "gathered parameters", "temporaries"
+WORKSPACES = "workspaces"  # that libraries keep from their first call on
 SAVED = (PARAMETERS, MASTER, STATE)  # what a checkpoint holds
-KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES)
+KINDS = (PARAMETERS, GRADIENTS, MASTER, STATE, ACTIVATIONS, LOGITS, BUCKETS, GATHERED, TEMPORARIES, WORKSPACES)
 
 Tag = Callable[[Any, str], None]  # AllocationTracker.tag
 

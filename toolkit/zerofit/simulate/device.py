@@ -1,8 +1,8 @@
 """A GPU that is not there: a device type of its own for torch, and what DeepSpeed sees in its place.
 
 Tensors on it exist as fakes only. What DeepSpeed asks of a GPU is answered as its CUDA accelerator would answer
-(accelerator/cuda_accelerator.py); streams and events do nothing. Its C++ ops have nothing behind them: they work in
-place, so that memory is decided in Python.
+(accelerator/cuda_accelerator.py). Its C++ ops have nothing behind them: they work in place, so that memory is decided
+in Python.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from zerofit.simulate.ledger import LOCKED
+from zerofit.simulate.streams import SimulatedEvent, SimulatedStream
 from zerofit.simulate.tracker import AllocationTracker
 
 NAME = "simgpu"
@@ -44,26 +46,6 @@ def install(gpu: bool, meter: AllocationTracker, device_bytes: int) -> None:
 def register() -> None:
     """Let torch know the simulated device."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
-
-
-class FakeStream:
-    """Ops are issued in order; there is nothing to wait for."""
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def wait(self, *_: Any) -> None:
-        """Wait for nothing."""
-
-    wait_stream = wait_event = synchronize = record = wait
-
-    def query(self) -> bool:
-        """Say that all is done."""
-        return True
-
-    def elapsed_time(self, *_: Any) -> float:
-        """Return milliseconds: none."""
-        return 0.0
 
 
 class SimulatedHost(CPU_Accelerator):
@@ -132,21 +114,30 @@ class SimulatedGpu(SimulatedHost):
         self._meter.ledger.empty_cache()
 
     @property
-    def Stream(self) -> type[FakeStream]:
-        """The class of streams and of events."""
-        return FakeStream
+    def Stream(self) -> type[SimulatedStream]:
+        """The class of streams."""
+        return self._meter.streams.Stream
 
-    Event = Stream
+    @property
+    def Event(self) -> type[SimulatedEvent]:
+        """The class of events."""
+        return self._meter.streams.Event
 
     def stream(self, stream: Any) -> Any:
         """Return a context in which a stream is current."""
-        return nullcontext()
+        return self._meter.streams.using(stream)
 
-    def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the only stream."""
-        return FakeStream()
+    def current_stream(self, device_index: int | None = None) -> SimulatedStream:
+        """Return the stream to which this thread issues."""
+        return self._meter.streams.current
 
-    default_stream = current_stream
+    def default_stream(self, device_index: int | None = None) -> SimulatedStream:
+        """Return the stream that is current at first."""
+        return self._meter.streams.default
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for all streams."""
+        self._meter.streams.synchronize()
 
     pin_memory = DeepSpeedAccelerator.pin_memory  # the CPU's does nothing
 
@@ -206,7 +197,7 @@ class _AsyncHandle:
 
     def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
         tensor = like.new_empty(count, device="cpu")
-        self._meter.pin(tensor)
+        self._meter.pin(tensor, LOCKED)
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.nn import functional
 # transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
 # to be traced; without padding it then passes no mask, and attention gets is_causal
 MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
+FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
 
@@ -52,16 +53,18 @@ def _fused_attention(
 ) -> Tensor:
     """Run the kernel that a device takes; none keeps anything of length squared (ATen's sdp_utils.cpp).
 
-    On "cpu" there is one, without dropout: with dropout torch computes the whole matrix of scores. On "cuda" it is
-    flash attention; in float32 or with a mask, which it has not, the memory efficient one, for which keys and values
-    are repeated for every query head.
+    On "cpu" there is one, without dropout and for values as wide as queries: else torch computes the whole matrix of
+    scores. On "cuda" it is flash attention; in float32, with a mask, for values of another width (multi-head latent
+    attention) or heads above FLASH_WIDTH, which it has not, the memory efficient one, for which keys and values are
+    repeated for every query head.
     """
-    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4):
+    narrow = query.shape[-1] == value.shape[-1]
+    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4 or not narrow):
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    if attn_mask is None and query.dtype != torch.float32:
+    if attn_mask is None and query.dtype != torch.float32 and narrow and query.shape[-1] <= FLASH_WIDTH:
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import CodeType
 from typing import Any
 
-from zerofit.simulate.allocator import EmptyCache, Event
+from zerofit.simulate.allocator import EmptyCache, Event, Note, Synchronized
 from zerofit.simulate.record import KindPeak, MemoryPoint
-from zerofit.spec.overhead import pinned_bytes
 
-DEVICE, HOST, PINNED = "device", "host", "pinned"
+DEVICE, HOST, PINNED, LOCKED = "device", "host", "pinned", "locked"  # LOCKED: page-locked, and not by torch
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # model.layers.17.mlp
 
 
@@ -22,7 +21,7 @@ class Storage:
     """One allocation. Its kind may be known only later."""
 
     bytes: int
-    place: str  # DEVICE, HOST or PINNED
+    place: str  # DEVICE, HOST, PINNED or LOCKED
     phase: str
     step: int
     op: str
@@ -32,6 +31,7 @@ class Storage:
     recomputed: bool = False  # in backward, for a checkpoint
     kind: str | None = None
     own: str = ""  # the user's innermost line, "file:line", where memory was higher than before in its phase
+    stream: int = 0  # of the device, on which it was allocated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Ledger:
         self.storages: list[Storage] = []
         self.events: list[tuple[int, int]] = []  # (index of the storage, change in bytes)
         self.marks: list[PhaseMark] = []
-        self.emptied: list[int] = []  # before which events the device's cached memory was given back
+        self.notes: list[tuple[int, Note]] = []  # what else the caching allocator hears, and before which event
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -70,13 +70,13 @@ class Ledger:
         """Note a release."""
         self._change(index, -self.storages[index].bytes)
 
-    def pinned(self, index: int) -> None:
-        """Note that a storage in host memory was pinned from the start."""
+    def pinned(self, index: int, place: str = PINNED) -> None:
+        """Note that a storage in host memory was page-locked from the start, by torch or not (LOCKED)."""
         storage = self.storages[index]
         self.live[HOST] -= storage.bytes
-        self.live[PINNED] += storage.bytes
-        self.peak[PINNED] = max(self.peak[PINNED], self.live[PINNED])
-        storage.place = PINNED
+        self.live[place] += storage.bytes
+        self.peak[place] = max(self.peak[place], self.live[place])
+        storage.place = place
 
     def begin(self, name: str, step: int) -> None:
         """Mark the beginning of a phase."""
@@ -84,7 +84,11 @@ class Ledger:
 
     def empty_cache(self) -> None:
         """Note that the caching allocator gives back what it does not use."""
-        self.emptied.append(len(self.events))
+        self.note(EmptyCache())
+
+    def note(self, note: Note) -> None:
+        """Note what the caching allocator hears at this moment."""
+        self.notes.append((len(self.events), note))
 
     def _change(self, index: int, change: int) -> None:
         place = self.storages[index].place
@@ -113,7 +117,7 @@ def kind_peaks(ledger: Ledger) -> list[KindPeak]:
 
 
 def _kind_peak(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
-    at = _place_in_code(storage)
+    at = place_in_code(storage)
     return KindPeak(
         key="|".join([storage.phase, str(storage.step), _LAYER.sub("*", storage.module), storage.op, at]),
         phase=storage.phase,
@@ -126,7 +130,7 @@ def _kind_peak(storage: Storage, size: int, parts: dict[str, int]) -> KindPeak:
     )
 
 
-def _place_in_code(storage: Storage) -> str:
+def place_in_code(storage: Storage) -> str:
     """Return what allocated, e.g. "deepspeed/runtime/zero/stage3.py:782"; "" where nothing of Python ran."""
     if storage.code is None:
         return ""
@@ -135,52 +139,23 @@ def _place_in_code(storage: Storage) -> str:
     return "/".join(parts[start:]) + f":{storage.line}"
 
 
-def host_peak(ledger: Ledger) -> dict[str, int]:
-    """Return pageable and pinned bytes when host memory was highest, pinned ones as torch takes them from the host."""
-    live: Counter[str] = Counter()
-    highest = {HOST: 0, PINNED: 0}
-    for index, change in ledger.events:
-        place = ledger.storages[index].place
-        if place in highest:
-            live[place] += change if place == HOST else pinned_bytes(abs(change)) * (1 if change > 0 else -1)
-            if live.total() > sum(highest.values()):
-                highest = {HOST: live[HOST], PINNED: live[PINNED]}
-    return {"pageable": highest[HOST], "pinned": highest[PINNED]}
-
-
-def host_peaks(ledger: Ledger) -> dict[str, int]:
-    """Return the most bytes of host memory in each phase, of any step, as torch takes them from the host."""
-    found: Counter[str] = Counter()
-    live, phase = 0, -1
-    for number, (index, change) in enumerate(ledger.events):
-        while phase + 1 < len(ledger.marks) and number >= ledger.marks[phase + 1].event:
-            phase += 1
-            found[ledger.marks[phase].name] = max(found[ledger.marks[phase].name], live)
-        place = ledger.storages[index].place
-        if place != DEVICE:
-            live += change if place == HOST else pinned_bytes(abs(change)) * (1 if change > 0 else -1)
-        if phase >= 0:
-            found[ledger.marks[phase].name] = max(found[ledger.marks[phase].name], live)
-    return dict(found)
-
-
-def device_events(ledger: Ledger, workspaces: tuple[int, ...] = ()) -> list[Event]:
-    """Return the device's allocations and releases in order, for `allocator.replay`.
-
-    `workspaces` are bytes that torch takes for matrix products at the first forward and the first backward, and keeps.
-    """
-    firsts = {mark.name: mark.event for mark in reversed(ledger.marks)}
-    sizes = zip(("forward", "backward"), workspaces, strict=False)
-    kept = {firsts[name]: size for name, size in sizes if name in firsts}
-    emptied = set(ledger.emptied)
+def device_events(ledger: Ledger) -> list[Event]:
+    """Return what the device's caching allocator hears, in order, for `allocator.replay`."""
     found: list[Event] = []
-    for number, (index, change) in enumerate(ledger.events):
-        if number in emptied:
-            found.append(EmptyCache())
-        if number in kept:
-            found.append((len(ledger.storages) + number, kept[number]))
-        if ledger.storages[index].place == DEVICE and change:
-            found.append((index, change))
+    places: list[int] = []  # of the ledger's moments in what is returned
+    notes: defaultdict[int, list[Note]] = defaultdict(list)
+    for moment, note in ledger.notes:
+        notes[moment].append(note)
+    for moment in range(len(ledger.events) + 1):
+        places.append(len(found))
+        for note in notes[moment]:
+            if isinstance(note, Synchronized):
+                note = Synchronized(stream=note.stream, before=places[note.before])
+            found.append(note)
+        if moment < len(ledger.events):
+            index, change = ledger.events[moment]
+            if change and ledger.storages[index].place == DEVICE:
+                found.append((index, change, ledger.storages[index].stream))
     return found
 
 

@@ -56,6 +56,10 @@ _MORE: dict[Any, Callable[..., int]] = {
 for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _attention
     _MORE[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _attention_backward
+# ops whose kernels on a GPU are cuBLAS's
+BLAS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "vdot", "_scaled_mm")
+)
 
 
 def bytes_of(value: Any) -> int:

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
-from zerofit.simulate.device import fake_op
+from zerofit.simulate.autocast import autocast_as_cuda
+from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_kernels import MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
+from zerofit.simulate.weight_files import WeightFile
 
 
 class AskedForValueError(RuntimeError):
@@ -184,52 +186,6 @@ def rng_state(meter: AllocationTracker) -> None:
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
 
 
-class WeightFile:
-    """A file of weights of which only names, types and shapes are read: its tensors are fakes that nobody has noted.
-
-    Real ones are pages of the file, which the kernel takes back, until they are copied or cast.
-    """
-
-    def __init__(self, file: Any, *args: Any, **kwargs: Any):
-        from safetensors import safe_open
-
-        self._file = safe_open(file, *args, **kwargs)
-
-    def __enter__(self) -> WeightFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        """Return the tensors' names."""
-        return list(self._file.keys())
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in host memory, as the file has it."""
-        return self.get_slice(name)[...]
-
-    def get_slice(self, name: str) -> WeightSlice:
-        """Return what knows a tensor's shape and type before it is read."""
-        return WeightSlice(self._file.get_slice(name))
-
-
-class WeightSlice:
-    """A tensor in a file of weights before it is read."""
-
-    def __init__(self, lazy: Any):
-        self.get_shape: Callable[[], list[int]] = lazy.get_shape
-        self.get_dtype: Callable[[], str] = lazy.get_dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        from transformers.modeling_utils import str_to_torch_dtype
-
-        fakes = next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, FakeTensorMode))
-        with _disable_current_modes(), fakes:
-            mapped = torch.empty(self.get_shape(), dtype=str_to_torch_dtype[self.get_dtype()])
-        return mapped[index]
-
-
 def weight_files() -> None:
     """Read no weights of a pretrained folder, and let what transformers does to them take what it would take.
 
@@ -329,13 +285,24 @@ def attention() -> None:
     nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
-def record_stream() -> None:
-    """Note nothing of a tensor that a stream uses, as there are no streams. (torch.Tensor.record_stream)"""
-    replace_in(torch.Tensor, "record_stream", lambda self, stream: None)
+def record_stream(meter: AllocationTracker) -> None:
+    """Note that a stream uses a tensor's memory; torch knows no stream of a device of its own.
+
+    (torch.Tensor.record_stream)
+    """
+    replace_in(torch.Tensor, "record_stream", lambda self, stream: meter.record_stream(self, stream))
 
 
-OF_GPUS = (constants, backend_keys, attention, record_stream)  # of scripts, too
-ON_GPU = (*OF_GPUS, tensor_constructor, data_setter)
+def autocast() -> None:
+    """Let autocast of the simulated device cast what CUDA's would; torch knows no op for a device of its own.
+
+    (torch.clear_autocast_cache)
+    """
+    autocast_as_cuda("AutocastPrivateUse1", NAME)
+
+
+OF_GPUS = (constants, backend_keys, attention)  # of scripts, too
+ON_GPU = (*OF_GPUS, tensor_constructor, data_setter, autocast)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker) -> None:
@@ -345,3 +312,5 @@ def apply_all(gpu: bool, meter: AllocationTracker) -> None:
     rng_state(meter)
     for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()
+    if gpu:
+        record_stream(meter)

@@ -23,9 +23,11 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
 from zerofit.simulate import device
+from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.categories import SAVED, classify, tag_owned_storages, watch_gradients
-from zerofit.simulate.ledger import device_events, host_peak, host_peaks, kind_peaks, timeline
+from zerofit.simulate.host_memory import highest, host_moments
+from zerofit.simulate.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
@@ -47,7 +49,8 @@ def simulate(
     """
     _set_environment(target)
     gpu = target.accelerator == "cuda"
-    meter = AllocationTracker(device.NAME if gpu else "cpu", scratch or scratch_on("cuda" if gpu else "cpu"))
+    chosen = scratch or scratch_on("cuda" if gpu else "cpu")
+    meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
     apply_all(gpu, meter)
     try:
@@ -62,7 +65,7 @@ def simulate(
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return record_of(meter, log, target.workspaces)
+    return record_of(meter, log, target.alloc_conf)
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
@@ -161,21 +164,24 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
 
 
 def record_of(
-    meter: AllocationTracker, log: PhaseLog, workspaces: tuple[int, ...], script: ScriptFacts | None = None
+    meter: AllocationTracker, log: PhaseLog, alloc_conf: str, script: ScriptFacts | None = None
 ) -> RankRecord:
-    """Return all that was noted; `workspaces` are bytes that torch keeps for matrix products."""
+    """Return all that was noted; `alloc_conf` has the caching allocator's options."""
     ledger = meter.ledger
     for storage in ledger.storages:
         storage.kind = storage.kind or classify(storage)
-    events = device_events(ledger, workspaces)
+    moments = host_moments(ledger)
+    events, settings = device_events(ledger), read_alloc_conf(alloc_conf)
     return RankRecord(
         phases=log.done,
         peaks=kind_peaks(ledger),
-        host=host_peak(ledger),
-        host_phases=host_peaks(ledger),
+        host=highest(moments),
+        host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
+        host_moments=moments,
         kept={kind: sum(one.bytes for one in meter.live_storages() if one.kind == kind) for kind in SAVED},
         nvme_bytes=sum(meter.files.values()),
-        reserved_bytes=replay(events).peak_reserved_bytes,
+        reserved_bytes=replay(events, settings=settings, host_ahead=False).peak_reserved_bytes,
+        reserved_ahead_bytes=replay(events, settings=settings).peak_reserved_bytes,
         sent=[
             CollectiveCalls(op=op, bytes=size, group_size=ranks, phase=phase, count=count, step=step)
             for (op, ranks, phase, step), (count, size) in meter.sent.items()

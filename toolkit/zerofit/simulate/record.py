@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.simulate.allocator import Event
 from zerofit.spec.files import field_data
+from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.run_folder import Job
 
 
@@ -20,7 +21,8 @@ class SimulationTarget:
     rank: int = 0
     accelerator: str = "cpu"  # "cuda": device and host are told apart; "cpu": they are one
     device_bytes: int = 0  # what the device has; DeepSpeed asks how much of it is free
-    workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
+    workspace_bytes: int = 0  # that torch keeps for the matrix products of a thread on a stream
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # ZeRO-3 keeps more alive once it knows the order of the layers: from the second step on
 
     def as_dict(self) -> dict[str, Any]:
@@ -31,7 +33,7 @@ class SimulationTarget:
     def from_dict(cls, value: dict[str, Any]) -> SimulationTarget:
         """Return the target that `as_dict` described."""
         job, inputs = Job.from_dict(value["job"]), inputs_from_dict(value["inputs"])
-        return cls(**{**value, "job": job, "inputs": inputs, "workspaces": tuple(value["workspaces"])})
+        return cls(**{**value, "job": job, "inputs": inputs})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,32 @@ class KindPeak:
     bytes: int  # alive then
     breakdown: dict[str, int]  # kind -> bytes; sums to `bytes`
     own: str = ""  # the user's innermost line, "file:line"; "" where none ran, or memory had been higher in the phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMoment:
+    """Host memory when there was most of it in a phase."""
+
+    pageable_bytes: int
+    locked_bytes: int  # by DeepSpeed
+    pinned: dict[str, tuple[int, ...]]  # line that had blocks made -> the sizes that it had asked for
+    pinned_free_bytes: int  # of these blocks, those that wait to be used again
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of all blocks that torch has page-locked."""
+        return sum(pinned_bytes(size) for sizes in self.pinned.values() for size in sizes)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.pageable_bytes + self.locked_bytes + self.pinned_bytes
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind; "pinned_free" are blocks that torch keeps for the next request."""
+        used = self.pinned_bytes + self.locked_bytes - self.pinned_free_bytes
+        return {"pageable": self.pageable_bytes, "pinned": used, "pinned_free": self.pinned_free_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +170,16 @@ class RankRecord:
 
     phases: list[RankPhase]
     peaks: list[KindPeak]  # highest first
-    host: dict[str, int]  # "pageable" and "pinned" bytes at host memory's peak
+    host: dict[str, int]  # bytes at host memory's peak: "pageable", "pinned", "pinned_free" (kept for reuse)
     nvme_bytes: int
     host_phases: dict[str, int]  # the most bytes of host memory in each phase, of any step
     kept: dict[str, int]  # kind (SAVED) -> bytes after the steps, in any place
-    reserved_bytes: int  # by the caching allocator
+    reserved_bytes: int  # by the caching allocator, where the device keeps up with the host
+    reserved_ahead_bytes: int  # the same where the host is ahead of the device until it waits for it
     sent: list[CollectiveCalls]
     groups: list[GroupUse]
     flops: list[PhaseFlops]
+    host_moments: dict[str, HostMoment] = field(default_factory=dict)  # of which the above are made
     timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
     script: ScriptFacts | None = None  # of a user's script

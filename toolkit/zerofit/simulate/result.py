@@ -120,12 +120,13 @@ class Simulation:
     peak_step: int
     peak_at: PeakLocation
     breakdown: dict[str, int]  # kind -> bytes; sums to peak_bytes
-    reserved_bytes: int  # by torch's caching allocator
+    reserved_bytes: int  # by torch's caching allocator, at most, where the device keeps up with the host
+    reserved_ahead_bytes: int  # where the host is ahead: what other streams use comes back late
     overheads: tuple[Overhead, ...]  # on the device outside of the allocator
     smi_bytes: int  # as nvidia-smi shows it
     device: str  # kind
     device_total_bytes: int
-    host_bytes: dict[str, int]  # "pageable" and "pinned"
+    host_bytes: dict[str, int]  # "pageable", "pinned" and "pinned_free": torch keeps it for the next request
     host_phases: dict[str, int]  # phase -> most bytes of host memory in it; beside a GPU
     host_node_bytes: int  # of all ranks of a node, with their processes
     host_total_bytes: int

@@ -18,8 +18,17 @@ from zerofit.check.dotted import get
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find
 from zerofit.models.hf import make_config
+from zerofit.simulate.host_memory import extended, highest
 from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.record import CollectiveCalls, KindPeak, PhaseFlops, RankPhase, RankRecord, SimulationTarget
+from zerofit.simulate.record import (
+    CollectiveCalls,
+    HostMoment,
+    KindPeak,
+    PhaseFlops,
+    RankPhase,
+    RankRecord,
+    SimulationTarget,
+)
 from zerofit.spec.errors import Problem
 
 Line = Callable[[float, float], int]
@@ -40,7 +49,7 @@ class SimulatedRank:
     target: SimulationTarget
     record: RankRecord
     layers: tuple[int, ...] = ()  # the simulated numbers of layers, the first one for the check; () if all were
-    check_error: float = 0.0  # by how much the peak misses the extrapolation's line at the first of them, relative
+    check_error: float = 0.0  # the most by which a place misses its line at the first of them, relative
 
 
 def simulate(
@@ -103,31 +112,55 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
 def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int) -> tuple[RankRecord, float]:
     """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
 
-    Extrapolated from the last two; the error is by how much the first misses their line, in the peak that wins
-    (relative; infinite where it has no such peak).
+    Extrapolated from the last two; the error is by how much the first misses their line: in the peak that wins, in host
+    memory's and in what lies on NVMe, the largest of these (relative; infinite where it has no such peak).
     """
-    _, few, more = records
+    first, few, more = records
 
     def line(a: float, b: float, at: int = total) -> int:
         return round(a + (b - a) * (at - counts[1]) / (counts[2] - counts[1]))
 
+    def back(a: float, b: float) -> int:
+        return line(a, b, counts[0])
+
     peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
-    reserved = line(few.reserved_bytes, more.reserved_bytes)
-    fragmented = more.reserved_bytes / more.peaks[0].bytes
+    moments = _moments(few, more, line)
     record = RankRecord(
         phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
         peaks=peaks,
-        host={place: line(few.host[place], more.host[place]) for place in few.host},
-        host_phases={name: line(few.host_phases[name], more.host_phases[name]) for name in few.host_phases},
+        host=highest(moments),
+        host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
         kept={kind: line(few.kept[kind], more.kept[kind]) for kind in few.kept},
         nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
-        reserved_bytes=max(reserved, round(peaks[0].bytes * fragmented)),
+        reserved_bytes=_reserved(few, more, peaks, line, "reserved_bytes"),
+        reserved_ahead_bytes=_reserved(few, more, peaks, line, "reserved_ahead_bytes"),
         groups=more.groups,
         sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
         flops=_rows(few.flops, more.flops, ("flops",), line),
     )
     at, a, b = ({peak.key: peak.bytes for peak in one.peaks}.get(peaks[0].key) for one in records)
-    return record, line(a, b, counts[0]) / at - 1 if at and a and b else math.inf
+    host = sum(highest(_moments(few, more, back)).values())
+    misses = [
+        back(a, b) / at - 1 if at and a and b else math.inf,
+        _miss(host, sum(first.host.values())),
+        _miss(back(few.nvme_bytes, more.nvme_bytes), first.nvme_bytes),
+    ]
+    return record, max(misses, key=abs)
+
+
+def _miss(extended_bytes: int, known_bytes: int) -> float:
+    return extended_bytes / known_bytes - 1 if known_bytes else float(extended_bytes > 0)
+
+
+def _moments(few: RankRecord, more: RankRecord, line: Line) -> dict[str, HostMoment]:
+    known = few.host_moments
+    return {name: extended(known[name], moment, line) for name, moment in more.host_moments.items() if name in known}
+
+
+def _reserved(few: RankRecord, more: RankRecord, peaks: list[KindPeak], line: Line, name: str) -> int:
+    """Return what is reserved: a line, and at least as fragmented as with more layers."""
+    fragmented = getattr(more, name) / more.peaks[0].bytes
+    return max(line(getattr(few, name), getattr(more, name)), round(peaks[0].bytes * fragmented))
 
 
 def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit import models
-from zerofit.simulate.categories import LOGITS, TEMPORARIES, is_loss
-from zerofit.simulate.ledger import DEVICE, HOST, PINNED, Ledger, Storage
-from zerofit.simulate.op_costs import Scratch, bytes_of, flops_of
+from zerofit.simulate.allocator import RecordStream
+from zerofit.simulate.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
+from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
+from zerofit.simulate.op_costs import BLAS, Scratch, bytes_of, flops_of
+from zerofit.simulate.streams import SimulatedStream, Streams
 
 _ULYSSES = "deepspeed::dim_zero_all_to_all"
 RESIZING = ("aten::resize_", "aten::set_", "inductor::resize_storage_bytes_")
@@ -39,12 +41,17 @@ CallSite = tuple[str, CodeType | None, int]  # the module that runs, the functio
 class AllocationTracker(TorchDispatchMode):
     """Notes in the ledger whatever ops allocate. Works on fake tensors; tensors on meta have no memory.
 
-    `device` is the type of the simulated device; with "cpu", host and device are one.
+    `device` is the type of the simulated device; with "cpu", host and device are one. `workspace_bytes` are what torch
+    allocates and keeps for the matrix products of each thread on each stream (aten/src/ATen/cuda/CublasHandlePool.cpp:
+    a handle belongs to a thread, and autograd runs backward in its own).
     """
 
-    def __init__(self, device: str, scratch: Scratch):
+    def __init__(self, device: str, scratch: Scratch, workspace_bytes: int = 0):
         super().__init__()
         self.ledger = Ledger()
+        self.streams = Streams(self.ledger)
+        self._workspace_bytes = workspace_bytes
+        self._handles: set[tuple[int, int]] = set()  # (thread, stream) that have a workspace
         self.flops: Counter[tuple[str, int]] = Counter()  # (phase, step) -> FLOPs
         # (collective, group size, phase, step) -> its calls and bytes
         self.sent: defaultdict[tuple[str, int, str, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -104,16 +111,22 @@ class AllocationTracker(TorchDispatchMode):
         code, _ = _caller()
         return bool(self._running) and code is not None and is_own(code.co_filename)
 
-    def pin(self, tensor: Tensor) -> None:
-        """Note that the tensor's memory is page-locked."""
+    def pin(self, tensor: Tensor, place: str = PINNED) -> None:
+        """Note that the tensor's memory is page-locked, by torch or not (LOCKED)."""
         index = self._index.get(_address(tensor))
         if index is not None and self.ledger.storages[index].place == HOST:
-            self.ledger.pinned(index)
+            self.ledger.pinned(index, place)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is page-locked."""
         storage = self.storage_of(tensor)
-        return storage is not None and storage.place == PINNED
+        return storage is not None and storage.place in (PINNED, LOCKED)
+
+    def record_stream(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        """Note that a stream uses the tensor's memory."""
+        index = self._index.get(_address(tensor))
+        if index is not None:
+            self.ledger.note(RecordStream(storage=index, stream=stream.number))
 
     @property
     def _module(self) -> str:
@@ -156,9 +169,32 @@ class AllocationTracker(TorchDispatchMode):
                     self.tag(leaf, LOGITS)
         extra = self._scratch(name, args, kwargs, out)
         if extra:
-            module, code, line = place or self._call_site()
-            storage = Storage(extra, DEVICE, self._phase, self._step, name, module, code, line, kind=TEMPORARIES)
-            self.ledger.freed(self.ledger.allocated(storage))
+            self.ledger.freed(self._allocate_beside(name, extra, TEMPORARIES, place))
+        if self._workspace_bytes and name in BLAS and out.device.type == self.device:
+            handle = threading.get_ident(), self.streams.current.number
+            if handle not in self._handles:
+                self._handles.add(handle)
+                self._allocate_beside(name, self._workspace_bytes, WORKSPACES, place)
+        if self._has_waited(name, args, kwargs, out):
+            self.streams.current.synchronize()
+
+    def _allocate_beside(self, op: str, size: int, kind: str, place: CallSite | None) -> int:
+        """Note what a kernel allocates beside its outputs; return its index in the ledger."""
+        module, code, line = place or self._call_site()
+        storage = Storage(size, DEVICE, self._phase, self._step, op, module, code, line, kind=kind)
+        storage.stream = self.streams.current.number
+        return self.ledger.allocated(storage)
+
+    def _has_waited(self, name: str, args: Any, kwargs: Any, out: Any) -> bool:
+        """Return whether the host waits in this op: for a value, or for a copy between it and the device."""
+        if name == "aten::_local_scalar_dense":
+            return args[0].device.type == self.device
+        if name not in ("aten::_to_copy", "aten::copy_") or not args or not isinstance(out, Tensor):
+            return False
+        source = args[1 if name == "aten::copy_" else 0]
+        blocking = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
+        types = {source.device.type, out.device.type}
+        return blocking and len(types) == 2 and self.device in types
 
     def track(self, tensor: Tensor, op: str, place: CallSite | None = None) -> None:
         """Note a tensor's storage if it is new, or has another size than when it was noted."""
@@ -176,6 +212,7 @@ class AllocationTracker(TorchDispatchMode):
         where = DEVICE if tensor.device.type == self.device else HOST
         again = self._phase == "backward" and bool(self._running)
         noted = Storage(size, where, self._phase, self._step, op, module, code, line, again)
+        noted.stream = self.streams.current.number
         if where == DEVICE and self.live() + size >= self.peak():
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerofit.simulate.alloc_conf import AllocatorSettings
 from zerofit.simulate.allocator import Event, Reserved, replay
 from zerofit.spec.devices import Device
 from zerofit.spec.overhead import (
@@ -22,7 +23,6 @@ from zerofit.spec.overhead import (
     NCCL_PCIE_BYTES,
     NCCL_PCIE_CHANNELS,
     REPLAYED,
-    blas_workspace_bytes,
     context_figure,
 )
 from zerofit.spec.units import shown_bytes
@@ -69,15 +69,6 @@ def overheads(device: Device, groups: Sequence[Communicator], largest_bytes: int
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
     return [context, *(_buffers(device, group) for group in groups if group.ranks > 1)]
-
-
-def blas_workspaces(device: Device) -> list[int]:
-    """Return the bytes of each workspace that torch allocates and keeps, to be replayed with the tensors' allocations.
-
-    One at the first matrix product of forward and one at the first of backward: handles belong to threads
-    (aten/src/ATen/cuda/CublasHandlePool.cpp, `thread_local` pool window), and autograd runs backward in its own.
-    """
-    return [] if device.kind == "cpu" else [blas_workspace_bytes(device.kind)] * 2
 
 
 def _buffers(device: Device, group: Communicator) -> Overhead:
@@ -128,13 +119,18 @@ def judge(
     return _verdict(word, peak_reserved_bytes, beside, device_bytes, kept)
 
 
-def judge_events(events: Sequence[Event], beside: Sequence[Overhead], device_bytes: int) -> tuple[FitVerdict, Reserved]:
+def judge_events(
+    events: Sequence[Event],
+    beside: Sequence[Overhead],
+    device_bytes: int,
+    settings: AllocatorSettings | None = None,
+) -> tuple[FitVerdict, Reserved]:
     """Return the verdict on a sequence of allocations, and the replay that it rests on.
 
     Where the reserved peak is too large, the allocator's giving back of cached segments may still save the run: the
     sequence is replayed with what the device leaves to it.
     """
-    found = replay(events)
+    found = replay(events, settings=settings)
     verdict = judge(found.peak_reserved_bytes, beside, device_bytes)
     if verdict.fits or device_bytes <= 0:
         return verdict, found
@@ -143,7 +139,7 @@ def judge_events(events: Sequence[Event], beside: Sequence[Overhead], device_byt
         (FITS, kept + sum(o.high_bytes for o in beside)),
         (WITHIN, sum(o.low_bytes for o in beside)),
     ):
-        tight = replay(events, device_bytes=device_bytes - taken)
+        tight = replay(events, device_bytes=device_bytes - taken, settings=settings)
         if tight.out_of_memory is None:
             flushes = (
                 f" It fits only by giving cached memory back to the driver (flushes: {tight.flushes}), each of which"

@@ -108,6 +108,8 @@ def context_figure(kind: str) -> ByteRange:
 
 def blas_workspace_bytes(kind: str) -> int:
     """Return what torch's caching allocator allocates for each cuBLAS handle and stream on a kind of device."""
+    if kind == "cpu":
+        return 0
     if kind.startswith("mi3"):
         return HIPBLAS_MI300_BYTES + HIPBLASLT_BYTES
     if kind.startswith("mi"):

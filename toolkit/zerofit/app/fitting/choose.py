@@ -33,7 +33,7 @@ def needed_bytes(simulation: Simulation) -> float:
 
 
 def _kept_bytes(simulation: Simulation) -> float:
-    return (1 + REPLAYED) * simulation.reserved_bytes
+    return (1 + REPLAYED) * simulation.reserved_ahead_bytes
 
 
 @dataclass

@@ -22,6 +22,7 @@ from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
 
 NAMES = ("ds_config.json", "run.yaml")
+DEPTH = "num_hidden_layers"  # what transformers calls the number of layers, for every model (`attribute_map`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,26 @@ class FewestDevices:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Confirmation:
+    """What a simulation of the engine says of a planned layout."""
+
+    layout: int  # its place among the layouts
+    fits: bool
+    verdict: str = ""
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    needed_bytes: int = 0  # of the device, with everything beside torch at its upper end
+    available_bytes: int = 0
+    because: str = ""
+    problem: str | None = None  # why it cannot be simulated
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"layout {self.layout + 1} cannot be simulated, and stands by its forecast alone: {self.problem}"
+        return f"layout {self.layout + 1}, simulated: {self.verdict}. {self.because}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """One of the best layouts: its forecast, and the run that it stands for."""
 
@@ -110,10 +131,18 @@ class PlannedRun:
         """The DeepSpeed JSON; what a run decides (batch sizes, precision, lr) is "auto"."""
         return ds_config(self.layout, self.profile, self.request.nvme_path)
 
+    @property
+    def model_args(self) -> dict[str, Any]:
+        """The model's, with the number of layers where that was the question."""
+        args = dict(self.request.pins.get("model_args", {}))
+        if self.request.maximum == "layers" and self.profile.model_type is not None:
+            args[DEPTH] = max(layer.count for layer in self.profile.layers)
+        return args
+
     def to_run(self) -> Run:
         """Return the run, to which only the data is to be added (`run.model_copy(update={"data": ...})`)."""
-        args = dict(self.request.pins.get("model_args", {}))
-        return Run(**run_fields(self.layout, self.profile, args, self.request.image), ds_config=self.ds_config)
+        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image)
+        return Run(**fields, ds_config=self.ds_config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a row of `layouts` in `zerofit plan --json`."""
@@ -134,6 +163,7 @@ class Plan:
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote
+    confirmed: tuple[Confirmation, ...] = ()  # layouts that were simulated
 
     @property
     def layouts(self) -> tuple[PlannedRun, ...]:
@@ -155,16 +185,29 @@ class Plan:
         """What the plan is for; the smallest one where that was the question."""
         return self.result.cluster
 
+    @property
+    def chosen(self) -> int | None:
+        """The layout to be written: the plainest of the fastest, or the first that a simulation has found to fit.
+
+        None where nothing fits.
+        """
+        refused = {one.layout for one in self.confirmed if not one.fits and not one.problem}
+        if self.result.plainest not in refused:
+            return self.result.plainest  # a forecast of time cannot tell it from the first
+        return next((one.layout for one in self.confirmed if one.fits), None)
+
     def write(self, folder: Path | str) -> tuple[Path, Path]:
         """Write ds_config.json and run.yaml of the best layout, or of a plainer one that is nearly as fast.
 
-        Raises UserError where nothing fits, files would be replaced, or the folder cannot be written to.
+        A layout that a simulation has refused is not written (`confirmed`). Raises UserError where nothing fits, files
+        would be replaced, or the folder cannot be written to.
         """
-        number = self.result.plainest  # a forecast of time cannot tell it from the first
+        number = self.chosen
         if number is None:
-            raise UserError(Problem(kind="nothing-fits", message="no layout fits: there is nothing to write"))
+            message = "no layout fits: there is nothing to write"
+            raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
         request, layout = self.request, self.result.layouts[number].layout
-        args = dict(request.pins.get("model_args", {}))
+        args = self.layouts[number].model_args
         return write_plan(Path(folder), layout, self.profile, args, request.image, request.nvme_path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +224,9 @@ class Plan:
             found["boxes"] = [_box(one) for one in self.boxes]
         found["total_s"] = self.total_s
         if self.written:
-            found |= {"written": [str(path) for path in self.written], "written_layout": self.result.plainest}
+            found |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
+        if self.confirmed:
+            found["confirmed"] = [field_data(one) for one in self.confirmed]
         return found
 
     def _repr_html_(self) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Unpack
 
 from zerofit.app.planning.answers import FewestDevices, LargestFit, Plan
+from zerofit.app.planning.confirm import confirm as confirm_layouts
+from zerofit.app.planning.confirm import confirm_written, settle
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, longest_sequence, read_profile, trace
 from zerofit.app.planning.request import LayoutPins, Maximum, Minimum, PlanningRequest, refuse_other_device
 from zerofit.plan import inverse
@@ -23,6 +25,7 @@ from zerofit.spec.devices import DEVICES
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
 from zerofit.spec.units import shown_bytes
@@ -55,6 +58,7 @@ def plan(
     tuned: Path | str | None = None,
     top: int = 10,
     nvme_path: str = "/local_nvme",
+    confirm: int = 0,
     on_event: OnEvent | None = None,
     **pins: Unpack[LayoutPins],
 ) -> Plan:
@@ -71,6 +75,7 @@ def plan(
         tuned: folder of `zerofit tune`, whose trials correct step times.
         top: layouts to return.
         nvme_path: folder of layouts that offload to disks.
+        confirm: simulate so many of the best layouts as well (`Plan.confirmed`); `Plan.write` takes none refused.
         on_event: hears what is being done.
         **pins: what is fixed of the layouts: `global_batch`, `micro_batch`, `gradient_accumulation_steps`, `seq_len`,
             `precision`, `activation_checkpointing`, `tensor_parallel`, `pipeline`, `sequence_parallel`, `model_args`.
@@ -95,6 +100,7 @@ def plan(
         tuned=Path(tuned) if tuned else None,
         top=top,
         nvme_path=nvme_path,
+        confirm=confirm,
     )
     clusters = [cluster] if isinstance(cluster, Cluster) else list(cluster or (Cluster.here(),))
     return answer_request(request, clusters, on_event=on_event)
@@ -110,22 +116,67 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
     plans = [_plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
-    return replace(plans[0], boxes=boxes, total_s=round(time.perf_counter() - start, 3))
+    best = _confirmed(plans[0], Reporter(on_event))
+    return replace(best, boxes=boxes, total_s=round(time.perf_counter() - start, 3))
+
+
+def _confirmed(plan: Plan, report: Reporter) -> Plan:
+    """Return the plan with simulations of the layouts that were asked for, and of the one to be written."""
+    request = plan.request
+    if request.confirm:
+        plan = confirm_layouts(plan, request.confirm, report)
+    if request.write and request.profile is None and plan.layouts:
+        plan = confirm_written(plan, report)
+    return plan
 
 
 def _plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Plan:
     question, file = _question(cluster, request, report)
-    answer: LargestFit | FewestDevices | None = None
-    if request.maximum == "seq-len":
-        question, answer = _longest(question, cluster, report)
-    elif request.maximum == "layers":
-        question, answer = _deepest(question, cluster, report)
-    elif request.maximum == "micro-batch":
-        question, answer = _widest(question, cluster)
-    elif request.minimum:
+    if request.maximum:
+        question, largest_fit = _maximum(question, cluster, request.maximum, report)
+        plan = _plan_of(question, cluster, request, file, largest_fit)
+        if request.profile is not None:  # without torch
+            return plan
+
+        def plan_at(value: int) -> Plan:
+            smaller = _with_value(question, largest_fit.what, value, report)
+            return _plan_of(smaller, cluster, request, file, largest_fit)
+
+        return settle(plan, largest_fit, plan_at, report)
+    answer = None
+    if request.minimum:
         smallest = _fewest(question, cluster)
         cluster = smallest or cluster
         answer = FewestDevices(cluster=smallest, looked_up_to=MOST_GPUS)
+    return _plan_of(question, cluster, request, file, answer)
+
+
+def _maximum(
+    question: PlanQuestion, cluster: Cluster, what: Maximum, report: Reporter
+) -> tuple[PlanQuestion, LargestFit]:
+    if what == "seq-len":
+        return _longest(question, cluster, report)
+    return _deepest(question, cluster, report) if what == "layers" else _widest(question, cluster)
+
+
+def _with_value(question: PlanQuestion, what: Maximum, value: int, report: Reporter) -> PlanQuestion:
+    """Return the question with another sequence length, number of layers or micro batch."""
+    if what == "layers":
+        return replace(question, profile=with_layers(question.profile, value))
+    if what == "micro-batch":
+        return replace(question, request=replace(question.request, micro_batch=value))
+    assert question.traced
+    traced = replace(question.traced, seq_len=value)
+    return replace(question, profile=trace(traced, report), traced=traced)
+
+
+def _plan_of(
+    question: PlanQuestion,
+    cluster: Cluster,
+    request: PlanningRequest,
+    file: Path | None,
+    answer: LargestFit | FewestDevices | None,
+) -> Plan:
     profile, calibration = question.profile, read_calibration(cluster.device.kind)
     forecast = forecast_of(profile, cluster)
     result = search(profile, cluster, question.request, forecast, calibration, question.top, question.correct)
@@ -179,7 +230,8 @@ def _question(cluster: Cluster, request: PlanningRequest, report: Reporter) -> t
 
 def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
     """Return the memory forecast for this kind of device."""
-    return Forecaster(profile, "cpu" if cluster.on_cpu else "cuda").memory
+    device = cluster.device.kind
+    return Forecaster(profile, "cpu" if cluster.on_cpu else "cuda", blas_workspace_bytes(device)).memory
 
 
 def _fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) -> Cluster | None:

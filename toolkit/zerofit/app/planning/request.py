@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from zerofit.app.requests import parse_image
+from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -111,6 +112,8 @@ class PlanningRequest:
     tuned: Path | None = None  # folder of `zerofit tune`, whose trials correct step times
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # of layouts that offload to disks
+    confirm: int = 0  # layouts that are simulated as well
+    write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -124,6 +127,7 @@ class PlanningRequest:
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
         if isinstance(self.model, str):
+            object.__setattr__(self, "model", shape_named(self.model))
             self._check_model(self.model, problems)
         batch = self.pins.get("global_batch") or 0
         for name in ("micro_batch", "gradient_accumulation_steps") if batch > 0 else ():

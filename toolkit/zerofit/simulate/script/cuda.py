@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofit.simulate.device import FakeStream
+from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
@@ -44,7 +44,7 @@ _STATE_BYTES = 16  # of a CUDA generator
 
 
 class _Context(contextlib.ContextDecorator):
-    """A context of a device, a stream or a profiler's range, in which nothing changes."""
+    """A context of a device or a profiler's range, in which nothing changes."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -56,26 +56,11 @@ class _Context(contextlib.ContextDecorator):
         pass
 
 
-class _Stream(FakeStream):
-    """A stream or event as scripts use it."""
-
-    device_index = stream_id = cuda_stream = 0
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Answer for a GPU; torch.cuda would look for a driver. (torch.cuda.*)"""
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
-    for name, answer in {**_devices(target), **_streams(), **memory, **numbers}.items():
+    for name, answer in {**_devices(target), **_streams(meter), **memory, **numbers}.items():
         replace_in(cuda, name, answer)
     for module, answers in ((cuda.memory, memory), (cuda.random, numbers)):
         for name in answers.keys() & vars(module).keys():
@@ -93,8 +78,9 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         "device_count": lambda: target.gpus,
         "current_device_index": lambda: target.rank % target.gpus,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_stream": lambda *_: _Stream(),
-        **dict.fromkeys(("synchronize", "set_device_index", "set_device_idx", "set_stream"), _nothing),
+        "current_stream": lambda *_: meter.streams.current,
+        **dict.fromkeys(("set_device_index", "set_device_idx"), _nothing),
+        **{name: answer for name, answer in _streams(meter).items() if name in ("synchronize", "set_stream")},
         **_memory(meter, target.device.memory_bytes),
     }
     for name in answers.keys() & set(dir(torch.accelerator)):
@@ -102,16 +88,8 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
 
 
 def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
-    """Cast as CPUs do where CUDA is named: its list of ops belongs to its dispatch key. (torch.amp.autocast)"""
-    kind: Any = torch.amp.autocast_mode.autocast
-    original = kind.__init__
-
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and kwargs.get("enabled", True):
-            meter.note("torch.autocast('cuda'): cast by the list of ops that autocast has for CPUs")
-        original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    replace_in(kind, "__init__", init)
+    """Cast as CUDA does what lies on the device that is shown as one."""
+    autocast_as_cuda("AutocastCUDA", "cuda")
 
 
 def capability(device: Device) -> tuple[int, int]:
@@ -143,7 +121,7 @@ def _devices(target: ScriptTarget) -> dict[str, Any]:
     return {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "can_device_access_peer"), yes),
         **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), no),
-        **dict.fromkeys(("set_device", "init", "_lazy_init", "synchronize", "ipc_collect"), _nothing),
+        **dict.fromkeys(("set_device", "init", "_lazy_init", "ipc_collect"), _nothing),
         "is_tf32_supported": lambda: major >= 8,
         "device_count": lambda: target.gpus,
         "current_device": lambda: target.rank % target.gpus,
@@ -156,12 +134,21 @@ def _devices(target: ScriptTarget) -> dict[str, Any]:
     }
 
 
-def _streams() -> dict[str, Any]:
+def _streams(meter: ScriptTracker) -> dict[str, Any]:
+    streams = meter.streams
+
+    def set_stream(stream: Any) -> None:
+        streams.current = stream
+
     return {
-        **dict.fromkeys(("Stream", "Event", "ExternalStream"), _Stream),
-        **dict.fromkeys(("stream", "device", "device_of"), _Context),
-        **dict.fromkeys(("current_stream", "default_stream"), lambda *_: _Stream()),
-        "set_stream": _nothing,
+        **dict.fromkeys(("Stream", "ExternalStream"), streams.Stream),
+        "Event": streams.Event,
+        "stream": streams.using,
+        **dict.fromkeys(("device", "device_of"), _Context),
+        "current_stream": lambda *_: streams.current,
+        "default_stream": lambda *_: streams.default,
+        "set_stream": set_stream,
+        "synchronize": streams.synchronize,
     }
 
 

@@ -58,7 +58,8 @@ def simulate_script(
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     shown = gpu.SHOWN if target.on_gpu else "cpu"
-    meter = ScriptTracker(shown, scratch or scratch_on("cuda" if target.on_gpu else "cpu"), fakes)
+    chosen = scratch or scratch_on("cuda" if target.on_gpu else "cpu")
+    meter = ScriptTracker(shown, chosen, fakes, target.workspace_bytes)
     apply_patches(meter, target)
     os.environ |= environment(target)
     shapes, lengths_seen = BatchShapes(), Lengths()
@@ -78,7 +79,7 @@ def simulate_script(
     if not phases.steps:
         raise ended(*_no_training(target, how, phases))
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
-    return record_of(meter, log, target.workspaces, facts)
+    return record_of(meter, log, target.alloc_conf, facts)
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
@@ -88,6 +89,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         gpu.install_gpu(meter, target)
         for patch in patches.OF_GPUS:
             patch()
+        patches.record_stream(meter)
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
     else:

@@ -17,7 +17,8 @@ class ScriptTarget:
     gpus: int  # of a node
     nodes: int
     rank: int = 0
-    workspaces: tuple[int, ...] = ()  # bytes that torch keeps for matrix products, beside tensors
+    workspace_bytes: int = 0  # that torch keeps for the matrix products of a thread on a stream
+    alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
     longest: bool = False  # make every batch as long as the script allows
 

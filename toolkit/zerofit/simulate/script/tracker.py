@@ -40,8 +40,8 @@ _UNDEFINED = ("aten::empty", "aten::new_empty")
 class ScriptTracker(AllocationTracker):
     """Runs ops on host tensors for real, and everything that touches the device on fakes."""
 
-    def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode):
-        super().__init__(device, scratch)
+    def __init__(self, device: str, scratch: Scratch, fakes: FakeTensorMode, workspace_bytes: int = 0):
+        super().__init__(device, scratch, workspace_bytes)
         self.fakes = fakes
         self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
         self.inexact: set[str] = set()  # those notes with which figures are an upper bound

@@ -1,0 +1,51 @@
+"""Host memory as torch takes it, reckoned by hand from CachingHostAllocator.h, and its extension to more layers."""
+
+from __future__ import annotations
+
+from zerofit.simulate.host_memory import extended, highest, host_moments
+from zerofit.simulate.ledger import HOST, LOCKED, PINNED, Ledger, Storage
+from zerofit.simulate.record import HostMoment
+
+
+def allocate(ledger: Ledger, size: int, place: str) -> int:
+    return ledger.allocated(Storage(size, place, "init", -1, "op", "", None, 0))
+
+
+def test_pinned_blocks_are_powers_of_two_and_stay():
+    ledger = Ledger()
+    ledger.begin("init", -1)
+    allocate(ledger, 1000, HOST)
+    first = allocate(ledger, 3000, PINNED)  # 4096
+    ledger.freed(first)
+    ledger.begin("step", 0)
+    allocate(ledger, 4000, PINNED)  # the same block again
+    allocate(ledger, 5000, PINNED)  # 8192
+    allocate(ledger, 5000, LOCKED)  # by DeepSpeed, as large as it is
+    found = host_moments(ledger)
+    assert found["init"].parts == {"pageable": 1000, "pinned": 4096, "pinned_free": 0}
+    assert found["step"].parts == {"pageable": 1000, "pinned": 4096 + 8192 + 5000, "pinned_free": 0}
+    assert highest(found) == found["step"].parts
+
+
+def test_a_released_block_is_still_taken():
+    ledger = Ledger()
+    ledger.begin("init", -1)
+    ledger.freed(allocate(ledger, 3000, PINNED))
+    ledger.begin("step", 0)
+    allocate(ledger, 100_000, PINNED)  # no block of its size is free
+    assert highest(host_moments(ledger)) == {"pageable": 0, "pinned": 131_072, "pinned_free": 4096}
+
+
+def test_sizes_are_extended_before_they_are_rounded():
+    """One buffer that grows with the layers, and one for each layer: 4 and 6 layers, extended to 32."""
+
+    def moment(layers: int) -> HostMoment:
+        pinned = {"flat.py:1": (100 * layers + 7,), "layer.py:2": (300,) * layers}
+        return HostMoment(pageable_bytes=10 * layers, locked_bytes=layers, pinned=pinned, pinned_free_bytes=0)
+
+    def line(a: float, b: float) -> int:
+        return round(a + (b - a) * (32 - 4) / (6 - 4))
+
+    found = extended(moment(4), moment(6), line)
+    assert found == moment(32)
+    assert found.pinned_bytes == 4096 + 32 * 512  # of rounded sizes, the line would give 512 + 14 * 512 for the first

@@ -1,0 +1,119 @@
+"""Options of torch's caching allocator, as PYTORCH_CUDA_ALLOC_CONF has them, and how they round sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from zerofit.spec.errors import Problems
+
+MIB = 2**20
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are multiples of it
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer; max_split_size_mb must be more
+INTERVALS = 16  # of roundup_power2_divisions: from 1 MiB on, each twice the one before
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of the environment, the newer name first
+# options that change neither what is reserved nor when; the threshold acts only where a process has a memory fraction
+# (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp), which neither DeepSpeed nor zerofit sets
+NO_EFFECT = ("garbage_collection_threshold", "backend", "release_lock_on_cudamalloc", "pinned_use_background_threads")
+NO_EFFECT += ("pinned_use_cuda_host_register", "pinned_num_register_threads")
+KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", *NO_EFFECT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """How the caching allocator takes and cuts segments. The defaults are torch's."""
+
+    expandable_segments: bool = False
+    max_split_bytes: float = inf  # from this size on, a block is not cut, and serves only requests of about its size
+    divisions: tuple[int, ...] = (0,) * INTERVALS  # of each power of two to which sizes are rounded; 0 or 1: none
+
+    def rounded_bytes(self, size_bytes: int) -> int:
+        """Return what a request takes of its pool (round_size)."""
+        if size_bytes < MIN_BLOCK_BYTES:
+            return MIN_BLOCK_BYTES
+        power = size_bytes.bit_length() - 1
+        parts = self.divisions[min(max(0, power - 20), INTERVALS - 1)]
+        unit = MIN_BLOCK_BYTES
+        if parts > 1 and size_bytes > MIN_BLOCK_BYTES * parts:  # roundup_power2_next_division
+            unit = 1 << power >> (parts.bit_length() - 1)
+        return -(-size_bytes // unit) * unit
+
+
+def read_alloc_conf(text: str, where: str = "--alloc-conf") -> AllocatorSettings:
+    """Return the settings of PYTORCH_CUDA_ALLOC_CONF's text. Raises UserError with all that is wrong.
+
+    >>> settings = read_alloc_conf("expandable_segments:True,roundup_power2_divisions:[64:8,>:4]")
+    >>> settings.expandable_segments, settings.rounded_bytes(100 * MIB) == 104 * MIB
+    (True, True)
+    """
+    problems, found = Problems(), {}
+    for option in _options(text):
+        name, _, value = option.partition(":")
+        reader = _READERS.get(name)
+        if reader is None:
+            if name not in NO_EFFECT:
+                message = f"{name or option!r} is no option of torch's allocator"
+                problems.add("alloc-conf", message, f"known: {', '.join(KNOWN)}", where)
+            continue
+        try:
+            found |= reader(value)
+        except ValueError as error:
+            problems.add("alloc-conf", f"{name}: {error}", "as in PYTORCH_CUDA_ALLOC_CONF", where)
+    problems.raise_if_any()
+    return AllocatorSettings(**found)
+
+
+def alloc_conf_of(environment: Mapping[str, str]) -> str:
+    """Return what an environment says of the allocator, "" where it says nothing."""
+    return next((environment[name] for name in VARIABLES if environment.get(name)), "")
+
+
+def _options(text: str) -> list[str]:
+    """Cut at the commas that are in no brackets."""
+    found, depth = [""], 0
+    for letter in text.replace(" ", ""):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [option for option in found if option]
+
+
+def _expandable(value: str) -> dict[str, object]:
+    if value.lower() not in ("true", "false"):
+        raise ValueError(f"got {value!r}, and it is True or False")
+    return {"expandable_segments": value.lower() == "true"}
+
+
+def _max_split(value: str) -> dict[str, object]:
+    if not value.isdigit() or int(value) * MIB <= LARGE_SEGMENT_BYTES:
+        raise ValueError(f"got {value!r}, and it is a number of MiB above {LARGE_SEGMENT_BYTES // MIB}")
+    return {"max_split_bytes": int(value) * MIB}
+
+
+def _divisions(value: str) -> dict[str, object]:
+    """Read one number for all sizes, or [MIB:N,...,>:N] (parseRoundUpPower2Divisions)."""
+    if not value.startswith("["):
+        return {"divisions": (_power(value, least=0),) * INTERVALS}
+    table, last = [0] * INTERVALS, 0
+    for number, entry in enumerate(filter(None, value.strip("[]").split(","))):
+        size, _, parts = entry.partition(":")
+        count = _power(parts, least=0)
+        if size == ">":
+            table[last + 1 :] = [count] * (INTERVALS - last - 1)
+            continue
+        last = min(_power(size, least=1).bit_length() - 1, INTERVALS - 1)
+        begin = 0 if number == 0 else last
+        table[begin : last + 1] = [count] * (last + 1 - begin)
+    return {"divisions": tuple(table)}
+
+
+def _power(value: str, least: int) -> int:
+    if not value.isdigit() or int(value) < least or int(value) & (int(value) - 1):
+        raise ValueError(f"got {value!r}, and sizes and divisions are powers of two")
+    return int(value)
+
+
+_READERS = {"expandable_segments": _expandable, "max_split_size_mb": _max_split, "roundup_power2_divisions": _divisions}

@@ -1,0 +1,131 @@
+"""Autocast as CUDA devices have it, for a device that is not there: their list of ops, their types, their cache.
+
+torch's own kernels cast what lies on a CUDA device, and nothing else. These do the same for tensors of the simulated
+one. Which op is cast how, the installed torch says (include/ATen/autocast_mode.h; the templates `WrapFunction_` there
+are the policies here, `cached_cast` of aten/src/ATen/autocast_mode.cpp is `CastCache`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
+# ops that have no argument for the type, and the overloads that do (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
+_WITH_DTYPE = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_LIST = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*)")
+_OP = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
+_libraries: list[Any] = []  # kernels are there as long as what registered them
+
+
+def policies() -> dict[str, str]:
+    """Return the policy of each op that autocast knows, by its full name ("aten::conv_transpose2d.input")."""
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    found = dict.fromkeys(_WITH_DTYPE, APPEND)
+    for policy, ops in _LIST.findall(header.read_text(encoding="utf-8")):
+        if policy in (LOWER, FP32, FP32_DTYPE, PROMOTE):
+            found |= {f"aten::{op}.{overload}".rstrip("."): policy for op, overload in _OP.findall(ops)}
+    return found
+
+
+class CastCache:
+    """Weights in the lower type, kept until the outermost autocast ends: each is cast once for all its uses."""
+
+    def __init__(self, device: str):
+        self.device = device  # the type of device as Python sees it
+        self._kept = WeakTensorKeyDictionary()
+
+    @property
+    def lower(self) -> torch.dtype:
+        """The type that products take."""
+        return torch.get_autocast_dtype(self.device)
+
+    def clear(self) -> None:
+        """Let go of what was cast."""
+        self._kept = WeakTensorKeyDictionary()
+
+    def eligible(self, value: Any) -> bool:
+        """Return whether autocast touches a value at all."""
+        is_float = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return is_float and value.device.type == self.device
+
+    def cast(self, value: Any, to: torch.dtype) -> Any:
+        """Return a tensor, or those of a list, in another type; anything else as it is."""
+        if isinstance(value, (list, tuple)):
+            return [self.cast(one, to) for one in value]
+        if not self.eligible(value) or value.dtype == to:
+            return value
+        weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not weight or to != self.lower or not torch.is_autocast_cache_enabled():
+            return value.to(to)
+        if value not in self._kept:
+            self._kept[value] = value.to(to)
+        return self._kept[value]
+
+
+def autocast_as_cuda(name: str, device: str) -> None:
+    """Let autocast of this type of device cast what CUDA's would, for the rest of this process.
+
+    `name` is that of the dispatch key of the device's autocast. It is taken into account for any op, whatever its
+    tensors are: fakes carry the keys of the host. (torch.clear_autocast_cache)
+    """
+    cache, key = CastCache(device), torch._C._parse_dispatch_key(name)
+    assert key is not None
+    if name != "AutocastCUDA":  # nothing is registered for it, and so it would be an error everywhere
+        everything = torch.library.Library("_", "IMPL")
+        everything.fallback(torch.library.fallthrough_kernel, name)
+        _libraries.append(everything)
+    library = torch.library.Library("aten", "IMPL")
+    for op, policy in _registered():
+        library.impl(op.name(), _kernel(op, policy, key, cache), name, allow_override=True)
+    _libraries.append(library)
+    torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+    clear = torch.clear_autocast_cache
+
+    def clear_autocast_cache() -> None:
+        cache.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_autocast_cache
+
+
+def _registered() -> Iterator[tuple[Any, str]]:
+    """Yield the ops that this torch has, with their policies."""
+    for name, policy in policies().items():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        yield getattr(getattr(torch.ops.aten, base), overload or "default"), policy
+
+
+def _kernel(op: Any, policy: str, key: DispatchKey, cache: CastCache) -> Callable[..., Any]:
+    """Return what autocast runs for an op."""
+    if policy == APPEND:
+        op = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
+    excluded, names = DispatchKeySet(key), [one.name for one in op._schema.arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _ExcludeDispatchKeyGuard(excluded):
+            if policy == APPEND:
+                return op(*args, **kwargs, dtype=torch.float32 if cache.eligible(args[0]) else args[0].dtype)
+            if policy == FP32_DTYPE:
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                if cache.eligible(args[0]) and given.get("dtype") is None:
+                    given["dtype"] = torch.float32
+                return op(**given)
+            to = torch.float32 if policy == FP32 else cache.lower
+            if policy == PROMOTE and any(_is_float32(one, cache) for one in args):
+                to = torch.float32
+            cast = {name: cache.cast(value, to) for name, value in kwargs.items()}
+            return op(*(cache.cast(one, to) for one in args), **cast)
+
+    return run
+
+
+def _is_float32(value: Any, cache: CastCache) -> bool:
+    return isinstance(value, Tensor) and cache.eligible(value) and value.dtype == torch.float32

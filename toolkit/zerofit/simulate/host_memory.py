@@ -1,0 +1,102 @@
+"""Host memory of a simulated rank, phase by phase: pageable, and page-locked as torch takes and keeps it.
+
+ATen/core/CachingHostAllocator.h: a request is rounded to a power of two, a released block is kept for the next request
+of that size, and nothing is given back. DeepSpeed's buffers for NVMe are locked by itself, page by page
+(csrc/aio/py_lib/deepspeed_pin_tensor.cpp).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, Ledger, place_in_code
+from zerofit.simulate.record import HostMoment
+from zerofit.spec.overhead import pinned_bytes
+
+Line = Callable[[float, float], int]
+
+
+class _PinnedBlocks:
+    """Torch's pinned blocks: who had them made, and which are free."""
+
+    def __init__(self) -> None:
+        self.made: defaultdict[str, list[int]] = defaultdict(list)
+        self.free: Counter[int] = Counter()  # rounded size -> blocks
+        self.made_bytes = self.free_bytes = 0
+
+    def allocate(self, size: int, line: str) -> None:
+        rounded = pinned_bytes(size)
+        if self.free[rounded]:
+            self.free[rounded] -= 1
+            self.free_bytes -= rounded
+        else:
+            self.made[line].append(size)
+            self.made_bytes += rounded
+
+    def release(self, size: int) -> None:
+        self.free[pinned_bytes(size)] += 1
+        self.free_bytes += pinned_bytes(size)
+
+
+def host_moments(ledger: Ledger) -> dict[str, HostMoment]:
+    """Return the highest moment of each phase, of any step."""
+    found: dict[str, HostMoment] = {}
+    live, blocks = Counter[str](), _PinnedBlocks()
+    starts = {mark.event: mark.name for mark in ledger.marks}
+    phase, most = "", -1
+
+    def look() -> None:
+        nonlocal most
+        total = live.total() + blocks.made_bytes
+        if phase and total > most:
+            most = total
+            pinned = {line: tuple(sorted(sizes)) for line, sizes in blocks.made.items()}
+            kinds = {"pageable_bytes": live[HOST], "locked_bytes": live[LOCKED]}
+            found[phase] = HostMoment(**kinds, pinned=pinned, pinned_free_bytes=blocks.free_bytes)
+
+    for number, (index, change) in enumerate(ledger.events):
+        storage = ledger.storages[index]
+        if number in starts:
+            phase = starts[number]
+            most = found[phase].total_bytes if phase in found else -1
+            look()
+        if storage.place == DEVICE or not change:
+            continue
+        if storage.place in (HOST, LOCKED):
+            live[storage.place] += change
+        elif change > 0:
+            blocks.allocate(change, place_in_code(storage))
+        else:
+            blocks.release(-change)
+        look()
+    return found
+
+
+def highest(moments: dict[str, HostMoment]) -> dict[str, int]:
+    """Return the parts of the highest moment of all."""
+    nothing = HostMoment(pageable_bytes=0, locked_bytes=0, pinned={}, pinned_free_bytes=0)
+    return max(moments.values(), key=lambda moment: moment.total_bytes, default=nothing).parts
+
+
+def extended(few: HostMoment, more: HostMoment, line: Line) -> HostMoment:
+    """Return the moment with all layers: what was asked for is a line in their number, and rounded after that.
+
+    A line of code that asks as often with few layers as with more asks for sizes that grow; else its sizes stay, and
+    there are more of them.
+    """
+    pinned = {}
+    for place in dict.fromkeys([*few.pinned, *more.pinned]):
+        a, b = few.pinned.get(place, ()), more.pinned.get(place, ())
+        if len(a) == len(b):
+            sizes: Iterable[int] = (max(0, line(x, y)) for x, y in zip(a, b, strict=True))
+        else:
+            counts = Counter(a), Counter(b)
+            sizes = (size for size in {*a, *b} for _ in range(line(counts[0][size], counts[1][size])))
+        pinned[place] = tuple(sorted(size for size in sizes if size))
+    return HostMoment(
+        pageable_bytes=max(0, line(few.pageable_bytes, more.pageable_bytes)),
+        locked_bytes=max(0, line(few.locked_bytes, more.locked_bytes)),
+        pinned=pinned,
+        pinned_free_bytes=max(0, line(few.pinned_free_bytes, more.pinned_free_bytes)),
+    )

@@ -1,0 +1,158 @@
+"""Streams and events of the simulated device: which memory belongs to which, and what the host knows to be done.
+
+The host is ahead of the device: it knows a stream's work to be done when it has waited for it, with `synchronize()`,
+for a value (`item()`), or for a copy that is not `non_blocking`. What one stream waits for, the host knows to be done
+with that stream. `query()` says no until then, or until it is asked again with nothing issued since: that is a wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zerofit.simulate.allocator import Synchronized
+from zerofit.simulate.ledger import Ledger
+
+
+class Streams:
+    """The streams of one device, by number; the first is the default one, current in each thread until another is."""
+
+    def __init__(self, ledger: Ledger):
+        streams, self.ledger, self.made = self, ledger, 0
+        self.known: dict[int, int] = {}  # number of a stream -> the moment before which the host knows it to be done
+        self._here = threading.local()
+
+        class Stream(SimulatedStream):
+            """A stream of this device (torch.cuda.Stream)."""
+
+            def __init__(self, *_: Any, **__: Any):
+                super().__init__(streams, streams.made)
+                streams.made += 1
+
+        class Event(SimulatedEvent):
+            """An event of this device (torch.cuda.Event)."""
+
+            def __init__(self, *_: Any, **__: Any):
+                super().__init__(streams)
+
+        self.Stream, self.Event = Stream, Event
+        self.default = Stream()
+
+    @property
+    def current(self) -> SimulatedStream:
+        """The stream to which this thread issues."""
+        return getattr(self._here, "stream", self.default)
+
+    @current.setter
+    def current(self, stream: Any) -> None:
+        self._here.stream = stream
+
+    @contextmanager
+    def using(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Let another stream be current for a while; None changes nothing."""
+        before = self.current
+        self.current = stream or before
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, *_: Any) -> None:
+        """Wait for all that the device has to do."""
+        self.ledger.note(Synchronized(stream=None, before=self.now))
+        self.known = dict.fromkeys(range(self.made), self.now)
+
+    def wait_for(self, done: dict[int, int]) -> None:
+        """Let the host wait until streams have come so far."""
+        for number, moment in done.items():
+            if self.known.get(number, 0) < moment:
+                self.known[number] = moment
+                self.ledger.note(Synchronized(stream=number, before=moment))
+
+    @property
+    def now(self) -> int:
+        """A moment: the number of allocations and releases so far."""
+        return len(self.ledger.events)
+
+
+class SimulatedEvent:
+    """A place in a stream: what is done when the stream has come there."""
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self.done: dict[int, int] = {}  # number of a stream -> the moment before which its work is done
+        self._asked_at = -1
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        """Take the present end of a stream."""
+        stream = stream or self._streams.current
+        self.done = {**stream.waited, stream.number: self._streams.now}
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Let a stream wait for this event."""
+        (stream or self._streams.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the host wait for this event."""
+        self._streams.wait_for(self.done)
+
+    def query(self) -> bool:
+        """Return whether the host knows it to be done."""
+        if self._asked_at == self._streams.now:
+            self.synchronize()
+        self._asked_at = self._streams.now
+        return all(self._streams.known.get(number, 0) >= moment for number, moment in self.done.items())
+
+    def elapsed_time(self, *_: Any) -> float:
+        """Return milliseconds: none."""
+        return 0.0
+
+
+class SimulatedStream:
+    """A queue of work; nothing computes, but memory is allocated for it and used on it."""
+
+    device_index = 0
+
+    def __init__(self, streams: Streams, number: int):
+        self._streams, self.number = streams, number
+        self.waited: dict[int, int] = {}  # number of another stream -> the moment up to which this one has waited
+        self.stream_id = self.cuda_stream = number
+        self._end = SimulatedEvent(streams)  # that is asked for
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Wait for an event of another stream."""
+        for number, moment in event.done.items():
+            self.waited[number] = max(moment, self.waited.get(number, 0))
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Wait for all that another stream has to do."""
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """Return an event at the present end."""
+        event = event or SimulatedEvent(self._streams)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that this stream has to do."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Return whether the host knows all to be done."""
+        self.record_event(self._end)
+        return self._end.query()
+
+    def is_capturing(self) -> bool:
+        """Say no: no graph is captured."""
+        return False
+
+    def __enter__(self) -> SimulatedStream:
+        self._before = self._streams.current
+        self._streams.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
