@@ -81,6 +81,39 @@ for i in range(50):
         one.backward(one(torch.randn(4, 64).to(one.device, torch.bfloat16)).square().mean())
         one.step()
 """  # fmt: skip
+REFERENCE = ENGINE + """\
+other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+second, *_ = deepspeed.initialize(model=other, config={"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}})
+for i in range(50):
+    x = torch.randn(4, 64).to(engine.device, torch.bfloat16)
+    with torch.no_grad():
+        wanted = second(x)
+    engine.backward(torch.nn.functional.mse_loss(engine(x), wanted))
+    engine.step()
+"""  # fmt: skip
+BY_HAND = BEGIN + """\
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        mine = torch.zeros(64, dtype=grad.dtype)
+        mine.add_((grad * ctx.saved_tensors[0]).sum(0))
+        return None, mine
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.weight)
+
+model = Scale()
+""" + LOOP.removeprefix(BEGIN)  # fmt: skip
 TORCH = """\
 import os
 import torch
@@ -168,6 +201,19 @@ def test_engines_that_both_train_make_their_steps(folder):
     result = simulated(GAN.replace("range(50)", "range(4)"))
     assert facts(result).facts.engines == 2
     assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
+
+
+def test_a_reference_engine_makes_no_steps(folder):
+    result = simulated(REFERENCE.replace("range(50)", "range(5)"))
+    seen = facts(result).facts
+    assert (seen.engines, seen.zero_stage, seen.optimizer) == (2, 2, "FusedAdam")
+    assert max(p.step for p in result.phases) == 1
+
+
+def test_a_gradient_that_is_summed_up_on_the_host(folder):
+    (folder / "train.py").write_text(BY_HAND)
+    result = simulate_script(["python", "train.py"], Cluster("cpu", gpus=2))
+    assert result.breakdown["gradients"] >= 2 * WIDTH
 
 
 def test_plain_torch(folder):

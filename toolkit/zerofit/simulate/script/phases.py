@@ -79,7 +79,7 @@ class ScriptPhases:
 
     def _forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            trains = engine.training and engine.optimizer is not None and torch.is_grad_enabled()
+            trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
                 self.log.begin("forward" if engine.training else "evaluation")
@@ -103,7 +103,7 @@ class ScriptPhases:
             self.log.begin("step")
             out = self._within(method, engine, *args, **kwargs)
             if boundary:
-                self._stepped(engine, [e for e in self.engines if e.optimizer is not None])
+                self._stepped(engine, [e for e in self.engines if has_optimizer(e)])
             else:
                 self.log.begin("forward")  # the next batch belongs to it
             return out
@@ -162,3 +162,8 @@ class ScriptPhases:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._stepped(optimizer, self.optimizers)
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Return whether an engine was given an optimizer, or takes one from its JSON: those without have a dummy's."""
+    return bool(engine.optimizer_name())

@@ -118,6 +118,7 @@ def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]
         seen.learn_model(model)
         meter.learn_names(model)
         watch_gradients(meter.tag, model)
+        host.gradients(meter, model)
 
     return learn
 
