@@ -15,7 +15,7 @@ STAGES = ("zero2", "zero3", "offload")
 CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
-ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp")
+ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -130,7 +130,7 @@ def _gan(folder: Path, stage: str) -> tuple[str, ...]:
 
 
 def _torch(folder: Path, stage: str) -> tuple[str, ...]:
-    return (str(SCRIPTS / "plain_torch.py"), *(("--ddp",) if stage == "ddp" else ()))
+    return (str(SCRIPTS / "plain_torch.py"), *(() if stage == "plain" else (f"--{stage}",)))
 
 
 def _llama(folder: Path) -> str:

@@ -58,19 +58,38 @@ PATCHES = {
         [f"{DDP}:_verify_param_shape_across_processes", f"{DDP}:DistributedDataParallel.register_comm_hook"],
         [Reason(DDP, "DistributedDataParallel.register_comm_hook", "self state hook", "self._check_comm_hook(hook)")],
     ),
-    "fully_sharded": (
-        ["torch.distributed.fsdp:fully_shard", "torch.distributed.fsdp:FullyShardedDataParallel.__init__"],
+    "resized_storages": (
+        ["torch:UntypedStorage.resize_"],
+        [Reason("torch.distributed.fsdp._fully_shard._fsdp_param", "free_storage", "tensor", "storage.resize_(0)")],
+    ),
+    "sharded_shapes": (
+        ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
     ),
+    "flat_sharding": (["torch.distributed.fsdp:FullyShardedDataParallel.__init__"], []),
     "pretrained": (
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],
+    ),
+    "flash_attention": (
+        [f"{HF}:PreTrainedModel._check_and_adjust_attn_implementation"],
+        [
+            Reason(
+                HF,
+                "PreTrainedModel.__init__",
+                "self config",
+                "self.config._attn_implementation_internal = self._check_and_adjust_attn_implementation(",
+            )
+        ],
     ),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
     "watch_files": ([], []),
     "cuda_module": (["torch.cuda:is_available", "torch.cuda:memory_allocated", "torch.cuda.nccl:version"], []),
-    "accelerator_module": (["torch.accelerator:is_available", "torch.accelerator:current_accelerator"], []),
+    "accelerator_module": (
+        ["torch.accelerator:is_available", "torch.accelerator:current_accelerator", "torch._C:_get_accelerator"],
+        [],
+    ),
     "autocast": (["torch.amp.autocast_mode:autocast.__init__"], []),
     "device_shown": (
         ["torch._subclasses.fake_tensor:FakeTensor.device", "torch._subclasses.fake_tensor:FakeTensor.fake_device"],

@@ -230,6 +230,22 @@ def test_compiling_makes_an_upper_bound(folder):
     assert facts(simulated(text)).is_upper_bound
 
 
+def test_flash_attention_is_simulated_as_torchs_own(folder):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    made = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"config = LlamaConfig(**{sizes}, num_attention_heads=4, attn_implementation='flash_attention_2')\n"
+        "model = LlamaForCausalLM(config)\nengine, *_"
+    )
+    text = LOOP.replace("engine, *_", made, 1).replace("engine(x).square().mean()", "engine(ids, labels=ids).loss")
+    text = text.replace(
+        "    x = torch.randn(4, 64).to(engine.device, torch.bfloat16)",
+        "    ids = torch.ones(4, 64).long().to(engine.device)",
+    )
+    seen = facts(simulated(text))
+    assert seen.is_upper_bound and any("flash_attention_2: simulated as sdpa" in note.text for note in seen.facts.notes)
+
+
 def test_a_mask_of_unknown_values_is_all_true(folder):
     text = LOOP.replace(".square().mean()", "[torch.rand(4, 64, device='cuda') > 0.5].mean()")
     seen = facts(simulated(text))
@@ -264,13 +280,27 @@ def test_refusals(folder, text, said, hint):
     assert said in problem.message and hint in problem.hint
 
 
-@pytest.mark.parametrize("wrapped", ["fully_shard(model)", "FullyShardedDataParallel(model)"])
-def test_fsdp_is_refused(folder, wrapped):
-    problem = refused(TORCH.replace("DistributedDataParallel(torch", "(torch").replace(
-        ", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\nmodel = {wrapped}\n"
-    ))  # fmt: skip
-    assert problem.message == "a model under FSDP cannot be simulated" and problem.where == "train.py:9"
-    assert "ZeRO-3" in problem.hint
+def sharded(wrapped: str) -> str:
+    text = TORCH.replace("DistributedDataParallel(torch", "(torch")
+    return text.replace(", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\n{wrapped}\n")
+
+
+def test_fully_sharded_models_keep_their_part(folder):
+    result = simulated(sharded("fully_shard(model)"), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    part = 4 * (256 * 256 + 256) // 4
+    last = {p.name: p for p in result.phases if p.step == 1}
+    assert last["forward"].start_bytes == pytest.approx(4 * part, rel=0.01)  # weights, gradients, both moments
+    assert last["step"].end_bytes == pytest.approx(4 * part, rel=0.01)
+    assert last["backward"].peak_bytes > 7 * part  # gathered weights beside
+    assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
+
+
+def test_flat_sharding_is_refused(folder):
+    problem = refused(sharded("model = FullyShardedDataParallel(model)"))
+    assert (
+        problem.message.startswith("a model under FullyShardedDataParallel (FSDP 1)") and problem.where == "train.py:9"
+    )
+    assert "fully_shard" in problem.hint
 
 
 def test_pipelines_are_refused(folder):

@@ -53,6 +53,9 @@ class _Stream(FakeStream):
     def is_capturing(self) -> bool:
         return False
 
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
     def __enter__(self) -> _Stream:
         return self
 
@@ -86,6 +89,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         **dict.fromkeys(("synchronize", "set_device_index", "set_device_idx", "set_stream"), _nothing),
         **_memory(meter, target.device.memory_bytes),
     }
+    replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # what meshes of devices ask
     for name in answers.keys() & set(dir(torch.accelerator)):
         replace_in(torch.accelerator, name, answers[name])
 

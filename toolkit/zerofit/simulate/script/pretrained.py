@@ -94,6 +94,23 @@ def pretrained(meter: ScriptTracker) -> None:
     replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
 
 
+def flash_attention(meter: ScriptTracker) -> None:
+    """Take torch's flash attention for the flash_attn package's, whose kernels have no shape rule.
+
+    It is the same algorithm and keeps the same. Padded and packed batches take a mask here, which they have not there.
+    (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
+    """
+    original = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def adjusted(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation and "flash" in attn_implementation:
+            meter.note(f"attn_implementation={attn_implementation}: simulated as sdpa, at {own_line()}", bound=True)
+            attn_implementation = "sdpa"
+        return original(self, attn_implementation, *args, **kwargs)
+
+    replace_in(PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted)
+
+
 def _dtype(asked: Any, config: Any) -> torch.dtype:
     """Return the type that weights are read in: "auto" is the configuration's."""
     if asked == "auto":
