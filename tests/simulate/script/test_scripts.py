@@ -303,13 +303,35 @@ def test_flat_sharding_is_refused(folder):
     assert "fully_shard" in problem.hint
 
 
-def test_pipelines_are_refused(folder):
-    text = BEGIN + "from deepspeed.pipe import PipelineModule\ndeepspeed.init_distributed()\n" + (
-        "model = PipelineModule(list(model), num_stages=1, loss_fn=torch.nn.functional.mse_loss)\n"
-        "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config='ds.json')\n"
-    )  # fmt: skip
-    problem = refused(text)
-    assert problem.message == "a pipeline engine of a script cannot be simulated" and problem.where == "train.py:9"
+PIPELINE = (
+    BEGIN
+    + """\
+from deepspeed.pipe import LayerSpec, PipelineModule
+deepspeed.init_distributed()
+layers = [LayerSpec(torch.nn.Linear, 64, 64) for _ in range(4)]
+model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+config = {**json.load(open("ds.json")), "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+batch = torch.randn(4, 64, dtype=torch.bfloat16)
+for i in range(50):
+    print(engine.train_batch(iter([(batch, batch)] * 2)).item())
+"""
+)
+
+
+def test_the_first_stage_of_a_pipeline(folder):
+    result = simulated(PIPELINE, gpus=4)
+    seen = facts(result).facts
+    assert (result.layout.pp, result.layout.dp, result.layout.zero_stage) == (2, 2, 1)
+    assert seen.parameters == 2 * WIDTH * (WIDTH + 1)  # its half of the layers
+    assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
+    assert any("stage 1 of 2" in note.text for note in seen.notes)
+
+
+def test_later_stages_of_a_pipeline_are_refused(folder):
+    problem = refused(PIPELINE, gpus=4, rank=3)
+    assert problem.message.startswith("stage 2 of a pipeline, whose input only the stage before knows")
+    assert problem.where == "train.py:11" and "--rank 0" in problem.hint
 
 
 def test_changes_of_the_json_are_simulated(folder):
