@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
@@ -59,9 +59,9 @@ def _bitsandbytes() -> Any:
 def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
     """Return what quantizes a model. Raises NotSimulated where it is not bitsandbytes with 4 bits, or with ZeRO-3."""
     chosen = getattr(config, "quantization_config", None) or asked
-    chosen = AutoQuantizationConfig.from_dict(chosen) if isinstance(chosen, dict) else chosen
-    if not getattr(chosen, "load_in_4bit", False):
-        method = getattr(chosen, "quant_method", chosen)
+    said = chosen if isinstance(chosen, dict) else vars(chosen)
+    if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
+        method = said.get("quant_method", type(chosen).__name__)
         hint = "simulate with the weights as trained; of bitsandbytes, load_in_4bit can be simulated"
         raise not_simulated(f"weights quantized by {getattr(method, 'value', method)}", hint)
     if is_deepspeed_zero3_enabled():
