@@ -14,6 +14,7 @@ from typing import Any
 from zerofit.simulate.op_costs import Scratch
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.errors import ScriptStop
+from zerofit.simulate.script.launchers import environment
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.cluster import Cluster
 
@@ -33,9 +34,8 @@ def metered(task: ScriptTask) -> dict[str, Any]:
     from .meter import AllocatorMeter
 
     command = read_command(_in_folder(task))
-    place = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.ranks, "LOCAL_WORLD_SIZE": task.ranks}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"LOCAL_SIZE": str(task.ranks), "MASTER_ADDR": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
+    port = os.environ["MASTER_PORT"]
+    os.environ |= environment(_target(task, command)) | {"MASTER_PORT": port}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)
     dist.init_process_group = lambda *_, **__: None  # a script's own: the group stands
@@ -52,12 +52,15 @@ def simulated(task: ScriptTask) -> dict[str, Any]:
     """The same of the simulation, for a cluster of CPU ranks: {"phases": [...], "notes": [...]}."""
     from zerofit.simulate.script.rank import simulate_script
 
-    device = Cluster("cpu", gpus=task.ranks).device
-    command = read_command(_in_folder(task))
-    target = ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
+    target = _target(task, read_command(_in_folder(task)))
     record = simulate_script(target, _with_kernels() if task.kernels else None)
     assert record.script
     return {"phases": [asdict(phase) for phase in record.phases], "notes": [asdict(n) for n in record.script.notes]}
+
+
+def _target(task: ScriptTask, command: ScriptCommand) -> ScriptTarget:
+    device = Cluster("cpu", gpus=task.ranks).device
+    return ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
 
 
 def _with_kernels() -> Scratch:

@@ -13,13 +13,17 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 BUCKET = 500_000
 STAGES = ("zero2", "zero3", "offload")
 CHECKPOINTING = ("--gradient_checkpointing", "True")
-KINDS = ("plain", "trainer", "seq2seq", "image", "accelerate", "gan", "sft")
+TRL = ("sft", "lora", "dpo", "reward")
+KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
+ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
+IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
+Words = Callable[[Path, str], tuple[str, ...]]
 
 
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
-    divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) != ("gan", "zero3")]
-    return ["plain zero1", *divided, "torch plain", "torch ddp"]
+    divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) not in IMPOSSIBLE]
+    return ["plain zero1", *divided, *ALONE]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -27,7 +31,8 @@ def task(name: str, folder: Path) -> ScriptTask:
     kind, stage = name.split()
     folder.mkdir(parents=True, exist_ok=True)
     words = _WORDS[kind](folder, stage)
-    return ScriptTask(command=("python", *words), folder=str(folder))
+    launcher = () if words[0] == "accelerate" else ("python",)
+    return ScriptTask(command=(*launcher, *words), folder=str(folder))
 
 
 def _zero(stage: str) -> dict[str, Any]:
@@ -56,25 +61,33 @@ def _automatic(folder: Path, stage: str) -> str:
     return _json(folder, "auto.json", {**written, "zero_allow_untested_optimizer": True})
 
 
-def _plain(folder: Path, stage: str) -> tuple[str, ...]:
-    return (str(SCRIPTS / "plain.py"), "--deepspeed", "--deepspeed_config", _config(folder, stage))
+def _plain(**precision: Any) -> Words:
+    """A loop of one's own in the precision that a JSON says; bf16 by default."""
 
+    def words(folder: Path, stage: str) -> tuple[str, ...]:
+        return (str(SCRIPTS / "plain.py"), "--deepspeed", "--deepspeed_config", _config(folder, stage, **precision))
 
-def _trainer(folder: Path, stage: str) -> tuple[str, ...]:
-    return _on_cpu("trainer.py", "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
+    return words
 
 
 def _seq2seq(folder: Path, stage: str) -> tuple[str, ...]:
     return _on_cpu("seq2seq.py", "--tokenizer", _llama(folder), *_arguments(folder, stage))
 
 
-def _image(folder: Path, stage: str) -> tuple[str, ...]:
-    return _on_cpu("image.py", *_arguments(folder, stage), "--remove_unused_columns", "False")
+def _image(*options: str) -> Words:
+    def words(folder: Path, stage: str) -> tuple[str, ...]:
+        return _on_cpu("image.py", *_arguments(folder, stage), "--remove_unused_columns", "False", *options)
+
+    return words
 
 
-def _sft(folder: Path, stage: str) -> tuple[str, ...]:
-    words = ("--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING, "--learning_rate", "1e-4")
-    return _on_cpu("sft.py", *words)
+def _of_llama(*script: str) -> Words:
+    """Trainers of transformers and TRL on a pretrained folder, with the options of their own that the script has."""
+
+    def words(folder: Path, stage: str) -> tuple[str, ...]:
+        return _on_cpu(*script, "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
+
+    return words
 
 
 def _on_cpu(script: str, *words: str) -> tuple[str, ...]:
@@ -95,12 +108,29 @@ def _accelerate(folder: Path, stage: str) -> tuple[str, ...]:
     return _on_cpu("accelerate_loop.py", *words)
 
 
+def _json_plugin(folder: Path, stage: str) -> tuple[str, ...]:
+    """Accelerate with a plugin that reads a JSON, which has no optimizer: the script makes one."""
+    zero = {"zero_optimization": _zero(stage), "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    words = ("--model", _llama(folder), "--plugin", "--json", _json(folder, "plugin.json", {**zero, **sizes}))
+    return _on_cpu("accelerate_loop.py", *words)
+
+
+def _launched(folder: Path, stage: str) -> tuple[str, ...]:
+    """Accelerate with the file of `accelerate config`, by its launcher."""
+    zero = {"zero_stage": int(stage[-1]), "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    file = {"distributed_type": "DEEPSPEED", "num_processes": 2, "num_machines": 1, "use_cpu": False}
+    file |= {"mixed_precision": "bf16", "deepspeed_config": zero}
+    options = ("accelerate", "launch", "--config_file", _json(folder, "acc.json", file))
+    return (*options, *_on_cpu("accelerate_loop.py", "--model", _llama(folder)))
+
+
 def _gan(folder: Path, stage: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "gan.py"), "--config", _config(folder, stage, gradient_accumulation_steps=1))
 
 
 def _torch(folder: Path, stage: str) -> tuple[str, ...]:
-    return (str(SCRIPTS / "plain_torch.py"), *(("--ddp",) if stage == "ddp" else ()))
+    return (str(SCRIPTS / "plain_torch.py"), *(() if stage == "plain" else (f"--{stage}",)))
 
 
 def _llama(folder: Path) -> str:
@@ -133,13 +163,22 @@ def save_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-_WORDS: dict[str, Callable[[Path, str], tuple[str, ...]]] = {
-    "plain": _plain,
-    "trainer": _trainer,
+_WORDS: dict[str, Words] = {
+    "plain": _plain(),
+    "autocast": _plain(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+    "trainer": _of_llama("trainer.py"),
+    "peft": _of_llama("trainer.py", "--lora", "True"),
     "seq2seq": _seq2seq,
-    "image": _image,
+    "image": _image(),
+    "cnn": _image("--cnn", "True", "--bf16", "False"),
     "accelerate": _accelerate,
-    "sft": _sft,
+    "json": _json_plugin,
+    "launched": _launched,
+    "sft": _of_llama("sft.py"),
+    "lora": _of_llama("sft.py", "--lora", "True"),
+    "qlora": _of_llama("sft.py", "--lora", "True", "--four_bits", "True"),
+    "dpo": _of_llama("preferences.py", "dpo"),
+    "reward": _of_llama("preferences.py", "reward"),
     "gan": _gan,
     "torch": _torch,
 }

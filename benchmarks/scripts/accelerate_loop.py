@@ -13,13 +13,16 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--plugin", action="store_true", help="make the plugin here rather than by accelerate launch")
+    parser.add_argument("--json", help="what the plugin reads")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--micro", type=int, default=4)
     args = parser.parse_args()
     plugin = None
-    if args.plugin:
+    if args.plugin and args.json:
+        plugin = DeepSpeedPlugin(hf_ds_config=args.json)
+    elif args.plugin:
         offload = "cpu" if args.offload else "none"
         sizes = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
         plugin = DeepSpeedPlugin(zero_stage=args.stage, offload_optimizer_device=offload, **sizes)

@@ -1,4 +1,4 @@
-"""A training loop of plain torch, as in its tutorials; with torchrun it goes through DistributedDataParallel."""
+"""A training loop of plain torch, as in its tutorials; with torchrun by DistributedDataParallel or FSDP 2."""
 
 import argparse
 import os
@@ -6,6 +6,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -14,6 +16,7 @@ def main():
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -23,6 +26,12 @@ def main():
     model = nn.Sequential(*layers, nn.Linear(args.width, 10)).to(device)
     if args.ddp:
         model = DistributedDataParallel(model, device_ids=[local] if gpu else None)
+    if args.fsdp:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(20):
         x, y = torch.randn(args.batch, args.width, device=device), torch.randint(0, 10, (args.batch,), device=device)

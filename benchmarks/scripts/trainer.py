@@ -20,6 +20,7 @@ class Ours:
     model: str = field(default="")
     from_config: bool = field(default=False)
     length: int = field(default=128)
+    lora: bool = field(default=False)
 
 
 class Lines(Dataset):
@@ -41,6 +42,11 @@ def main():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ours.model))
     else:
         model = AutoModelForCausalLM.from_pretrained(ours.model, dtype=torch.bfloat16)
+    if ours.lora:
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model.enable_input_require_grads()
     print("parameters", sum(p.numel() for p in model.parameters()))
     trainer = Trainer(
         model=model,

@@ -22,11 +22,13 @@ from zerofit.simulate.phases import empty_batches
 from zerofit.simulate.record import SimulationTarget
 from zerofit.train import process_group
 from zerofit.train.engines import ZeroTrainer
+from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import coords_of
 
 target = SimulationTarget.from_dict(json.load(open(sys.argv[1])))
 process_group.start(timedelta(minutes=1))
-driver = ZeroTrainer(target.job, coords_of(dist.get_rank(), target.job.layout), target.inputs)
+kind = PipelineTrainer if target.job.layout.pp > 1 else ZeroTrainer
+driver = kind(target.job, coords_of(dist.get_rank(), target.job.layout), target.inputs)
 batches = empty_batches(target.job, target.inputs)
 while True:
     driver.train_step(batches)
@@ -40,6 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "cnn": {"config": "zero2", "kind": "l4", "precision": "bf16", "model": "resnet18-small"},
     "fp16": {"config": "zero2", "kind": "v100-16gb", "precision": "fp16"},
     "on CPUs": {"config": "zero2"},
+    "first stage of a pipeline": {"config": "zero1", "kind": "h100-80gb", "precision": "bf16", "pipeline": 2},
 }
 
 

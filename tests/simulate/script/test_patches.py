@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
-from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, quantized, writes
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
@@ -22,6 +23,8 @@ GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available",
 PATCHES = {
     "parameters": (["torch.nn:Parameter.__new__"], []),
     "parameter_data": (["torch._C:TensorBase.data"], []),
+    "gradients": (["torch:Tensor.register_hook"], []),
+    "four_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
     "loaders": (
@@ -55,19 +58,38 @@ PATCHES = {
         [f"{DDP}:_verify_param_shape_across_processes", f"{DDP}:DistributedDataParallel.register_comm_hook"],
         [Reason(DDP, "DistributedDataParallel.register_comm_hook", "self state hook", "self._check_comm_hook(hook)")],
     ),
-    "fully_sharded": (
-        ["torch.distributed.fsdp:fully_shard", "torch.distributed.fsdp:FullyShardedDataParallel.__init__"],
+    "resized_storages": (
+        ["torch:UntypedStorage.resize_"],
+        [Reason("torch.distributed.fsdp._fully_shard._fsdp_param", "free_storage", "tensor", "storage.resize_(0)")],
+    ),
+    "sharded_shapes": (
+        ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
     ),
+    "flat_sharding": (["torch.distributed.fsdp:FullyShardedDataParallel.__init__"], []),
     "pretrained": (
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],
+    ),
+    "flash_attention": (
+        [f"{HF}:PreTrainedModel._check_and_adjust_attn_implementation"],
+        [
+            Reason(
+                HF,
+                "PreTrainedModel.__init__",
+                "self config",
+                "self.config._attn_implementation_internal = self._check_and_adjust_attn_implementation(",
+            )
+        ],
     ),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
     "watch_files": ([], []),
     "cuda_module": (["torch.cuda:is_available", "torch.cuda:memory_allocated", "torch.cuda.nccl:version"], []),
-    "accelerator_module": (["torch.accelerator:is_available", "torch.accelerator:current_accelerator"], []),
+    "accelerator_module": (
+        ["torch.accelerator:is_available", "torch.accelerator:current_accelerator", "torch._C:_get_accelerator"],
+        [],
+    ),
     "autocast": (["torch:clear_autocast_cache"], []),
     "device_shown": (
         ["torch._subclasses.fake_tensor:FakeTensor.device", "torch._subclasses.fake_tensor:FakeTensor.fake_device"],
@@ -110,9 +132,16 @@ def test_what_a_patch_replaces_is_there(name):
 
 
 def test_every_patch_is_listed():
-    beside = {"replicate", "install_gpu", "capability", "token_tensors"}  # of the same modules
+    beside = {
+        "replicate",
+        "install_gpu",
+        "capability",
+        "token_tensors",
+        "quantizer_of",
+        "quantize",
+    }  # of the same modules
     found = set()
-    for module in (host, distributed, pretrained, writes, gpu, cuda, lengths):
+    for module in (host, distributed, pretrained, quantized, writes, gpu, cuda, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]
@@ -131,6 +160,21 @@ def test_triton_runs_kernels_where_they_are_left_out():
     pytest.importorskip("triton")
     for place in ("jit:JITFunction.run", "autotuner:Autotuner.run", "autotuner:Heuristics.run"):
         assert callable(value_of(f"triton.runtime.{place}"))
+
+
+def signature_of(place: str) -> inspect.Signature:
+    function: Any = value_of(place)
+    return inspect.signature(function)
+
+
+def test_bitsandbytes_has_what_is_replaced():
+    pytest.importorskip("bitsandbytes")
+    parameters = signature_of("bitsandbytes.nn:Params4bit.__new__").parameters
+    assert set(quantized._STATE) < set(parameters)
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        default = signature_of("bitsandbytes.backends.default.ops:_gemm_4bit_default_impl")
+        arguments = [a.name for a in torch.ops.bitsandbytes.gemm_4bit.default._schema.arguments]
+        assert list(default.parameters) == arguments
 
 
 def test_cuda_functions_that_are_answered_exist():

@@ -81,6 +81,39 @@ for i in range(50):
         one.backward(one(torch.randn(4, 64).to(one.device, torch.bfloat16)).square().mean())
         one.step()
 """  # fmt: skip
+REFERENCE = ENGINE + """\
+other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+second, *_ = deepspeed.initialize(model=other, config={"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}})
+for i in range(50):
+    x = torch.randn(4, 64).to(engine.device, torch.bfloat16)
+    with torch.no_grad():
+        wanted = second(x)
+    engine.backward(torch.nn.functional.mse_loss(engine(x), wanted))
+    engine.step()
+"""  # fmt: skip
+BY_HAND = BEGIN + """\
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        mine = torch.zeros(64, dtype=grad.dtype)
+        mine.add_((grad * ctx.saved_tensors[0]).sum(0))
+        return None, mine
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.weight)
+
+model = Scale()
+""" + LOOP.removeprefix(BEGIN)  # fmt: skip
 TORCH = """\
 import os
 import torch
@@ -170,6 +203,19 @@ def test_engines_that_both_train_make_their_steps(folder):
     assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
 
 
+def test_a_reference_engine_makes_no_steps(folder):
+    result = simulated(REFERENCE.replace("range(50)", "range(5)"))
+    seen = facts(result).facts
+    assert (seen.engines, seen.zero_stage, seen.optimizer) == (2, 2, "FusedAdam")
+    assert max(p.step for p in result.phases) == 1
+
+
+def test_a_gradient_that_is_summed_up_on_the_host(folder):
+    (folder / "train.py").write_text(BY_HAND)
+    result = simulate_script(["python", "train.py"], Cluster("cpu", gpus=2))
+    assert result.breakdown["gradients"] >= 2 * WIDTH
+
+
 def test_plain_torch(folder):
     result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
     size = 4 * (256 * 256 + 256)
@@ -182,6 +228,22 @@ def test_plain_torch(folder):
 def test_compiling_makes_an_upper_bound(folder):
     text = LOOP.replace("engine, *_", "model = torch.compile(model)\nengine, *_")
     assert facts(simulated(text)).is_upper_bound
+
+
+def test_flash_attention_is_simulated_as_torchs_own(folder):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    made = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"config = LlamaConfig(**{sizes}, num_attention_heads=4, attn_implementation='flash_attention_2')\n"
+        "model = LlamaForCausalLM(config)\nengine, *_"
+    )
+    text = LOOP.replace("engine, *_", made, 1).replace("engine(x).square().mean()", "engine(ids, labels=ids).loss")
+    text = text.replace(
+        "    x = torch.randn(4, 64).to(engine.device, torch.bfloat16)",
+        "    ids = torch.ones(4, 64).long().to(engine.device)",
+    )
+    seen = facts(simulated(text))
+    assert seen.is_upper_bound and any("flash_attention_2: simulated as sdpa" in note.text for note in seen.facts.notes)
 
 
 def test_a_mask_of_unknown_values_is_all_true(folder):
@@ -218,22 +280,58 @@ def test_refusals(folder, text, said, hint):
     assert said in problem.message and hint in problem.hint
 
 
-@pytest.mark.parametrize("wrapped", ["fully_shard(model)", "FullyShardedDataParallel(model)"])
-def test_fsdp_is_refused(folder, wrapped):
-    problem = refused(TORCH.replace("DistributedDataParallel(torch", "(torch").replace(
-        ", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\nmodel = {wrapped}\n"
-    ))  # fmt: skip
-    assert problem.message == "a model under FSDP cannot be simulated" and problem.where == "train.py:9"
-    assert "ZeRO-3" in problem.hint
+def sharded(wrapped: str) -> str:
+    text = TORCH.replace("DistributedDataParallel(torch", "(torch")
+    return text.replace(", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\n{wrapped}\n")
 
 
-def test_pipelines_are_refused(folder):
-    text = BEGIN + "from deepspeed.pipe import PipelineModule\ndeepspeed.init_distributed()\n" + (
-        "model = PipelineModule(list(model), num_stages=1, loss_fn=torch.nn.functional.mse_loss)\n"
-        "engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config='ds.json')\n"
-    )  # fmt: skip
-    problem = refused(text)
-    assert problem.message == "a pipeline engine of a script cannot be simulated" and problem.where == "train.py:9"
+def test_fully_sharded_models_keep_their_part(folder):
+    result = simulated(sharded("fully_shard(model)"), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    part = 4 * (256 * 256 + 256) // 4
+    last = {p.name: p for p in result.phases if p.step == 1}
+    assert last["forward"].start_bytes == pytest.approx(4 * part, rel=0.01)  # weights, gradients, both moments
+    assert last["step"].end_bytes == pytest.approx(4 * part, rel=0.01)
+    assert last["backward"].peak_bytes > 7 * part  # gathered weights beside
+    assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
+
+
+def test_flat_sharding_is_refused(folder):
+    problem = refused(sharded("model = FullyShardedDataParallel(model)"))
+    assert (
+        problem.message.startswith("a model under FullyShardedDataParallel (FSDP 1)") and problem.where == "train.py:9"
+    )
+    assert "fully_shard" in problem.hint
+
+
+PIPELINE = (
+    BEGIN
+    + """\
+from deepspeed.pipe import LayerSpec, PipelineModule
+deepspeed.init_distributed()
+layers = [LayerSpec(torch.nn.Linear, 64, 64) for _ in range(4)]
+model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+config = {**json.load(open("ds.json")), "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+batch = torch.randn(4, 64, dtype=torch.bfloat16)
+for i in range(50):
+    print(engine.train_batch(iter([(batch, batch)] * 2)).item())
+"""
+)
+
+
+def test_the_first_stage_of_a_pipeline(folder):
+    result = simulated(PIPELINE, gpus=4)
+    seen = facts(result).facts
+    assert (result.layout.pp, result.layout.dp, result.layout.zero_stage) == (2, 2, 1)
+    assert seen.parameters == 2 * WIDTH * (WIDTH + 1)  # its half of the layers
+    assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
+    assert any("stage 1 of 2" in note.text for note in seen.notes)
+
+
+def test_later_stages_of_a_pipeline_are_refused(folder):
+    problem = refused(PIPELINE, gpus=4, rank=3)
+    assert problem.message.startswith("stage 2 of a pipeline, whose input only the stage before knows")
+    assert problem.where == "train.py:11" and "--rank 0" in problem.hint
 
 
 def test_changes_of_the_json_are_simulated(folder):
@@ -253,7 +351,7 @@ def test_weights_that_cannot_be_simulated(folder):
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     (folder / "m").mkdir()
     (folder / "m" / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    assert "quantized weights" in refused(f"{load}('m')\n").message
+    assert refused(f"{load}('m')\n").message == "weights quantized by awq cannot be simulated"
     problem = refused(f"{load}('nobody/nothing')\n")
     assert "nobody/nothing" in problem.message and "weights are not needed" in problem.hint
     assert os.environ["HF_HUB_OFFLINE"] == "1"

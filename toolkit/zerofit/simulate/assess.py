@@ -38,7 +38,8 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     """Return what a simulated rank needs and whether the cluster has it; without stages, knobs and seconds."""
     record = simulated.record
     if isinstance(simulated, SimulatedScriptRank):
-        layout = Layout(dp=simulated.target.world_size, zero_stage=simulated.facts.zero_stage)
+        stages = simulated.facts.pipeline_stages
+        layout = Layout(dp=simulated.target.world_size // stages, pp=stages, zero_stage=simulated.facts.zero_stage)
         run, largest, layers, error = simulated.run, simulated.facts.largest_parameter, (), 0.0
     else:
         job, layers, error = simulated.target.job, simulated.layers, simulated.check_error

@@ -101,7 +101,7 @@ def start(
 
 def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, log: PhaseLog) -> None:
     """Train this many steps; their phases are noted in the log, the last one ended."""
-    _announce_phases(driver.engine, log.begin)
+    announce_phases(driver.engine, log.begin)
     fetched = _fetched(batches, log.begin)
     for step in range(steps):
         log.step = step
@@ -139,7 +139,7 @@ def _fetched(batches: Iterator[dict[str, Any]], begin: Callable[[str], None]) ->
         yield batch
 
 
-def _announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
+def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
     """Let an engine say what it begins."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {

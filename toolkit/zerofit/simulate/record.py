@@ -149,6 +149,7 @@ class ScriptFacts:
     trained_parameters: int
     largest_parameter: int
     engines: int  # of DeepSpeed
+    pipeline_stages: int  # 1: no pipeline
     trainer: bool  # whether transformers' Trainer, or one made of it, trains
     zero_stage: int
     precision: str

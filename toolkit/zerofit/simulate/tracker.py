@@ -101,6 +101,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def tag(self, tensor: Any, kind: str) -> None:
         """Note what a tensor's storage is for, unless that is known; passes over what is not a tensor with memory."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
             storage = self.storage_of(tensor)
             if storage is not None and storage.kind is None:
@@ -203,10 +204,8 @@ class AllocationTracker(TorchDispatchMode):
         except NotImplementedError:
             return
         address, size = storage._cdata, storage.nbytes()
-        index = self._index.get(address)
-        if index is not None:
-            if self.ledger.storages[index].bytes != size:
-                self.ledger.resized(index, size)
+        if address in self._index:
+            self.resized(storage)
             return
         module, code, line = place or self._call_site()
         where = DEVICE if tensor.device.type == self.device else HOST
@@ -217,6 +216,12 @@ class AllocationTracker(TorchDispatchMode):
             own = code is not None and is_own(code.co_filename)
             noted.own = f"{os.path.relpath(code.co_filename)}:{line}" if code is not None and own else own_line()
         self._watch(storage, self.ledger.allocated(noted))
+
+    def resized(self, storage: Any) -> None:
+        """Note that a storage has another size now, if it has been noted."""
+        index = self._index.get(storage._cdata)
+        if index is not None and self.ledger.storages[index].bytes != storage.nbytes():
+            self.ledger.resized(index, storage.nbytes())
 
     def _watch(self, storage: Any, index: int) -> None:
         """Note the release of a storage when it comes."""

@@ -83,6 +83,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         **{name: answer for name, answer in _streams(meter).items() if name in ("synchronize", "set_stream")},
         **_memory(meter, target.device.memory_bytes),
     }
+    replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # what meshes of devices ask
     for name in answers.keys() & set(dir(torch.accelerator)):
         replace_in(torch.accelerator, name, answers[name])
 

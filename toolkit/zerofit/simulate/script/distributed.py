@@ -106,18 +106,51 @@ def data_parallel(meter: ScriptTracker) -> None:
     replace_in(DistributedDataParallel, "register_comm_hook", register_comm_hook)
 
 
-def fully_sharded() -> None:
-    """Refuse FSDP: it shards and gathers by collectives whose results its C++ code and DTensors look at.
+def resized_storages(meter: ScriptTracker) -> None:
+    """Note storages that are given back and taken again without an op, as FSDP does with gathered weights.
 
-    (torch.distributed.fsdp.fully_shard, FullyShardedDataParallel)
+    (torch.UntypedStorage.resize_; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, free_storage)
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        out = original(self, size)
+        meter.resized(self)
+        return out
+
+    replace_in(torch.UntypedStorage, "resize_", resize)
+
+
+def sharded_shapes(meter: ScriptTracker) -> None:
+    """Pass over the fakes of whole tensors by which a DTensor's op finds out its result's shape.
+
+    (torch.distributed.tensor, ShardingPropagator._propagate_tensor_meta_non_cached)
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(self: Any, *args: Any) -> Any:
+        meter.unseen = True
+        try:
+            return original(self, *args)
+        finally:
+            meter.unseen = False
+
+    replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+
+
+def flat_sharding() -> None:
+    """Refuse FSDP 1, whose flat parameters are written by C++ code that looks at memory.
+
+    (torch.distributed.fsdp.FullyShardedDataParallel)
     """
     from torch.distributed import fsdp
 
     def refuse(*_: Any, **__: Any) -> Any:
-        hint = "ZeRO-3 divides a model alike: simulate the script with DeepSpeed, or `zerofit simulate MODEL`"
-        raise not_simulated("a model under FSDP", hint)
+        hint = "fully_shard (FSDP 2) and DeepSpeed's ZeRO-3 divide a model alike, and can be simulated"
+        raise not_simulated("a model under FullyShardedDataParallel (FSDP 1)", hint)
 
-    replace_in(fsdp, "fully_shard", refuse)
     replace_in(fsdp.FullyShardedDataParallel, "__init__", refuse)
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
 from zerofit.simulate.script.lengths import Lengths, token_tensors
-from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -44,12 +44,15 @@ def script_facts(
 ) -> ScriptFacts:
     """Return what is said of the script beside its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
-    engine = next((e for e in phases.engines if e.optimizer is not None), None)
+    engine = next(filter(has_optimizer, phases.engines), None)
     model = engine.module if engine else phases.models[0] if phases.models else nn.Module()
     parameters = {id(p): p for p in model.parameters()}.values()
-    sizes = [int(getattr(p, "ds_numel", p.numel())) for p in parameters]
+    sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
+    stages = getattr(engine, "num_stages", 1)
+    if stages > 1:
+        meter.note(f"stage 1 of {stages}: the others hold other layers, and are not simulated")
     return ScriptFacts(
         name=PurePath(target.command.script).name,
         model=type(_unwrapped(model)).__name__,
@@ -57,7 +60,8 @@ def script_facts(
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
         engines=len(phases.engines),
-        trainer=bool(lengths.trainers),
+        pipeline_stages=stages,
+        trainer=lengths.has_trainer,
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         precision=_precision(engine, parameters),
         optimizer=_optimizer(engine, phases),
@@ -71,6 +75,12 @@ def script_facts(
         ended=how,
         notes=tuple(Note(text=text, count=n, bound=text in meter.inexact) for text, n in meter.notes.items()),
     )
+
+
+def _elements(parameter: Any) -> int:
+    """Return the numbers that a parameter stands for, where it is a part of them or has them packed."""
+    packed = getattr(parameter, "quant_state", None)
+    return packed.shape.numel() if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -48,6 +48,24 @@ def parameter_data(meter: ScriptTracker) -> None:
     replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 
 
+def gradients(meter: ScriptTracker, model: nn.Module) -> None:
+    """Let a gradient that a script computed into a small tensor of its own on the host hold nothing, as its parameter.
+
+    DeepSpeed lets `grad.data` be a part of its buffers, and a real tensor's cannot be one of a fake. (Tensor hooks)
+    """
+
+    def faked(gradient: Tensor) -> Tensor:
+        if type(gradient) is not Tensor:
+            return gradient
+        fake = meter.fakes.from_tensor(gradient)
+        meter.adopt(gradient, fake)
+        return fake
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(faked)
+
+
 def tensor_values(meter: ScriptTracker) -> None:
     """Answer what Python asks of a fake tensor's values: with the known ones, else with zeros.
 

@@ -27,7 +27,8 @@ class Lengths:
     def __init__(self) -> None:
         self.trainer = self.tokenizer = self.targets = 0  # tokens; 0: says nothing
         self.positions = 0  # of the model
-        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # transformers'
+        self.trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # transformers' that are alive
+        self.has_trainer = False
         self.dataset: Any = None  # that gave the last batch with tokens
         self.packed = 1  # samples in a batch of one row
         self._of_targets = False
@@ -107,6 +108,7 @@ def trainer_arguments(lengths: Lengths) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         lengths.trainers.add(self)
+        lengths.has_trainer = True
         lengths.trainer = max(lengths.trainer, *(getattr(self.args, name, None) or 0 for name in _OF_ARGUMENTS))
 
     replace_in(Trainer, "__init__", init)

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofit.simulate.phases import PhaseLog
+from zerofit.simulate.phases import PhaseLog, announce_phases
 from zerofit.simulate.script.errors import ScriptStop, not_simulated
 
 WAITED = 10  # times as many steps of the leading engine, for those of the others
@@ -45,14 +45,16 @@ class ScriptPhases:
 
     def cut(self) -> None:
         """Wrap what scripts train with. For the rest of this process."""
-        for name, wrap in (
-            ("__init__", self._init),
-            ("forward", self._forward),
-            ("backward", self._backward),
-            ("step", self._step),
+        for engine, name, wrap in (
+            (DeepSpeedEngine, "__init__", self._init),
+            (DeepSpeedEngine, "forward", self._forward),
+            (DeepSpeedEngine, "backward", self._backward),
+            (DeepSpeedEngine, "step", self._step),
+            (PipelineEngine, "__init__", self._init_pipeline),
+            (PipelineEngine, "train_batch", self._train_batch),
         ):
-            method = getattr(DeepSpeedEngine, name)
-            setattr(DeepSpeedEngine, name, functools.wraps(method)(wrap(method)))
+            method = getattr(engine, name)
+            setattr(engine, name, functools.wraps(method)(wrap(method)))
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
@@ -66,10 +68,6 @@ class ScriptPhases:
         signature = inspect.signature(method)
 
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(engine, PipelineEngine):
-                raise not_simulated(
-                    "a pipeline engine of a script", "describe the run to zerofit: `zerofit simulate MODEL`"
-                )
             self._on_model(signature.bind(engine, *args, **kwargs).arguments["model"])
             self.log.begin("init")
             self._within(method, engine, *args, **kwargs)
@@ -77,9 +75,30 @@ class ScriptPhases:
 
         return init
 
+    def _init_pipeline(self, method: Callable[..., None]) -> Callable[..., None]:
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            method(engine, *args, **kwargs)
+            if engine.stage_id:
+                hint = "simulate a rank of the first stage (--rank 0), or describe the run: `zerofit simulate MODEL`"
+                raise not_simulated(
+                    f"stage {engine.stage_id + 1} of a pipeline, whose input only the stage before knows,", hint
+                )
+            announce_phases(engine, self.log.begin)
+
+        return init
+
+    def _train_batch(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def train_batch(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.log.step = max(self.log.step, self.steps[id(engine)])
+            out = self._within(method, engine, *args, **kwargs)
+            self._stepped(engine, list(filter(has_optimizer, self.engines)))
+            return out
+
+        return train_batch
+
     def _forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            trains = engine.training and engine.optimizer is not None and torch.is_grad_enabled()
+            trains = engine.training and has_optimizer(engine) and torch.is_grad_enabled()
             if trains or not self._busy:
                 self.log.step = max(self.log.step, self.steps[id(engine)]) if trains else self.log.step
                 self.log.begin("forward" if engine.training else "evaluation")
@@ -103,7 +122,7 @@ class ScriptPhases:
             self.log.begin("step")
             out = self._within(method, engine, *args, **kwargs)
             if boundary:
-                self._stepped(engine, [e for e in self.engines if e.optimizer is not None])
+                self._stepped(engine, list(filter(has_optimizer, self.engines)))
             else:
                 self.log.begin("forward")  # the next batch belongs to it
             return out
@@ -162,3 +181,8 @@ class ScriptPhases:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._stepped(optimizer, self.optimizers)
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Return whether an engine was given an optimizer, or takes one from its JSON: those without have a dummy's."""
+    return bool(engine.optimizer_name())

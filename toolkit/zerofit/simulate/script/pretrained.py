@@ -10,13 +10,14 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.quantized import quantize, quantizer_of
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.tracker import own_line
 
-_QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file")
+_QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
 # of the hub: they go to the configuration
 _OF_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "code_revision")
-_PLACING = ("device_map", "tp_plan", "state_dict")  # they would change where weights go
+_PLACING = ("tp_plan", "state_dict")  # they would change where weights go
 # they only say how weights are read
 _READING = (
     *(
@@ -63,27 +64,51 @@ def pretrained(meter: ScriptTracker) -> None:
                 raise not_simulated(f"{name}: quantized weights", "simulate with the weights as they are")
         with_report = bool(kwargs.get("output_loading_info"))
         hub = {name: kwargs.pop(name) for name in _OF_FILES if name in kwargs}
+        device_map = kwargs.pop("device_map", None)
         for name in _PLACING:
             if kwargs.pop(name, None) is not None:
                 meter.note(f"from_pretrained({name}=...): left out, at {own_line()}")
         for name in _READING:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
+        asked = kwargs.pop("quantization_config", None)
         if not isinstance(config, PreTrainedConfig):
             found = cls.config_class or AutoConfig
             config, kwargs = found.from_pretrained(  # pyright: ignore[reportAssignmentType]
                 config or path, return_unused_kwargs=True, **hub, **kwargs
             )
-        if getattr(config, "quantization_config", None):
-            raise not_simulated(f"{path} has quantized weights, which", "name the folder of the weights as trained")
+        quantizer = None
+        if asked or getattr(config, "quantization_config", None):
+            quantizer = quantizer_of(config, asked, device_map)
+        elif device_map is not None:
+            meter.note(f"from_pretrained(device_map=...): left out, at {own_line()}")
         config.name_or_path = str(path)
         model = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
+        if quantizer:
+            quantize(meter, model, quantizer, _dtype(dtype, config), device_map)
         model.eval()
         model.name_or_path = str(path)
         report = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
         return (model, report) if with_report else model
 
     replace_in(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+
+def flash_attention(meter: ScriptTracker) -> None:
+    """Take torch's flash attention for the flash_attn package's, whose kernels have no shape rule.
+
+    It is the same algorithm and keeps the same. Padded and packed batches take a mask here, which they have not there.
+    (transformers.PreTrainedModel._check_and_adjust_attn_implementation)
+    """
+    original = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def adjusted(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation and "flash" in attn_implementation:
+            meter.note(f"attn_implementation={attn_implementation}: simulated as sdpa, at {own_line()}", bound=True)
+            attn_implementation = "sdpa"
+        return original(self, attn_implementation, *args, **kwargs)
+
+    replace_in(PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted)
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:

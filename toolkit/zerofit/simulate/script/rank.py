@@ -108,8 +108,11 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
-    distributed.fully_sharded()
+    distributed.flat_sharding()
+    distributed.resized_storages(meter)
+    distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)
+    pretrained.flash_attention(meter)
     writes.saving(meter)
     writes.tracking()
     writes.watch_files(meter)
@@ -120,6 +123,7 @@ def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]
         seen.learn_model(model)
         meter.learn_names(model)
         watch_gradients(meter.tag, model)
+        host.gradients(meter, model)
 
     return learn
 
@@ -197,7 +201,8 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
     elif "meta" in first or "fake" in first:
         message = f"{op} in {inside} has no shape rule: {first}"
     else:
-        message = f"{target.command.script} fails at {op} in {inside}: {type(error).__name__}: {first}"
+        place = f"{op} in {inside}" if op else inside
+        message = f"{target.command.script} fails at {place}: {type(error).__name__}: {first}"
         hint = "it may be the script's own error: shapes and types are checked as on the machine"
         return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     hint = "train it for a step instead, or compute without the value (torch.where, masks)"

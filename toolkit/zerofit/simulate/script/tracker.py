@@ -6,6 +6,7 @@ device keep their values beside the fake ones and are computed along: questions 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,6 +47,8 @@ class ScriptTracker(AllocationTracker):
         self.fakes = fakes
         self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
         self.inexact: set[str] = set()  # those notes with which figures are an upper bound
+        self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
+        self.unseen = False  # ops that only find out shapes
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
 
     def note(self, text: str, *, bound: bool = False) -> None:
@@ -56,6 +60,8 @@ class ScriptTracker(AllocationTracker):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op for real or on fakes, and note what it did."""
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # its own ops on this rank's part come here
         if func is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self.device == "cuda":
@@ -74,7 +80,9 @@ class ScriptTracker(AllocationTracker):
         if name.startswith("c10d::"):
             self._note_collective(name, args)
         overwrites_real = faked and func._schema.is_mutable and (is_real(out) or is_real(next(iter(args), None)))
-        if is_counted(func) and not overwrites_real:  # a fake that stood in for it is no memory of its own
+        if (
+            is_counted(func) and not overwrites_real and not self.unseen
+        ):  # a fake that stood in for it is no memory of its own
             self._note_storages(name, func, args, kwargs, out)
         return out
 
@@ -187,11 +195,21 @@ class ScriptTracker(AllocationTracker):
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
         """Let a fake take the place of a real tensor: it is the same memory."""
-        index = self._index.pop(real.untyped_storage()._cdata, None)
+        storage = real.untyped_storage()
+        index = self._index.pop(storage._cdata, None)
         if index is None:
             self.track(fake, "parameter")
-        else:
-            self._watch(fake.untyped_storage(), index)
+            return
+        self._watch(fake.untyped_storage(), index)
+        self._adopted[storage._cdata] = index
+        weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False
+
+    def resized(self, storage: Any) -> None:
+        """Note that a storage, or the one whose place a fake has taken, has another size now."""
+        super().resized(storage)
+        index = self._adopted.get(storage._cdata)
+        if index is not None:
+            self.ledger.resized(index, storage.nbytes())
 
 
 def known_value(leaf: Any) -> Any:

@@ -34,6 +34,7 @@ TRACKERS_OFF = {
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
 }
+_CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name folders of copies
 _PASSED_OVER = (os.path.expanduser("~/.cache"), "/tmp", "/dev", "/proc")
 
 
@@ -83,6 +84,7 @@ def watch_files(meter: ScriptTracker) -> None:
     """Note the files that the script opens for writing all the same, by Python's audit events (PEP 578)."""
     seen: set[str] = set()
     here = os.getcwd() + os.sep
+    caches = tuple(os.path.abspath(os.environ[name]) for name in _CACHES if os.environ.get(name))
 
     def opened(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(arguments[0], (str, bytes)) or not isinstance(arguments[1], str):
@@ -92,6 +94,7 @@ def watch_files(meter: ScriptTracker) -> None:
             set(arguments[1]) & set("wax+")
             and path not in seen
             and (path.startswith(here) or not path.startswith(_PASSED_OVER))
+            and not path.startswith(caches)
         ):
             seen.add(path)
             meter.note(f"written by the script before it was stopped: {os.path.relpath(path)}")

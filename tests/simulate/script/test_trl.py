@@ -1,0 +1,79 @@
+"""TRL's trainers, peft and bitsandbytes, as far as they are installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.meter.script_cases import SCRIPTS, save_tokenizer
+from zerofit.app.script_simulation import simulate_script
+from zerofit.simulate.result import SimulatedScript, Simulation
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
+
+pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+HIDDEN, LAYERS, VOCABULARY, INNER = 256, 2, 512, 640
+LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER  # elements of a layer's linear weights
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 512,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": INNER,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARGUMENTS = "--model llama --output_dir out --report_to none --bf16 True --per_device_train_batch_size 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trl")
+    save_tokenizer(path / "llama")
+    (path / "llama" / "config.json").write_text(json.dumps(LLAMA))  # and no weights
+    return path
+
+
+def simulated(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, more: str = "", stage: int = 2) -> Simulation:
+    monkeypatch.chdir(folder)
+    launcher = f"accelerate launch --use_deepspeed --zero_stage {stage} --num_processes 2"
+    words = f"{launcher} {SCRIPTS}/{script} {ARGUMENTS} {more}"
+    return simulate_script(words.split(), Cluster("h100-80gb", gpus=2))
+
+
+def script(result: Simulation) -> SimulatedScript:
+    assert isinstance(result.run, SimulatedScript)
+    return result.run
+
+
+def test_preferences_with_a_reference_model(folder, monkeypatch):
+    result = simulated(folder, monkeypatch, "preferences.py dpo")
+    seen = script(result).facts
+    assert (seen.engines, seen.zero_stage, seen.trainer) == (2, 2, True)
+    assert seen.parameters == seen.trained_parameters
+    both = 2 * (2 * seen.parameters)  # weights of 2 bytes: the one that trains and its reference
+    assert result.breakdown["parameters"] == pytest.approx(both, rel=0.05)
+    assert max(p.step for p in result.phases) == 1
+
+
+def test_adapters_on_weights_of_four_bits(folder, monkeypatch):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    whole = simulated(folder, monkeypatch, "sft.py", "--lora True")
+    packed = simulated(folder, monkeypatch, "sft.py", "--lora True --four_bits True")
+    seen = [script(result).facts for result in (whole, packed)]
+    assert seen[0].parameters == seen[1].parameters and seen[0].trained_parameters == seen[1].trained_parameters
+    saved = whole.breakdown["parameters"] - packed.breakdown["parameters"]
+    assert saved == pytest.approx(1.5 * LAYERS * LAYER, rel=0.05)  # 2 bytes an element become half a byte
+
+
+def test_quantization_that_is_refused(folder, monkeypatch):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    with pytest.raises(UserError, match="4 bits under ZeRO-3 cannot be simulated"):
+        simulated(folder, monkeypatch, "sft.py", "--lora True --four_bits True", stage=3)

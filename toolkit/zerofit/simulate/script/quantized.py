@@ -1,0 +1,92 @@
+"""Weights of 4 bits, as QLoRA trains on them: quantized by bitsandbytes' own code, which sees shapes only."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.errors import not_simulated
+from zerofit.simulate.script.tracker import ScriptTracker
+
+_STATE = {
+    "quant_state": None,
+    "blocksize": 64,
+    "compress_statistics": True,
+    "quant_type": "fp4",
+    "quant_storage": torch.uint8,
+    "module": None,
+    "bnb_quantized": False,
+}
+_CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # by the configuration
+
+
+def four_bits() -> None:
+    """Let bitsandbytes' weights be fakes, and its product take the memory of the weights that it unpacks.
+
+    Tensor._make_subclass refuses fakes, and the product's shape rule knows only its result: backends/cuda/ops.py,
+    _dequant_linear_fallback. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit)
+    """
+    weight = _bitsandbytes().Params4bit
+    original = weight.__new__
+    kind = type("Params4bit", (FakeTensor, weight), {})
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad, **given)
+        made: Any = data.detach().requires_grad_(requires_grad)
+        made.__class__, made._is_param = kind, True
+        vars(made).update({**_STATE, **{name: given[name] for name in _STATE if given.get(name) is not None}})
+        return made
+
+    replace_in(weight, "__new__", staticmethod(new))
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
+        replace_in(torch.ops.bitsandbytes.gemm_4bit, "default", ops._gemm_4bit_default_impl)
+
+
+def _bitsandbytes() -> Any:
+    return importlib.import_module("bitsandbytes.nn.modules")
+
+
+def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
+    """Return what quantizes a model. Raises NotSimulated where it is not bitsandbytes with 4 bits, or with ZeRO-3."""
+    chosen = getattr(config, "quantization_config", None) or asked
+    said = chosen if isinstance(chosen, dict) else vars(chosen)
+    if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
+        method = said.get("quant_method", type(chosen).__name__)
+        hint = "simulate with the weights as trained; of bitsandbytes, load_in_4bit can be simulated"
+        raise not_simulated(f"weights quantized by {getattr(method, 'value', method)}", hint)
+    if is_deepspeed_zero3_enabled():
+        raise not_simulated("weights of 4 bits under ZeRO-3", "take ZeRO-2: they are small, and are not trained")
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    quantizer = AutoHfQuantizer.from_config(chosen, pre_quantized=False)
+    quantizer.validate_environment(device_map=device_map)
+    return quantizer
+
+
+def quantize(meter: ScriptTracker, model: Any, quantizer: Any, dtype: torch.dtype, device_map: Any) -> None:
+    """Quantize a model on the rank's device, weight by weight, as transformers does while it reads them."""
+    kinds = _bitsandbytes()
+    if kinds.Params4bit.__new__.__module__ != __name__:
+        four_bits()
+    device_map = quantizer.update_device_map(device_map)
+    device = "cpu" if meter.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=device_map)
+    for module in model.modules():
+        if isinstance(module, kinds.Linear4bit):
+            with _disable_current_modes(), meter.fakes:  # a page of the file
+                read = torch.empty(module.out_features, module.in_features, dtype=dtype)
+            chosen = {name: getattr(module.weight, name) for name in _CHOSEN}
+            module.weight = kinds.Params4bit(read, requires_grad=False, module=module, **chosen).to(device)
+    nn.Module.to(model, device)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer, model.hf_device_map = quantizer, device_map
