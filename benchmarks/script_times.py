@@ -90,8 +90,8 @@ def prepare(folder: Path, sizes: dict[str, int], stage: int) -> None:
 
     os.chdir(folder)
     save_tokenizer(folder / "model")
-    vocabulary: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "dtype": "bfloat16"}
-    LlamaConfig(**vocabulary, **sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
+    shape: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "dtype": "bfloat16", **sizes}
+    LlamaConfig(**shape, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "model")
     autos = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     zero = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
     (folder / "ds.json").write_text(json.dumps({**dict.fromkeys(autos, "auto"), **zero}))

@@ -31,13 +31,13 @@ class Streams:
                 super().__init__(streams, streams.made)
                 streams.made += 1
 
-        class Event(SimulatedEvent):
+        class DeviceEvent(SimulatedEvent):
             """An event of this device (torch.cuda.Event)."""
 
             def __init__(self, *_: Any, **__: Any):
                 super().__init__(streams)
 
-        self.Stream, self.Event = Stream, Event
+        self.Stream, self.Event = Stream, DeviceEvent
         self.default = Stream()
 
     @property
