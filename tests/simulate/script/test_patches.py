@@ -12,7 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
+from zerofit.simulate.ledger import Ledger
 from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, quantized, writes
+from zerofit.simulate.streams import Streams
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
@@ -186,7 +188,7 @@ def test_cuda_functions_that_are_answered_exist():
     assert (cuda.capability(find_device("h100-80gb")), cuda.capability(find_device("l40s"))) == ((9, 0), (8, 9))
     assert inspect.signature(ScriptTarget).parameters["steps"].default == 2
     old_names = {"memory_cached", "max_memory_cached", "reset_max_memory_allocated", "reset_max_memory_cached"}
-    answers = {**cuda._random_states(1), **cuda._streams()}
+    answers = {**cuda._random_states(1), **cuda._streams(Streams(Ledger()))}
     assert not [name for name in answers.keys() - old_names if not hasattr(torch.cuda, name)]
 
 

@@ -12,6 +12,7 @@ from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.simulate.streams import Streams
 from zerofit.spec.devices import Device
 
 # compute capability by the beginning of a kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx950, gfx90a)
@@ -60,7 +61,7 @@ def cuda_module(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Answer for a GPU; torch.cuda would look for a driver. (torch.cuda.*)"""
     cuda: Any = torch.cuda
     memory, numbers = _memory(meter, target.device.memory_bytes), _random_states(target.gpus)
-    for name, answer in {**_devices(target), **_streams(meter), **memory, **numbers}.items():
+    for name, answer in {**_devices(target), **_streams(meter.streams), **memory, **numbers}.items():
         replace_in(cuda, name, answer)
     for module, answers in ((cuda.memory, memory), (cuda.random, numbers)):
         for name in answers.keys() & vars(module).keys():
@@ -80,7 +81,7 @@ def accelerator_module(meter: ScriptTracker, target: ScriptTarget) -> None:
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_stream": lambda *_: meter.streams.current,
         **dict.fromkeys(("set_device_index", "set_device_idx"), _nothing),
-        **{name: answer for name, answer in _streams(meter).items() if name in ("synchronize", "set_stream")},
+        **{name: answer for name, answer in _streams(meter.streams).items() if name in ("synchronize", "set_stream")},
         **_memory(meter, target.device.memory_bytes),
     }
     replace_in(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # what meshes of devices ask
@@ -135,9 +136,7 @@ def _devices(target: ScriptTarget) -> dict[str, Any]:
     }
 
 
-def _streams(meter: ScriptTracker) -> dict[str, Any]:
-    streams = meter.streams
-
+def _streams(streams: Streams) -> dict[str, Any]:
     def set_stream(stream: Any) -> None:
         streams.current = stream
 
