@@ -42,7 +42,6 @@ WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
 SCRIPT = "zerofit.script"  # words after --, in click's context
 FEW = 8  # collectives to print
-HOST_KINDS = {"pageable": "pageable", "pinned": "pinned", "pinned_free": "pinned and kept for reuse"}
 
 
 class CommandAfterDashes(click.Command):
@@ -304,8 +303,9 @@ def _beside(console: Console, result: Simulation) -> None:
         )
     host = result.host_bytes
     if sum(host.values()):
-        kinds = ", ".join(f"{HOST_KINDS[kind]} {shown_bytes(size)}" for kind, size in host.items() if size)
-        console.print(f"host memory of this rank: {kinds}; its process about {shown_bytes(HOST_PROCESS_BYTES)}")
+        kinds = ", ".join(f"{kind} {shown_bytes(size)}" for kind, size in host.items() if size)
+        kept = f" ({shown_bytes(result.host_kept_bytes)} of it kept for reuse)" if result.host_kept_bytes else ""
+        console.print(f"host memory of this rank: {kinds}{kept}; its process about {shown_bytes(HOST_PROCESS_BYTES)}")
     if result.nvme_bytes:
         console.print(f"NVMe of this rank: {shown_bytes(result.nvme_bytes)}")
 

@@ -47,8 +47,9 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     peak = record.peaks[0]
     # matrix products take the largest parameter in fp32
     beside = overheads(cluster.device, _communicators(record.groups), largest * ELEMENT_BYTES["fp32"])
+    host = record.host
     verdict, reserved, ahead = _verdict(record, beside, cluster, simulated.target.alloc_conf)
-    host_node_bytes, host_fits, host_sentence = _host(record.host, cluster)
+    host_node_bytes, host_fits, host_sentence = _host(host, cluster)
     last = max(phase.step for phase in record.phases)
     return Simulation(
         world_size=layout.world_size,
@@ -67,7 +68,8 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
         smi_bytes=reserved + sum(o.bytes for o in beside),
         device=cluster.device.kind,
         device_total_bytes=cluster.device.memory_bytes,
-        host_bytes=record.host,
+        host_bytes={"pageable": host["pageable"], "pinned": host["pinned"] + host["pinned_free"]},
+        host_kept_bytes=host["pinned_free"],
         host_phases=record.host_phases,
         host_node_bytes=host_node_bytes,
         host_total_bytes=cluster.host_bytes,

@@ -126,7 +126,8 @@ class Simulation:
     smi_bytes: int  # as nvidia-smi shows it
     device: str  # kind
     device_total_bytes: int
-    host_bytes: dict[str, int]  # "pageable", "pinned" and "pinned_free": torch keeps it for the next request
+    host_bytes: dict[str, int]  # "pageable" and "pinned"
+    host_kept_bytes: int  # of the pinned ones, those that torch keeps for the next request
     host_phases: dict[str, int]  # phase -> most bytes of host memory in it; beside a GPU
     host_node_bytes: int  # of all ranks of a node, with their processes
     host_total_bytes: int
