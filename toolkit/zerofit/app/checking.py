@@ -120,9 +120,11 @@ class CheckResult:
     def resolve(self) -> ResolvedConfig:
         """Return the plain JSON that a run gets, every "auto" filled. Raises UserError with all that is wrong.
 
-        Of a file for the Trainer or Accelerate it is what these hand to DeepSpeed, of any other zerofit's own.
+        Of a file for the Trainer or Accelerate it is what these hand to DeepSpeed; of any other zerofit's own, also
+        where a model is given and only a guess says who reads the file.
         """
-        if self.reader.name in HUGGING_FACE:
+        guessed = bool(self.reader.why)
+        if self.reader.name in HUGGING_FACE and not (guessed and self.hardware.facts):
             return self._as_handed_over()
         if self.hardware.facts is None:
             message = "--resolve needs a model: bucket, prefetch and persistence sizes follow from it"
