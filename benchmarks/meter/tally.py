@@ -20,8 +20,8 @@ class TwoTallies(AllocationTracker):
 
     without_kernels: Counter[int]  # peak bytes by step, -1 before the first; of the last one made
 
-    def __init__(self, device: str, known: Scratch):
-        super().__init__(device, self._take)
+    def __init__(self, device: str, known: Scratch, workspace_bytes: int = 0):
+        super().__init__(device, self._take, workspace_bytes)
         self._known, self._kernels = known, KernelScratch()
         TwoTallies.without_kernels = Counter()
 
