@@ -24,7 +24,6 @@ from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, 
 from zerofit.models.hf import make_config, max_positions, transformers_model
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
-from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.model_facts import is_text
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     try:
         # fakes take time to import, and only transformers asks whether tensors have values
         fakes = fake_tensors() if source.family == "transformers" else nullcontext()
-        with without_dynamo(), fakes, counter, torch.no_grad():
+        with fakes, counter, torch.no_grad():
             logits, _ = forward_logits(trial, x)
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

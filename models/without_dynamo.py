@@ -15,39 +15,58 @@ FLAGS = {"fake_tensor_cache_enabled": True, "fake_tensor_cache_crosscheck_enable
 
 
 class _StandIn(ModuleType):
-    """A torch._dynamo that leaves functions as they are; asked for anything else, it makes way for the real one."""
-
-    def disable(self, fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        """Return the function: where nothing is compiled there is nothing to keep from being compiled."""
-        return fn
-
-    def graph_break(self) -> None:
-        """Break no graph, since none is being made."""
+    """A module of the compiler that makes way for the real one when it is asked for what it does not have."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect looks for a file in all modules
+        looked_into = name == "__path__" and self.__name__ == NAME  # for a module of the package that is not here
+        if name.startswith("__") and not looked_into:  # inspect looks for a file in all modules
             raise AttributeError(name)
         _leave()
-        return getattr(importlib.import_module(NAME), name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    """Return the function: where nothing is compiled there is nothing to keep from being compiled."""
+    return fn
+
+
+def _graph_break() -> None:
+    """Break no graph, since none is being made."""
+
+
+def _is_compile_supported(device_type: str) -> bool:
+    """Return what the real one says; torchvision imports it (torchvision/ops/roi_align.py) and hardly ever calls it."""
+    _leave()
+    return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    NAME: {"disable": _disable, "graph_break": _graph_break},
+    f"{NAME}.config": FLAGS,
+    f"{NAME}.utils": {"is_compile_supported": _is_compile_supported},
+}
 
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Keep torch from importing its compiler for optimizers, fake tensors and dispatch modes that are used within.
+    """Keep torch from importing its compiler for optimizers, fake tensors, dispatch modes and torchvision within.
 
     Whoever compiles gets the real one; where it has been imported already, nothing changes.
     """
-    if NAME not in sys.modules:
-        stand_in, config = _StandIn(NAME), ModuleType(f"{NAME}.config")
-        vars(config).update(FLAGS)
-        vars(stand_in)["config"] = config
-        sys.modules.update({NAME: stand_in, config.__name__: config})
+    outermost = NAME not in sys.modules
+    if outermost:
+        for name, content in STAND_INS.items():
+            sys.modules[name] = _StandIn(name)
+            vars(sys.modules[name]).update(content)
+        vars(sys.modules[NAME])["config"] = sys.modules[f"{NAME}.config"]
     try:
         yield
     finally:
-        _leave()
+        if outermost:
+            _leave()
 
 
 def _leave() -> None:
-    if isinstance(sys.modules.get(NAME), _StandIn):
-        del sys.modules[NAME], sys.modules[f"{NAME}.config"]
+    for name in STAND_INS:
+        if isinstance(sys.modules.get(name), _StandIn):
+            del sys.modules[name]

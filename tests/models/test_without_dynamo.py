@@ -25,8 +25,13 @@ with without_dynamo():
     weight.grad = torch.ones_like(x)
     torch.optim.SGD([weight], lr=0.5).step()
     assert torch.equal(weight.data, x - 0.5)
+    import torchvision.ops
+    with without_dynamo():
+        pass
     assert "torch._dynamo.eval_frame" not in sys.modules
     {inside}
+boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
+assert torchvision.ops.roi_align(x.reshape(1, 1, 2, 3), [boxes], 1).shape == (1, 1, 1, 1)
 double = torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)
 assert torch.equal(double(x), x * 2)
 assert type(sys.modules["torch._dynamo"]).__name__ == "module"
@@ -36,6 +41,8 @@ INSIDE = [
     "assert torch.equal(torch.compile(lambda t: t + 1, backend='eager')(x), x + 1)",
     "from torch._dynamo.utils import counters; assert len(counters) >= 0",
     "import torch._dynamo as dynamo; dynamo.reset()",
+    "from torch._dynamo.utils import is_compile_supported; assert is_compile_supported('cpu') in (True, False)",
+    "from torch._dynamo import config; assert config.cache_size_limit > 0",
 ]
 
 

@@ -290,10 +290,10 @@ def _facts(request: RunRequest, on_event: OnEvent | None) -> ModelFacts | None:
     if "model" not in request.run.model_fields_set:
         return None
     Reporter(on_event).status(f"reading the model {request.run.model} ...")  # torch takes seconds to import
+    from zerofit.app.model_facts import facts_of
     from zerofit.app.resolve import find_model
-    from zerofit.train.probe import probe
 
-    return probe(*find_model(request), None, request.run)
+    return facts_of(*find_model(request), None, request.run)
 
 
 def _asked(run: Run) -> Iterator[Asked]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from zerofit.app.planning.profiles import code_digest
+from zerofit.app.kept import kept_file
 from zerofit.app.simulation import PreparedSimulation, first_ranks
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
@@ -25,8 +24,7 @@ from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import cache_root, write_json
-from zerofit.spec.local_machine import versions
+from zerofit.spec.files import write_json
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
@@ -221,8 +219,7 @@ def _file(target: SimulationTarget) -> Path:
     config = {**job["ds_config"], "optimizer": None, "scheduler": None}
     optimizer = get(job["ds_config"], "optimizer.type")
     plain |= {"job": {**job, "ds_config": config}, "optimizer": optimizer, "own": _own_code(target.job)}
-    key = json.dumps([plain, versions(), code_digest(__name__)], sort_keys=True, default=str)
-    return cache_root() / "forecasts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return kept_file("forecasts", plain)
 
 
 def _own_code(job: Job) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from zerofit.app.model_facts import facts_of, max_positions_of
 from zerofit.app.requests import assumed_inputs
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
@@ -20,7 +21,7 @@ from zerofit.config.validate import check_machine, check_model
 from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
-from zerofit.models.build import source_max_positions, why_whole
+from zerofit.models.build import why_whole
 from zerofit.models.catalog import PRETRAINED, ModelSource, find, is_cnn
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.cluster import Cluster
@@ -29,7 +30,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
-from zerofit.train.probe import fed_with, models_say, probe, task_of
+from zerofit.train.probe import fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
@@ -177,7 +178,7 @@ def open_model(
             raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
     elif inputs == "assumed":
         fed = assumed_inputs(source, task, seq_len, image, dict(run.model_args))
-    facts = probe(source, task, fed, run, model)
+    facts = facts_of(source, task, fed, run, model)
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
         report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
@@ -230,7 +231,7 @@ def seq_len_of(run: Run, source: ModelSource, task: Task, usual: int = DEFAULT_S
         return None
     if run.seq_len:
         return run.seq_len
-    return min(usual, source_max_positions(source, dict(run.model_args)) or usual)
+    return min(usual, max_positions_of(source, dict(run.model_args)) or usual)
 
 
 def cluster_machine(cluster: Cluster) -> Machine:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,35 +15,33 @@ from zerofit.models.build import build, check_forward, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import as_layers
+from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
 
 
 def probe(
-    source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
+    source: ModelSource,
+    task: Task,
+    inputs: Inputs | None,
+    args: dict[str, Any],
+    pipelined: bool,
+    model: nn.Module | None = None,
 ) -> ModelFacts:
     """Return the facts of a model for these inputs, or as it was published (FLOPs are not counted then).
 
-    `model`: a model that is there already, in place of the source's.
+    `args` are the run's `model_args`, `pipelined` says that its layers will be asked for, and `model` is a model that
+    is there already, in place of the source's.
 
     Raises UserError where model and data do not go together.
     """
-    ask = (task, inputs, json.dumps(dict(run.model_args), sort_keys=True), run.pipeline > 1)
-    with models_say("MODEL"):
-        if model is None and source.path is None and source.family != "custom":
-            return _known_facts(source, *ask)
-        return _read_facts(source, *ask, model)
-
-
-def _read_facts(
-    source: ModelSource, task: Task, inputs: Inputs | None, args: str, pipelined: bool, model: nn.Module | None = None
-) -> ModelFacts:
-    if model is None:
-        with torch.device("meta"):
-            model = build(source, inputs, json.loads(args))
-    flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
-    layers = _layer_count(model, needed=pipelined)
+    with models_say("MODEL"), without_dynamo():
+        if model is None:
+            with torch.device("meta"):
+                model = build(source, inputs, args)
+        flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
+        layers = _layer_count(model, needed=pipelined)
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     largest = max((p.numel() for p in model.parameters()), default=0)
@@ -63,9 +60,6 @@ def _read_facts(
         layers=layers,
         own=source.family == "custom",
     )
-
-
-_known_facts = lru_cache(maxsize=64)(_read_facts)  # changes of a run share its model; 80 layers take seconds
 
 
 def task_of(source: ModelSource, run: Run) -> Task:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
 from zerofit.models.catalog import ModelError, ModelSource, find, names_callable
 from zerofit.models.inputs import Inputs
@@ -21,14 +18,12 @@ from zerofit.models.presets import PRESETS
 from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
 
 TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
-PACKAGE = "zerofit"
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +149,15 @@ def _place(wanted: ProfileRequest) -> Path | None:
     content = _content(wanted.model)
     if content is None:
         return None
-    names = ("torch", "torchvision", "transformers", "zerofit")
     key = {
         "model": content,
         "args": wanted.model_args,
         "inputs": [wanted.seq_len, wanted.image],
         "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.loss_chunk],
         "device": wanted.device,
-        "versions": {name: importlib.metadata.version(name) for name in names},
-        "code": code_digest(__name__),  # a profile of older code is made anew
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
-    return cache_root() / "profiles" / f"{stem}-{wanted.precision}-{digest}.json"
+    return kept_file("profiles", key, f"{stem}-{wanted.precision}-")
 
 
 def _content(model: str) -> Any:
@@ -181,70 +172,10 @@ def _content(model: str) -> Any:
 
 
 def longest_sequence(wanted: ProfileRequest) -> int | None:
-    """Return the longest sequence that the model takes; None without a limit of its own."""
-    from zerofit.models.build import source_max_positions
+    """Return the longest sequence that the model takes; None without a limit of its own. Raises UserError."""
+    from zerofit.app.model_facts import max_positions_of
     from zerofit.train.probe import models_say
 
     with models_say("MODEL"):
         source = find(wanted.model)
-        return source_max_positions(source, wanted.model_args) if source.family == "transformers" else None
-
-
-@cache
-def code_digest(module: str, root: Path = ROOT) -> str:
-    """Return the same text for the same code; `root` is the folder of the package.
-
-    Raises ModuleNotFoundError where a module of ours that is imported has no file.
-    """
-    digest = hashlib.sha256()
-    for _, source in sorted(import_closure(module, root).items()):
-        digest.update(source)
-    return digest.hexdigest()[:12]
-
-
-def import_closure(module: str, root: Path = ROOT) -> dict[str, bytes]:
-    """Return the sources, by name, of a module and all of ours that it imports, inside functions too."""
-    found: dict[str, bytes] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        path = _file(name, root)
-        if path is None:
-            raise ModuleNotFoundError(f"no file for {name} below {root}", name=name)
-        found[name], imported = _source(path, path.stat().st_mtime_ns, root)
-        waiting += imported
-        waiting += [name.rpartition(".")[0]] if "." in name else []  # a package's own code runs first
-    return found
-
-
-@cache
-def _source(path: Path, changed_ns: int, root: Path) -> tuple[bytes, tuple[str, ...]]:
-    """Return a file's content and the modules of ours that it imports; `changed_ns` keeps a newer one apart."""
-    content = path.read_bytes()
-    return content, tuple(_imports(ast.parse(content), root))
-
-
-def _file(name: str, root: Path) -> Path | None:
-    path = root.joinpath(*name.split(".")[1:])
-    candidates = (path / "__init__.py", path.with_suffix(".py"))
-    return next((file for file in candidates if file.is_file()), None)
-
-
-def _imports(tree: ast.Module, root: Path) -> Iterator[str]:
-    for node in _statements(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == PACKAGE)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-            yield str(node.module)
-            submodules = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from (name for name in submodules if _file(name, root))
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all statements below a node; not the expressions, which are most of a tree and import nothing."""
-    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for child in getattr(node, name, ()):
-            yield child
-            yield from _statements(child)
+    return max_positions_of(source, wanted.model_args)

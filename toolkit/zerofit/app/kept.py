@@ -1,0 +1,34 @@
+"""What was computed once and holds while its inputs, our code and the libraries are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec.files import cache_root
+from zerofit.spec.local_machine import versions
+
+ROOT = Path(__file__).parents[1]  # the package
+
+
+def kept_file(folder: str, key: Any, stem: str = "") -> Path:
+    """Return where the answer for `key` (plain data) is kept: elsewhere for other code and for other versions."""
+    text = json.dumps([key, versions(), code_digest()], sort_keys=True, default=str)
+    return cache_root() / folder / f"{stem}{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+@cache
+def code_digest(root: Path = ROOT) -> str:
+    """Return the same text for the same code of the package, whichever of it computes an answer."""
+    digest = hashlib.sha256()
+    for folder, folders, files in os.walk(root, followlinks=True):  # models/ may be a link
+        folders.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

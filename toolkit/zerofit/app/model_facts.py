@@ -1,0 +1,67 @@
+"""The figures of a model that a start asks for, read off it once and kept: a second start imports no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from torch import nn
+
+from zerofit.app.kept import kept_file
+from zerofit.models.build import source_max_positions
+from zerofit.models.catalog import ModelSource
+from zerofit.models.inputs import Inputs
+from zerofit.models.without_dynamo import without_dynamo
+from zerofit.spec.files import write_json
+from zerofit.spec.model_facts import ModelFacts, Task
+from zerofit.spec.run import Run
+from zerofit.train.probe import models_say, probe
+
+T = TypeVar("T")
+
+
+def facts_of(
+    source: ModelSource, task: Task, inputs: Inputs | None, run: Run, model: nn.Module | None = None
+) -> ModelFacts:
+    """Return the facts of a model for these inputs, or as it was published (FLOPs are not counted then).
+
+    `model`: a model that is there already, in place of the source's.
+
+    Raises UserError where model and data do not go together.
+    """
+    args, pipelined = dict(run.model_args), run.pipeline > 1
+
+    if model is not None:
+        return probe(source, task, inputs, args, pipelined, model)
+    fed = inputs and {type(inputs).__name__: asdict(inputs)}
+    key = ["facts", task, fed, args, pipelined]
+    return _kept(source, key, TypeAdapter(ModelFacts), lambda: probe(source, task, inputs, args, pipelined))
+
+
+def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:
+    """Return the longest sequence in tokens that a model takes; None for models without such a limit.
+
+    Raises UserError where `args` are not the model's.
+    """
+    with models_say("MODEL"), without_dynamo():
+        return _kept(source, ["positions", args], TypeAdapter(int | None), lambda: source_max_positions(source, args))
+
+
+def _kept(source: ModelSource, key: list[Any], form: TypeAdapter[T], read: Callable[[], T]) -> T:
+    """Return what `read` gives of a model, or gave before; a user's own code is always read."""
+    if source.family == "custom":
+        return read()
+    path = Path(source.path) if source.path else None
+    content = path and (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
+    file = kept_file("facts", [asdict(source), content, *key])
+    try:
+        return form.validate_python(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # never read, or half written
+        found = read()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, form.dump_python(found, mode="json"))
+    return found
