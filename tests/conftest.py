@@ -19,9 +19,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while t
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token caches and the like go to a folder of this session; compiled ops stay where they are."""
+    """Token caches and the like go to a folder of this worker, what is simulated to one of all; compiled ops stay."""
     _ops_stay()
     path = tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    for name in ("facts", "forecasts", "profiles"):
+        shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+        shared.mkdir(exist_ok=True)
+        (path / name).symlink_to(shared)
     os.environ["ZEROFIT_CACHE"] = str(path)
     return path
 
