@@ -8,8 +8,9 @@ import pytest
 
 from zerofit.spec import cluster, local_machine
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.devices import cpu_device
+from zerofit.spec.devices import DEVICES, cpu_device
 from zerofit.spec.errors import UserError
+from zerofit.spec.instances import INSTANCES
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
 
 GIB = 2**30
@@ -58,3 +59,65 @@ def test_this_machine_by_what_its_driver_says(monkeypatch, mib, kind):
     monkeypatch.setattr(cluster, "nvidia_gpus", lambda: [("NVIDIA X1", 2**30)])
     with pytest.raises(UserError, match="not in the catalogue"):
         Cluster.here()
+
+
+def test_an_instance_type_is_a_device_in_a_node_of_its_own():
+    cloud, bare = Cluster("p4d.24xlarge", nodes=2), Cluster("a100-40gb", nodes=2)
+    assert cloud.device.kind == "a100-40gb" and cloud.label == "a100-40gb (p4d.24xlarge)" and bare.label == "a100-40gb"
+    assert cloud.device.node.network == 400e9 / 8 / 8 < bare.device.node.network  # 400 Gb/s for eight
+    assert cloud.ranks == 16 and cloud.host_bytes == 1152 * 2**30
+    assert Cluster("ND96isr_H100_v5").device.node.network == 50e9
+    assert any("p4d.24xlarge" in note for note in cloud.notes)
+
+
+def test_every_instance_type_has_its_device_network_and_dated_price():
+    for name, device in INSTANCES.items():
+        assert device.node.name.lower().startswith(name) and device.kind in DEVICES
+        assert device.node.source and 0 < device.node.network < device.link
+        price = device.node.price
+        assert price is None or (1 < price.usd / device.node.gpus < 13 and price.date[:2] == "20" and price.source)
+
+
+OWN = """
+memory: 96GiB
+tflops: {bf16: 400, fp32: 50}
+bandwidth: 2TB
+link: 300GB
+pcie: 63GB
+network: 25GB
+gpus: 4
+price: 1.5
+price_date: 2026-11-01
+"""
+
+
+def test_a_file_describes_a_device(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(OWN)
+    cluster = Cluster(str(file), nodes=2)
+    device = cluster.device
+    assert (device.kind, device.memory_bytes, device.link, cluster.gpus) == ("own:mine", 96 * 2**30, 300e9, 4)
+    assert device.peak("bf16") == 4e14 and device.peak("fp16") is None and device.node.network == 25e9
+    assert (device.node.price.usd, device.node.price.date) == (6.0, "2026-11-01")
+    file.unlink()
+    assert replace(cluster, nodes=1).device == device  # it was read once
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("memory: much\ntflops: {bf16: 400}\nbandwith: 2TB\nlink: 300GB\ngpus: 0\nprice: free\n")
+    with pytest.raises(UserError) as error:
+        Cluster(str(file), gpus=0)
+    text = str(error.value)
+    for words in (
+        "memory: 'much'",
+        "fp32 has to be there",
+        "did you mean bandwidth",
+        "bandwidth is missing",
+        "gpus: got 0",
+    ):
+        assert words in text, words
+    assert {"pcie is missing", "network is missing"} <= {p.message.partition(": ")[2] for p in error.value.problems}
+    assert sum(p.where == "--gpus" for p in error.value.problems) == 1
+    with pytest.raises(UserError, match="cannot read"):
+        Cluster(str(tmp_path / "none.yaml"))

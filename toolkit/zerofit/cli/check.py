@@ -89,7 +89,11 @@ class CheckReports:
 @click.command()
 @click.argument("files", nargs=-1)
 @click.option("--model", help="check sizes against this model, and fill them in with --resolve")
-@click.option("--gpu", metavar="KIND", help="the device that it is for: h100-80gb, a100-40gb, ..., cpu")
+@click.option(
+    "--gpu",
+    metavar="KIND",
+    help="the device that it is for: h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own",
+)
 @run_options(RUN_FIELDS)
 @click.option("--for", "reader", type=click.Choice(READERS), help="the program that reads it; guessed from the file")
 @click.option("--training-args", metavar="FILE", help=ARGS_HELP)

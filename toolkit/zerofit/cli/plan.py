@@ -37,7 +37,7 @@ LINES = 8  # of reasons
 
 @click.command()
 @click.argument("model", required=False)
-@hardware_options(*HARDWARE, kinds="h100-80gb, ..., cpu; several to compare")
+@hardware_options(*HARDWARE, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own; several to compare")
 @click.option("--nvme-path", default="/local_nvme", show_default=True, help="where the disks are, for --write")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
 @click.option("--profile", type=PATH, help="plan from a stored profile, without torch")
@@ -120,7 +120,7 @@ def _title(result: PlanResult) -> str:
     length = f" at {result.seq_len} tokens" if result.seq_len else ""
     return (
         f"{result.model} ({result.parameters / 1e9:.3g} B parameters){length} in {result.precision} on "
-        f"{nodes}{cluster.gpus} x {cluster.device.kind} of {shown_bytes(cluster.device.memory_bytes)}: "
+        f"{nodes}{cluster.gpus} x {cluster.label} of {shown_bytes(cluster.device.memory_bytes)}: "
         f"{result.considered} layouts in {result.seconds:.2f} s, {result.fitting} fit"
     )
 
@@ -203,7 +203,7 @@ def _boxes(boxes: Sequence[Plan]) -> Table:
         cluster, best = box.cluster, box.result.layouts[0] if box.result.layouts else None
         nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
         table.add_row(
-            f"{nodes}{cluster.gpus} x {cluster.device.kind}",
+            f"{nodes}{cluster.gpus} x {cluster.label}",
             "yes" if best else "no",
             str(best.layout) if best else "-",
             _rate(best.samples_per_s) if best else "-",

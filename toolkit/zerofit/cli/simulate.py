@@ -56,7 +56,9 @@ class CommandAfterDashes(click.Command):
 
 @click.command(cls=CommandAfterDashes)
 @click.argument("target", metavar="MODEL | RUN.yaml | -- COMMAND", required=False)
-@hardware_options(*HARDWARE_FIELDS, kinds="h100-80gb, ..., cpu (default: this machine)")
+@hardware_options(
+    *HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own (default: this machine)"
+)
 @click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
 @click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")

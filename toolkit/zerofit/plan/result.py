@@ -150,7 +150,7 @@ class PlanResult:
             for one in self.layouts
         ]
         cluster, speed = self.cluster, "tokens/s" if self.seq_len else "samples/s"
-        caption = f"{self.model} in {self.precision} on {cluster.nodes} x {cluster.gpus} x {cluster.device.kind}"
+        caption = f"{self.model} in {self.precision} on {cluster.nodes} x {cluster.gpus} x {cluster.label}"
         if not rows and self.nearest:
             caption += f": nothing fits; nearest: {self.nearest.layout}: {self.nearest.message}"
         return html_table(caption, ("layout", "device memory", "step", speed, "MFU"), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zerofit.spec.devices import Device, by_name, cpu_device, find_device
+from zerofit.spec.devices import DEVICES, Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.local_machine import amd_gpus, cpu_ranks, memory_bytes, nvidia_gpus, usable_cores
 from zerofit.spec.units import parse_bytes, shown_bytes
@@ -27,7 +27,8 @@ class Cluster:
     zerofit.spec.errors.UserError: no GPU kind 'h100' (did you mean h100-80gb or h100-pcie-80gb?)
     """
 
-    kind: str | Device  # of the catalogue, "cpu" (this machine's), or a device of one's own
+    # of the catalogue, a cloud's instance type, a YAML file, "cpu" (this machine's), or a device of one's own
+    kind: str | Device
     gpus: int  # devices of one node; not given: as many as the kind's usual node has, or all ranks that suit this CPU
     nodes: int
     host_memory: int | None  # bytes of one node; None: the devices' share of their usual node, or this machine's
@@ -59,10 +60,13 @@ class Cluster:
             if size is not None:
                 where = f"--{name.replace('_', '-')}"
                 parsed[name] = problems.attempt(lambda size=size, where=where: parse_bytes(str(size), where))
+        device = kind if isinstance(kind, Device) else None
         if isinstance(kind, str) and kind != "cpu":
-            problems.attempt(lambda: find_device(kind))
+            device = problems.attempt(lambda: find_device(kind))
         problems.raise_if_any()
-        usual = cpu_ranks(usable_cores()) if kind == "cpu" else _device_of(kind).node.gpus
+        if device and isinstance(kind, str) and device.kind not in DEVICES:
+            kind = device  # a file is read once
+        usual = device.node.gpus if device else cpu_ranks(usable_cores())
         values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -87,6 +91,12 @@ class Cluster:
             raise UserError(Problem(kind="unknown-gpu", message=f"{name!r} is not in the catalogue", hint=hint))
         origin = f"this machine: {len(names)} x {name}"
         return cls(device.kind, gpus=len(names), host_memory=memory_bytes(), origin=origin)
+
+    @property
+    def label(self) -> str:
+        """The device's kind, with the instance type where that was named: "h100-80gb (p5.48xlarge)"."""
+        asked = self.kind if isinstance(self.kind, str) else self.device.kind
+        return self.device.kind if asked == self.device.kind else f"{self.device.kind} ({asked})"
 
     @property
     def ranks(self) -> int:

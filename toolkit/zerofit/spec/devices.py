@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from zerofit.spec import nodes
 from zerofit.spec.datacenter_gpus import DATACENTER_GPUS
 from zerofit.spec.device import Device
+from zerofit.spec.device_file import SUFFIXES, read_device
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.instances import INSTANCES
 from zerofit.spec.nodes import GB
 from zerofit.spec.other_gpus import OTHER_GPUS
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
@@ -23,13 +26,20 @@ LOOPBACK = 1.5 * GB  # assumed: gloo through the loopback device
 
 
 def find_device(kind: str, where: str = "--gpu") -> Device:
-    """Return the device of a kind. Raises UserError with the nearest kinds; `cpu` is made by `cpu_device` instead."""
+    """Return the device of a kind, of a cloud's instance type, or of a YAML file (`device_file`).
+
+    Raises UserError with the nearest names; `cpu` is made by `cpu_device` instead.
+    """
     if kind in DEVICES:
         return DEVICES[kind]
+    if kind.lower() in INSTANCES:
+        return INSTANCES[kind.lower()]
+    if kind.endswith(SUFFIXES):
+        return read_device(Path(kind), where)
     word = kind.lower().replace("-", "").replace("_", "")
     begins = [known for known in KINDS if known.replace("-", "").startswith(word)]
-    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), KINDS)
-    hint = hint or "known: " + ", ".join(KINDS)
+    hint = f"did you mean {' or '.join(begins)}?" if begins and word else nearest(kind.lower(), (*KINDS, *INSTANCES))
+    hint = hint or f"known: {', '.join((*KINDS, *INSTANCES))}, or a YAML file of your own"
     raise UserError(Problem(kind="unknown-gpu", message=f"no GPU kind {kind!r}", hint=hint, where=where))
 
 

@@ -9,6 +9,15 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListPrice:
+    """What a whole node costs an hour, on demand."""
+
+    usd: float
+    date: str  # when it was listed
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """One host as its maker publishes it; bandwidths in bytes a second, of one direction."""
 
@@ -20,6 +29,7 @@ class Node:
     nvme_read: float  # of all local disks together
     nvme_write: float
     source: str
+    price: ListPrice | None = None
 
 
 DGX1 = Node(

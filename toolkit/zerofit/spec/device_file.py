@@ -1,0 +1,114 @@
+"""A kind of GPU of one's own, described in a YAML file that `--gpu` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.spec import nodes
+from zerofit.spec.device import Device
+from zerofit.spec.errors import Problem, Problems, UserError, nearest
+from zerofit.spec.units import parse_bytes
+
+SUFFIXES = (".yaml", ".yml")
+# keys of the file; the first six have to be there
+KEYS = {
+    "memory": "of one device, as its driver hands it out: 80GiB",
+    "tflops": "dense peaks: {bf16: 989, fp16: 989, fp32: 67}",
+    "bandwidth": "of its own memory, a second: 3.35TB",
+    "link": "to the other devices of its node, a second and direction: 450GB",
+    "pcie": "to host memory, a second and direction: 63GB",
+    "network": "to other nodes, a second and device: 50GB",
+    "gpus": "devices of a node [8]",
+    "host_memory": "of a node [1TiB]",
+    "price": "US dollars of one device an hour",
+    "price_date": "when that was the price: 2026-11-01",
+}
+REQUIRED = tuple(KEYS)[:6]
+SIZES = ("memory", "bandwidth", "link", "pcie", "network", "host_memory")
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def read_device(path: Path, where: str = "--gpu") -> Device:
+    """Return the device that a file describes, of the kind `own:NAME`. Raises UserError with all that is wrong."""
+    found, problems = _read(path, where), Problems()
+    for key in found.keys() - KEYS.keys():
+        hint = nearest(str(key), KEYS)
+        problems.add("unknown-key", f"{path}: unknown key {key!r}", hint or f"known: {', '.join(KEYS)}", where)
+    for key in REQUIRED:
+        if found.get(key) is None:
+            problems.add("missing-key", f"{path}: {key} is missing", f"{key}: {KEYS[key]}", where)
+    sizes = {
+        key: problems.attempt(lambda key=key: _size(path, key, found[key], where)) for key in SIZES if key in found
+    }
+    tflops = _tflops(path, found["tflops"], problems, where) if found.get("tflops") is not None else {}
+    gpus, price = found.get("gpus", 8), found.get("price")
+    if not isinstance(gpus, int) or gpus < 1:
+        problems.add("bad-value", f"{path}: gpus: got {gpus!r}", "take 1 or more", where)
+    if price is not None and not _positive(price):
+        problems.add("bad-value", f"{path}: price: got {price!r}", f"price: {KEYS['price']}", where)
+    problems.raise_if_any()
+    return _device(path, {key: float(size or 0) for key, size in sizes.items()}, tflops, found)
+
+
+def _read(path: Path, where: str) -> dict[Any, Any]:
+    import yaml  # no other kind of device needs it
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise UserError(Problem(kind="unreadable", message=f"cannot read {path}: {reason}", where=where)) from None
+    if not isinstance(found, dict):
+        hint = "write it as lines of `key: value`; keys: " + ", ".join(KEYS)
+        raise UserError(Problem(kind="syntax", message=f"{path} is not a mapping", hint=hint, where=where))
+    return found
+
+
+def _size(path: Path, key: str, value: Any, where: str) -> int:
+    try:
+        return parse_bytes(str(value), where)
+    except UserError as error:
+        message, hint = f"{path}: {key}: {error.problems[0].message}", f"{key}: {KEYS[key]}"
+        raise UserError(Problem(kind="bad-size", message=message, hint=hint, where=where)) from None
+
+
+def _tflops(path: Path, value: Any, problems: Problems, where: str) -> dict[str, float]:
+    peaks = value if isinstance(value, Mapping) else {}
+    if "fp32" not in peaks or peaks.keys() - set(PRECISIONS) or not all(map(_positive, peaks.values())):
+        hint = f"tflops: {KEYS['tflops']}; fp32 has to be there, bf16 and fp16 where the device has them"
+        problems.add("bad-value", f"{path}: tflops: got {value!r}", hint, where)
+        return {}
+    return {str(name): float(peak) for name, peak in peaks.items()}
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _device(path: Path, sizes: Mapping[str, float], tflops: dict[str, float], found: Mapping[Any, Any]) -> Device:
+    price, gpus, base = found.get("price"), found.get("gpus", 8), nodes.H100_PCIE_SERVER
+    if price is not None:
+        price = nodes.ListPrice(usd=price * gpus, date=str(found.get("price_date", "undated")), source=str(path))
+    node = replace(
+        base,
+        name=f"the node of {path.name}",
+        gpus=gpus,
+        host_bytes=int(sizes.get("host_memory", base.host_bytes)),
+        network=sizes["network"],
+        source=f"{path}; host memory's speed and disks assumed as in a {base.name}",
+        price=price,
+    )
+    return Device(
+        kind=f"own:{path.stem}",
+        name=path.stem,
+        memory_bytes=int(sizes["memory"]),
+        tflops=tflops,
+        **{key: sizes[key] for key in ("bandwidth", "link", "pcie")},
+        link_name="PCIe" if sizes["link"] <= sizes["pcie"] else "links of its own",
+        node=node,
+        source=str(path),
+        memory_source=str(path),
+    )
