@@ -10,8 +10,9 @@ import pytest
 
 import zerofit as zf
 from tests.plan.stub import make_profile
-from zerofit.app.planning import confirm, planner
+from zerofit.app.planning import confirm
 from zerofit.app.planning.answers import LargestFit
+from zerofit.plan.inverse import with_layers
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 
@@ -80,6 +81,6 @@ def test_the_largest_value_is_one_that_a_simulation_lets_fit(plan, monkeypatch, 
 
 def test_layers_that_were_asked_for_are_written(plan, tmp_path):
     asked = replace(plan, request=replace(plan.request, maximum="layers"))
-    deep = replace(asked, profile=replace(planner.with_layers(plan.profile, 31), model_type="llama"))
+    deep = replace(asked, profile=replace(with_layers(plan.profile, 31), model_type="llama"))
     assert deep.layouts[0].to_run().model_args == {"num_hidden_layers": 31}
     assert plan.layouts[0].to_run().model_args == {}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from zerofit.app.planning.answers import write_plan
+from zerofit.app.planning.files import ds_config, run_fields, write_plan
 from zerofit.check.check import check
 from zerofit.check.subject import TargetHardware
 from zerofit.cli.main import main
@@ -225,7 +225,8 @@ WRITTEN = [
 def test_written_files_are_what_train_and_check_take(layout, traced, tmp_path):
     profile = Profile.from_dict(json.loads(Path(traced["profile"]).read_text()))
     args = json.loads(ARGS)
-    write_plan(tmp_path, layout, profile, args, None, str(tmp_path))
+    config = ds_config(layout, profile, str(tmp_path))
+    write_plan(tmp_path, run_fields(layout, profile, args, None), config, "")
     asked_for = load_run(tmp_path / "run.yaml", {})
     document = read_document(tmp_path / "ds_config.json")
     found = check(document, TargetHardware(ranks=layout.world_size, pipeline=layout.pp, accelerator="cuda"))

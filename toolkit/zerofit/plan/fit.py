@@ -49,6 +49,16 @@ class Fit:
         return "nvme" if self.nvme_bytes > self.nvme_available_bytes else None
 
     @property
+    def lacking_bytes(self) -> float:
+        """Bytes that the memory lacks which is too small; 0 where everything fits."""
+        lacks = {
+            "device": self.device_bytes - self.device_available_bytes,
+            "host": self.host_bytes - self.host_available_bytes,
+            "nvme": self.nvme_bytes - self.nvme_available_bytes,
+        }
+        return lacks[self.exceeded] if self.exceeded else 0.0
+
+    @property
     def utilization(self) -> float:
         """Bytes needed of the scarcest memory, as a share of what is available."""
         pairs = [(self.device_bytes, self.device_available_bytes), (self.host_bytes, self.host_available_bytes)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.plan.fit import Fit
 from zerofit.plan.interval import PublishedErrors
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.outlook import Outlook, Work, outlook_of
 from zerofit.plan.rates import Rates
 from zerofit.plan.time import StepTime
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.files import field_data
+from zerofit.spec.profile import Profile
 from zerofit.spec.units import shown_bytes
 
 SAME_SPEED = 0.03  # a forecast of time is less exact than this share
@@ -30,6 +32,7 @@ class RankedLayout:
     tokens_per_s: float | None  # None for images
     mfu: float | None  # None for CPUs
     errors: PublishedErrors | None = None  # of forecasts like this one; None for CPUs and corrected forecasts
+    outlook: Outlook | None = None  # on a whole training, where that was asked
 
     @property
     def step_s(self) -> float:
@@ -37,7 +40,8 @@ class RankedLayout:
         return self.layout.global_batch / self.samples_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a row of `layouts` in `zerofit plan --json`."""
+        """Return a row of `layouts` or `misfits` in `zerofit plan --json`."""
+        lacks = {"memory": self.fit.exceeded, "bytes": round(self.fit.lacking_bytes)}
         return {
             **self.layout.to_dict(),
             "peak_bytes": self.memory.peak_bytes,
@@ -55,6 +59,8 @@ class RankedLayout:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "fits": self.fit.exceeded is None,
+            "lacks": lacks if self.fit.exceeded else None,
+            **({"outlook": self.outlook.to_dict()} if self.outlook else {}),
         }
 
 
@@ -93,6 +99,7 @@ class PlanResult:
     considered: int
     fitting: int
     seconds: float
+    misfits: tuple[RankedLayout, ...] = ()  # which lack least, where fewer fit than were wanted
 
     @property
     def nearest(self) -> Rejected | None:
@@ -127,6 +134,7 @@ class PlanResult:
                 "assumed": list(cluster.notes),
             },
             "layouts": [one.to_dict() for one in self.layouts],
+            "misfits": [one.to_dict() for one in self.misfits],
             "plainest": self.plainest,
             "fitting": self.fitting,
             "considered": self.considered,
@@ -154,6 +162,17 @@ class PlanResult:
         if not rows and self.nearest:
             caption += f": nothing fits; nearest: {self.nearest.layout}: {self.nearest.message}"
         return html_table(caption, ("layout", "device memory", "step", speed, "MFU"), rows)
+
+
+def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResult:
+    """Return the result with what each layout means for a whole training."""
+
+    def seen(one: RankedLayout) -> RankedLayout:
+        of_model = (profile.parameters, profile.seq_len)
+        return replace(one, outlook=outlook_of(work, one.layout, one.step_s, one.errors, *of_model, result.cluster))
+
+    layouts, misfits = (tuple(map(seen, ranked)) for ranked in (result.layouts, result.misfits))
+    return replace(result, layouts=layouts, misfits=misfits)
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:

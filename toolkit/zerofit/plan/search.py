@@ -60,14 +60,16 @@ def search(
     if not space.families:
         raise UserError(*(problem for problem, _ in space.left_out.values()))
     rates = rates_of(cluster, request.precision, calibration)
-    fitting, misfits = _divide(space.families, cluster, forecast)
+    fitting, misfits, too_large = _divide(space.families, cluster, forecast)
     timer = Timer(profile, cluster, rates)
     timed = [_timed(layout, timer, correct) for layout in fitting]
     # fastest first; of those that are alike the plainest
     timed.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout)))
     plain_setting = setting(request.precision, False, 1, 1)
     flops = model_flops(profile, request.precision) if plain_setting in profile.costs else None
-    ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in _best(timed, top, request.every)]
+    best = _best(timed, top, request.every)
+    near = [] if request.every else [_fastest(one, timer, correct) for one in too_large[: top - len(best)]]
+    ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in (*best, *near)]
     if correct is None and not cluster.on_cpu:  # a corrected forecast has errors of its own
         ranked = [replace(one, errors=errors_of(profile.task, cluster.nodes, one.layout.offload)) for one in ranked]
     return PlanResult(
@@ -77,7 +79,8 @@ def search(
         precision=request.precision,
         cluster=cluster,
         rates=rates,
-        layouts=tuple(ranked),
+        layouts=tuple(ranked[: len(best)]),
+        misfits=tuple(ranked[len(best) :]),
         rejections=tuple(_rejections(misfits, space, cluster, forecast)),
         considered=sum(map(len, space.families)),
         fitting=len(fitting),
@@ -136,17 +139,19 @@ def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -
 
 def _divide(
     families: list[list[PlannedLayout]], cluster: Cluster, forecast: Forecast
-) -> tuple[list[PlannedLayout], dict[str, Misfits]]:
-    """Return the layouts that fit, and for each reason those that do not.
+) -> tuple[list[PlannedLayout], dict[str, Misfits], list[list[PlannedLayout]]]:
+    """Return the layouts that fit, for each reason those that do not, and the families of these, the leanest first.
 
     Where the first of a family does not fit, the others, which need more, do not either. Where it fits with all that
     larger buckets can add to spare, the others fit too.
     """
     fitting: list[PlannedLayout] = []
     misfits: dict[str, Misfits] = {}
+    too_large: list[tuple[float, list[PlannedLayout]]] = []
     for family in families:
         memory, fit = _forecast_fit(family[0], cluster, forecast)
         if fit.exceeded:
+            too_large.append((fit.utilization, family))
             _count(misfits, Misfits(len(family), family[0], memory, fit))
             continue
         fitting.append(family[0])
@@ -160,7 +165,8 @@ def _divide(
                     _count(misfits, Misfits(1, variant, memory, fit))
                     continue
             fitting.append(variant)
-    return fitting, misfits
+    too_large.sort(key=lambda pair: pair[0])
+    return fitting, misfits, [family for _, family in too_large]
 
 
 def _count(misfits: dict[str, Misfits], one: Misfits) -> None:
@@ -180,6 +186,10 @@ def _timed(layout: PlannedLayout, timer: Timer, correct: Correct | None) -> Time
     if correct:
         step = step.scaled(correct(layout, step.step_s) / step.step_s)
     return TimedLayout(layout, step, float(f"{layout.global_batch / step.step_s:.3g}"))
+
+
+def _fastest(family: list[PlannedLayout], timer: Timer, correct: Correct | None) -> TimedLayout:
+    return max((_timed(one, timer, correct) for one in family), key=lambda one: one.samples_per_s)
 
 
 def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]:

@@ -104,10 +104,11 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             )
             kept = {name: value for name, value in request.keep.items() if name in SIZES}
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
-                space.leave_out(_decided(request.keep))
                 continue
             family = [first, *_variants(first, profile, request.every)]
             space.families.append(list(dict.fromkeys(replace(one, **kept) for one in family)))
+    if not space.families and not space.left_out:
+        space.leave_out(_decided(request))
     return space
 
 
@@ -139,9 +140,10 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
     return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
 
 
-def _decided(keep: Mapping[str, Any]) -> Problem:
-    knobs = ", ".join(f"{name} {value}" for name, value in keep.items())
-    message = f"layouts that differ from what is decided: {knobs}"
+def _decided(request: PlanRequest) -> Problem:
+    knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
+    words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
+    message = f"no layout has all that is decided: {words}, global batch {request.global_batch or 'free'}"
     return Problem(kind="decided", message=message, hint="decide less, or other values")
 
 

@@ -60,11 +60,12 @@ class Cluster:
             if size is not None:
                 where = f"--{name.replace('_', '-')}"
                 parsed[name] = problems.attempt(lambda size=size, where=where: parse_bytes(str(size), where))
-        device = kind if isinstance(kind, Device) else None
+        device = None if isinstance(kind, str) else kind
         if isinstance(kind, str) and kind != "cpu":
-            device = problems.attempt(lambda: find_device(kind))
+            name = kind
+            device = problems.attempt(lambda: find_device(name))
         problems.raise_if_any()
-        if device and isinstance(kind, str) and device.kind not in DEVICES:
+        if device and device.kind not in DEVICES:
             kind = device  # a file is read once
         usual = device.node.gpus if device else cpu_ranks(usable_cores())
         values = {"kind": kind, "gpus": gpus or usual, "nodes": nodes or 1, **parsed, "origin": origin}

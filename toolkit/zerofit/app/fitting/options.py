@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.app.planning.answers import ds_config as planned_config
-from zerofit.app.planning.answers import layout_fields
+from zerofit.app.planning.files import ds_config as planned_config
+from zerofit.app.planning.files import layout_fields, merged
 from zerofit.app.planning.of_run import profile_of
-from zerofit.app.planning.planner import forecast_of
+from zerofit.app.planning.pins import FIELDS, decided
+from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import ResolvedJob, ds_document
-from zerofit.check.dotted import get
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
@@ -28,28 +27,6 @@ from zerofit.spec.run import RunRequest
 
 CHUNK = 1024  # targets of a loss in chunks
 ALL, AMPLE = 10**6, 10**18  # layouts; bytes of a memory in which everything fits
-# knob of a layout -> the run's field, the DeepSpeed JSON's key
-FIELDS = {
-    "micro_batch": "micro_batch",
-    "accumulation": "gradient_accumulation_steps",
-    "checkpointing": "activation_checkpointing",
-    "tp": "tensor_parallel",
-    "pp": "pipeline",
-    "sp": "sequence_parallel",
-}
-KEYS = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-    "tp": "tensor_parallel.autotp_size",
-    "sp": "sequence_parallel_size",
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer": "zero_optimization.offload_optimizer.device",
-    "offload_param": "zero_optimization.offload_param.device",
-    "bucket": "zero_optimization.reduce_bucket_size",
-    "overlap": "zero_optimization.overlap_comm",
-    "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
-    "persistence": "zero_optimization.stage3_param_persistence_threshold",
-}
 CHOSEN = (*FIELDS.values(), "global_batch", "loss_chunk", "ds_config")  # fields of the run
 
 
@@ -76,17 +53,6 @@ def given_fields(asked: RunRequest) -> dict[str, Any]:
     given = {name: getattr(asked.run, name) for name in ("ranks", *CHOSEN) if name in asked.places}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"ds_config": ds_document(asked.run).config} if "ds_config" in given else {})
-
-
-def decided(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the knobs of a layout that these fields decide, the keys of the DeepSpeed JSON among them."""
-    config = given.get("ds_config", {})
-    found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
-    found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
-        found["checkpointing"] = True
-    values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
-    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()}
 
 
 def options_of(
@@ -158,16 +124,5 @@ def chosen_fields(
         "global_batch": option.layout.global_batch,
         "loss_chunk": option.loss_chunk,
         "optimizer": optimizer,
-        "ds_config": _merged(config, given.get("ds_config", {})),
+        "ds_config": merged(config, given.get("ds_config", {})),
     }
-
-
-def _merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed JSON of one's own, filled with what was planned."""
-    merged = dict(copy.deepcopy(planned))
-    for key, value in own.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merged(merged[key], value)
-        elif value != "auto" or key not in merged:
-            merged[key] = copy.deepcopy(value)
-    return merged

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
-from zerofit.config.ds_json import bundled
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import Outlook
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected
-from zerofit.plan.space import stage3_sizes
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.files import field_data, write_json, write_text
-from zerofit.spec.model_facts import bucket_elements
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.files import field_data
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
 
-NAMES = ("ds_config.json", "run.yaml")
 DEPTH = "num_hidden_layers"  # what transformers calls the number of layers, for every model (`attribute_map`)
 
 
@@ -117,6 +112,11 @@ class PlannedRun:
         return self.ranked.step_s
 
     @property
+    def outlook(self) -> Outlook | None:
+        """How long the whole training takes, what it costs, when to save it; None where that was not asked."""
+        return self.ranked.outlook
+
+    @property
     def peak_bytes(self) -> int:
         """Device memory of the rank that needs most."""
         return self.ranked.memory.peak_bytes
@@ -129,7 +129,8 @@ class PlannedRun:
     @property
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed JSON; what a run decides (batch sizes, precision, lr) is "auto"."""
-        return ds_config(self.layout, self.profile, self.request.nvme_path)
+        planned = ds_config(self.layout, self.profile, self.request.nvme_path)
+        return merged(planned, self.request.ds_config)
 
     @property
     def model_args(self) -> dict[str, Any]:
@@ -139,10 +140,16 @@ class PlannedRun:
             args[DEPTH] = max(layer.count for layer in self.profile.layers)
         return args
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the run but its DeepSpeed JSON and its data."""
+        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image)
+        chunk = self.request.pins.get("loss_chunk")
+        return {**fields, "loss_chunk": chunk} if chunk else fields
+
     def to_run(self) -> Run:
         """Return the run, to which only the data is to be added (`run.model_copy(update={"data": ...})`)."""
-        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image)
-        return Run(**fields, ds_config=self.ds_config)
+        return Run(**self.fields, ds_config=self.ds_config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a row of `layouts` in `zerofit plan --json`."""
@@ -169,6 +176,11 @@ class Plan:
     def layouts(self) -> tuple[PlannedRun, ...]:
         """The best layouts."""
         return tuple(PlannedRun(ranked=one, profile=self.profile, request=self.request) for one in self.result.layouts)
+
+    @property
+    def misfits(self) -> tuple[PlannedRun, ...]:
+        """Layouts that do not fit, those that lack least first, where fewer fit than were wanted."""
+        return tuple(PlannedRun(ranked=one, profile=self.profile, request=self.request) for one in self.result.misfits)
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -206,14 +218,15 @@ class Plan:
         if number is None:
             message = "no layout fits: there is nothing to write"
             raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
-        request, layout = self.request, self.result.layouts[number].layout
-        args = self.layouts[number].model_args
-        return write_plan(Path(folder), layout, self.profile, args, request.image, request.nvme_path)
+        planned = self.layouts[number]
+        return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit plan --json` prints."""
         found = self.result.to_dict()
         found["top"] = self.request.top
+        if self.request.work:
+            found["assumed"] = self.request.work.reliability.sources
         found["tuned"] = self.tuned.to_dict() if self.tuned else None
         found["profile"] = str(self.profile_file) if self.profile_file else None
         if self.answer:
@@ -242,95 +255,4 @@ def _box(plan: Plan) -> dict[str, Any]:
         "ranks": cluster.ranks,
         "layout": layouts[0].to_dict() if layouts else None,
         "remedies": list(plan.remedies),
-    }
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise a UserError where a file would be replaced, or the folder is a file."""
-    problems = Problems()
-    if folder.exists() and not folder.is_dir():
-        problems.add("output-exists", f"{folder} is a file", "name a folder", "--write")
-    for path in (folder / name for name in NAMES):
-        if path.exists():
-            problems.add("output-exists", f"{path} exists", "name another folder, or remove it", "--write")
-    problems.raise_if_any()
-
-
-def write_plan(
-    folder: Path, layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None, nvme_path: str
-) -> tuple[Path, Path]:
-    """Write both files, and return their paths. Raises UserError."""
-    refuse_existing(folder)
-    config, run = (folder / name for name in NAMES)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(config, ds_config(layout, profile, nvme_path))
-        described = {**run_fields(layout, profile, model_args, image), "ds_config": str(config.absolute())}
-        write_text(run, yaml.safe_dump(described, sort_keys=False) + data_line(profile, image))
-    except OSError as error:
-        message = f"cannot write to {folder}: {error.strerror or error}"
-        raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
-    return config, run
-
-
-def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
-    """Return the bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
-    base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
-    config = json.loads(bundled()[base].read_text(encoding="utf-8"))
-    zero = config["zero_optimization"]
-    if layout.zero_stage:
-        zero["overlap_comm"] = layout.overlap
-        if layout.bucket != bucket_elements(profile.parameters):
-            for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
-                zero[key] = layout.bucket
-        if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
-            zero["stage3_prefetch_bucket_size"] = layout.prefetch
-            zero["stage3_param_persistence_threshold"] = layout.persistence
-    for key, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
-        if device == "none":
-            zero.pop(key, None)
-        elif device == "cpu":
-            zero[key] = {"device": "cpu", "pin_memory": True}
-        else:
-            zero[key]["nvme_path"] = nvme_path
-    if layout.tp > 1:
-        config["tensor_parallel"] = {"autotp_size": "auto"}
-    if layout.sp > 1:
-        config["sequence_parallel_size"] = "auto"
-    return config
-
-
-def data_line(profile: Profile, image: str | None) -> str:
-    """Return what the plan cannot know, as a comment to fill in."""
-    if profile.task == "image":
-        size = f"{image.rpartition(':')[2]} images" if image else "images"
-        return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
-    return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
-
-
-def run_fields(
-    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
-) -> dict[str, Any]:
-    """Return the fields of the run that the plan is for; what it leaves out `zerofit train` decides."""
-    path = Path(profile.model)
-    return {
-        "model": str(path.absolute()) if path.exists() else profile.model,
-        **({"model_args": model_args} if model_args else {}),
-        **({"seq_len": profile.seq_len} if profile.seq_len else {}),
-        **({"image_size": int(image.rpartition("x")[2])} if image else {}),
-        "optimizer": "adamw",  # whose states were planned for
-        **layout_fields(layout),
-    }
-
-
-def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
-    """Return the fields of a run that its layout decides."""
-    degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
-    return {
-        "ranks": layout.world_size,
-        "micro_batch": layout.micro_batch,
-        "gradient_accumulation_steps": layout.accumulation,
-        "precision": layout.precision,
-        "activation_checkpointing": layout.checkpointing,
-        **{name: degree for name, degree in degrees.items() if degree > 1},
     }

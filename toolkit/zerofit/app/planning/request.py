@@ -7,15 +7,17 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
+from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.app.requests import parse_image
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import Precision, Run, load_run
+from zerofit.spec.run import Run, load_run
 from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
 from zerofit.tune.trial import Candidate
 
@@ -84,21 +86,6 @@ def _problem(message: str) -> UserError:
     return UserError(Problem(kind="tuned", message=message, hint=hint, where=FLAG))
 
 
-class LayoutPins(TypedDict, total=False):
-    """Fields of a run that a plan keeps; what is left out is searched for."""
-
-    model_args: dict[str, Any]
-    seq_len: int | None
-    precision: Precision | None
-    global_batch: int | None
-    micro_batch: int | None
-    gradient_accumulation_steps: int | None
-    activation_checkpointing: bool | None
-    tensor_parallel: int | None
-    pipeline: int | None
-    sequence_parallel: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanningRequest:
     """A model, what is fixed of its run, and the question. Raises UserError with everything that is wrong."""
@@ -112,6 +99,7 @@ class PlanningRequest:
     tuned: Path | None = None  # folder of `zerofit tune`, whose trials correct step times
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # of layouts that offload to disks
+    work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
@@ -122,8 +110,10 @@ class PlanningRequest:
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
             object.__setattr__(self, "pins", {**pins, **self.pins})
             object.__setattr__(self, "model", self.model.model)
-        given = {name: value for name, value in self.pins.items() if value is not None}
+        given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
+        if (config := problems.attempt(lambda: self.ds_config)) is not None:
+            refuse_impossible(self.pins, knobs_of(self.pins, config), problems)
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
         if isinstance(self.model, str):
@@ -144,6 +134,11 @@ class PlanningRequest:
         problems.raise_if_any()
 
     @cached_property
+    def ds_config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON that pins what it names; empty without one. Raises UserError."""
+        return read_config(self.pins.get("ds_config"))
+
+    @cached_property
     def corrections(self) -> TunedLayouts | None:
         """The trials of a tuning. Raises UserError where they cannot be read."""
         return read_tuned(self.tuned) if self.tuned else None
@@ -154,6 +149,9 @@ class PlanningRequest:
         if profile.task == "image" and self.pins.get("seq_len"):
             message = f"{profile.model} takes images, which have no --seq-len"
             problems.add("flag", message, "leave it out; --input image:CxHxW sets their size", "--seq-len")
+        if profile.seq_len is None and self.work and self.work.tokens:
+            message = f"{profile.model} takes images, and --tokens are of text"
+            problems.add("flag", message, "say --samples instead", "--tokens")
         if profile.seq_len is not None and self.image:
             message = f"{profile.model} takes tokens, and --input is for images"
             problems.add("flag", message, "leave it out; --seq-len sets how many tokens", "--input")

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from zerofit.app.clusters.hosts import filled, machine_of
-from zerofit.app.planning.answers import ds_config as planned_config
-from zerofit.app.planning.answers import layout_fields
+from zerofit.app.planning.files import ds_config as planned_config
+from zerofit.app.planning.files import layout_fields
 from zerofit.app.planning.of_run import cluster_of, profile_of
-from zerofit.app.planning.planner import forecast_of
+from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import resolve_job
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.search import search

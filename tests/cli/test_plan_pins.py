@@ -1,0 +1,123 @@
+"""Flags that keep what they name of a layout, and layouts that do not fit but have their time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.plan.stub import make_profile
+from zerofit.cli.main import main
+
+H100 = ["--gpus", "8", "--gpu", "h100-80gb"]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> list[str]:
+    """A stored profile, so that nothing is traced."""
+    file = tmp_path_factory.mktemp("profile") / "profile.json"
+    file.write_text(json.dumps(make_profile().as_dict()))
+    return ["--profile", str(file), *H100]
+
+
+def asked(*args: object, code: int = 0) -> dict:
+    done = CliRunner().invoke(main, ["plan", *map(str, args), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def refused(*args: object) -> list[dict]:
+    answer = asked(*args, code=2)
+    return answer.get("errors") or [answer["error"]]
+
+
+def values(answer: dict, *names: str) -> set[tuple]:
+    return {tuple(row[name] for name in names) for row in answer["layouts"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "names", "only"),
+    [
+        (["--zero-stage", 3], ["zero_stage"], (3,)),
+        (["--offload", "cpu", "--offload-param", "none"], ["offload"], ("optimizer:cpu",)),
+        (["--zero-stage", 1, "--overlap-comm"], ["zero_stage", "overlap_comm"], (1, True)),
+        (["--zero-stage", 2, "--no-overlap-comm"], ["zero_stage", "overlap_comm"], (2, False)),
+        (["--activation-checkpointing", "--tensor-parallel", 2], ["activation_checkpointing", "tp"], (True, 2)),
+        (["--micro-batch", 4, "--sequence-parallel", 4], ["micro_batch", "sp"], (4, 4)),
+    ],
+)
+def test_a_flag_keeps_what_it_names(stored, flags, names, only):
+    assert values(asked(*stored, *flags, "--global-batch", 64, "--top", 100), *names) == {only}
+
+
+def test_a_deepspeed_json_keeps_what_it_names_and_flags_hold_against_it(stored, tmp_path):
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 12_345_678, "stage3_prefetch_bucket_size": "auto"}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}
+    file.write_text(json.dumps({**sizes, "bf16": {"enabled": True}, "zero_optimization": zero}))
+    names = ("zero_stage", "offload", "overlap_comm", "bucket_elements", "micro_batch", "global_batch")
+    found = asked(*stored, "--ds-config", file, "--top", 100)
+    assert values(found, *names) == {(3, "none", True, 12_345_678, 2, 64)}
+    assert {row["tp"] for row in found["layouts"]} > {1}  # of which it says nothing
+    found = asked(*stored, "--ds-config", file, "--micro-batch", 4, "--no-overlap-comm", "--top", 100)
+    assert values(found, *names) == {(3, "none", False, 12_345_678, 4, 64)}
+
+
+def test_what_is_written_is_the_json_that_was_given(stored, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "steps_per_print": 7})
+    )
+    asked(*stored, "--ds-config", file, "--global-batch", 64, "--write", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "ds_config.json").read_text())
+    assert written["steps_per_print"] == 7 and written["zero_optimization"]["round_robin_gradients"] is True
+    assert written["zero_optimization"]["stage"] == 2 and "run.yaml" in {p.name for p in (tmp_path / "out").iterdir()}
+
+
+def test_what_does_not_fit_has_its_time_and_stands_last(stored):
+    small = [*stored, "--device-memory", "1GiB", "--zero-stage", 0, "--micro-batch", 8]
+    found = asked(*small, code=1)
+    assert found["layouts"] == [] and found["misfits"]
+    for row in found["misfits"]:
+        assert not row["fits"] and row["step_s"] > 0 and row["zero_stage"] == 0 and row["micro_batch"] == 8
+        assert row["lacks"]["memory"] == "device"
+        assert row["lacks"]["bytes"] == row["peak_bytes"] + row["margin_bytes"] - row["device_total_bytes"] > 0
+    shown = CliRunner().invoke(main, ["plan", *map(str, small)]).stdout
+    assert "lacks" in shown and "nothing fits" in shown
+    names = ("tp", "pp", "sp", "activation_checkpointing", "step_s")
+    with_memory = asked(*stored, "--zero-stage", 0, "--micro-batch", 8, "--top", 100)
+    assert {tuple(row[name] for name in names) for row in found["misfits"]} <= values(with_memory, *names)
+
+
+def test_fitting_layouts_stand_before_those_that_do_not(stored):
+    few = asked(*stored, "--device-memory", "7GiB", "--global-batch", 64, "--zero-stage", 0, "--top", 100)
+    assert few["layouts"] and few["misfits"] and len(few["layouts"]) + len(few["misfits"]) <= 100
+    assert all(row["fits"] for row in few["layouts"]) and not any(row["fits"] for row in few["misfits"])
+    lacks = [row["lacks"]["bytes"] for row in few["misfits"]]
+    assert lacks[0] == min(lacks)
+    assert asked(*stored, "--global-batch", 64, "--top", 2)["misfits"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--zero-stage", 3, "--pipeline", 2], "pipeline takes stages 0 and 1"),
+        (["--zero-stage", 2, "--offload-param", "cpu"], "stage 3 alone"),
+        (["--zero-stage", 0, "--offload", "cpu"], "from ZeRO stage 2 on"),
+        (["--offload", "nvme"], "no disk is named"),
+        (["--offload", "none", "--offload-param", "cpu"], "offload the optimizer as well"),
+        (["--overlap-comm", "--micro-batch", 3, "--zero-stage", 2, "--global-batch", 64], "--micro-batch 3"),
+    ],
+)
+def test_what_deepspeed_does_not_take_together_is_refused(stored, flags, words):
+    wrong = refused(*stored, *flags)
+    assert any(words in p["message"] + p["hint"] for p in wrong), wrong
+
+
+def test_a_file_that_is_no_json_is_named_with_its_line(stored, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{\n "zero_optimization": {"stage": 3,,}\n}')
+    (wrong,) = refused(*stored, "--ds-config", file)
+    assert f"{Path(file)}:2" in wrong["where"]

@@ -1,0 +1,121 @@
+"""A planned layout as the files that `zerofit train` takes: ds_config.json and run.yaml."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerofit.config.ds_json import bundled
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.space import stage3_sizes
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.files import write_json, write_text
+from zerofit.spec.model_facts import bucket_elements
+from zerofit.spec.profile import Profile
+
+NAMES = ("ds_config.json", "run.yaml")
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise a UserError where a file would be replaced, or the folder is a file."""
+    problems = Problems()
+    if folder.exists() and not folder.is_dir():
+        problems.add("output-exists", f"{folder} is a file", "name a folder", "--write")
+    for path in (folder / name for name in NAMES):
+        if path.exists():
+            problems.add("output-exists", f"{path} exists", "name another folder, or remove it", "--write")
+    problems.raise_if_any()
+
+
+def write_plan(folder: Path, fields: Mapping[str, Any], config: Mapping[str, Any], comment: str) -> tuple[Path, Path]:
+    """Write a DeepSpeed JSON and the fields of a run with a comment below, and return their paths. Raises UserError."""
+    refuse_existing(folder)
+    ds_file, run_file = (folder / name for name in NAMES)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(ds_file, config)
+        described = {**fields, "ds_config": str(ds_file.absolute())}
+        write_text(run_file, yaml.safe_dump(described, sort_keys=False) + comment)
+    except OSError as error:
+        message = f"cannot write to {folder}: {error.strerror or error}"
+        raise UserError(Problem(kind="output-unwritable", message=message, where="--write")) from None
+    return ds_file, run_file
+
+
+def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[str, Any]:
+    """Return the bundled JSON of the stage with what the plan decided; the run's own sizes stay "auto"."""
+    base = "zero3_nvme" if "nvme" in (layout.offload_optimizer, layout.offload_param) else f"zero{layout.zero_stage}"
+    config = json.loads(bundled()[base].read_text(encoding="utf-8"))
+    zero = config["zero_optimization"]
+    if layout.zero_stage:
+        zero["overlap_comm"] = layout.overlap
+        if layout.bucket != bucket_elements(profile.parameters):
+            for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
+                zero[key] = layout.bucket
+        if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
+            zero["stage3_prefetch_bucket_size"] = layout.prefetch
+            zero["stage3_param_persistence_threshold"] = layout.persistence
+    for key, device in (("offload_optimizer", layout.offload_optimizer), ("offload_param", layout.offload_param)):
+        if device == "none":
+            zero.pop(key, None)
+        elif device == "cpu":
+            zero[key] = {"device": "cpu", "pin_memory": True}
+        else:
+            zero[key]["nvme_path"] = nvme_path
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": "auto"}
+    if layout.sp > 1:
+        config["sequence_parallel_size"] = "auto"
+    return config
+
+
+def data_line(profile: Profile, image: str | None) -> str:
+    """Return what the plan cannot know, as a comment to fill in."""
+    if profile.task == "image":
+        size = f"{image.rpartition(':')[2]} images" if image else "images"
+        return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
+    return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
+
+
+def run_fields(
+    layout: PlannedLayout, profile: Profile, model_args: dict[str, Any], image: str | None
+) -> dict[str, Any]:
+    """Return the fields of the run that the plan is for; what it leaves out `zerofit train` decides."""
+    path = Path(profile.model)
+    return {
+        "model": str(path.absolute()) if path.exists() else profile.model,
+        **({"model_args": model_args} if model_args else {}),
+        **({"seq_len": profile.seq_len} if profile.seq_len else {}),
+        **({"image_size": int(image.rpartition("x")[2])} if image else {}),
+        "optimizer": "adamw",  # whose states were planned for
+        **layout_fields(layout),
+    }
+
+
+def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
+    """Return the fields of a run that its layout decides."""
+    degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
+    return {
+        "ranks": layout.world_size,
+        "micro_batch": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "precision": layout.precision,
+        "activation_checkpointing": layout.checkpointing,
+        **{name: degree for name, degree in degrees.items() if degree > 1},
+    }
+
+
+def merged(planned: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed JSON of one's own, filled with what was planned."""
+    found = dict(copy.deepcopy(planned))
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
+            found[key] = merged(found[key], value)
+        elif value != "auto" or key not in found:
+            found[key] = copy.deepcopy(value)
+    return found

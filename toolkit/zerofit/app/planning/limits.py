@@ -1,0 +1,142 @@
+"""The largest value that fits, the fewest devices that are enough, and what would make a model fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zerofit.app.planning.answers import LargestFit
+from zerofit.app.planning.profiles import longest_sequence, trace
+from zerofit.app.planning.question import PlanQuestion, forecast_of
+from zerofit.app.planning.request import Maximum
+from zerofit.plan import inverse
+from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
+from zerofit.plan.search import host_needed, pressure
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.devices import DEVICES
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.units import shown_bytes
+
+MOST_TOKENS = 2**24  # of a sequence
+MOST_LAYERS = 4096
+MOST_SAMPLES = 2**16  # of a micro batch
+TOKENS = 256  # steps in which sequence lengths are looked for
+
+
+def maximum_of(
+    question: PlanQuestion, cluster: Cluster, what: Maximum, report: Reporter
+) -> tuple[PlanQuestion, LargestFit]:
+    """Return the question for the largest sequence, micro batch or number of layers that fits, and that value."""
+    if what == "seq-len":
+        return _longest(question, cluster, report)
+    return _deepest(question, cluster, report) if what == "layers" else _widest(question, cluster)
+
+
+def with_value(question: PlanQuestion, what: Maximum, value: int, report: Reporter) -> PlanQuestion:
+    """Return the question with another sequence length, number of layers or micro batch."""
+    if what == "layers":
+        return replace(question, profile=with_layers(question.profile, value))
+    if what == "micro-batch":
+        return replace(question, request=replace(question.request, micro_batch=value))
+    assert question.traced
+    traced = replace(question.traced, seq_len=value)
+    return replace(question, profile=trace(traced, report), traced=traced)
+
+
+def fewest(question: PlanQuestion, cluster: Cluster, full: int | None = None) -> Cluster | None:
+    """Return the smallest such cluster where a layout fits, on nodes of `full` devices; None beyond MOST_GPUS."""
+    forecast = forecast_of(question.profile, cluster)
+
+    def wants(gpus: int, nodes: int) -> float:
+        return pressure(question.profile, replace(cluster, gpus=gpus, nodes=nodes), question.request, forecast)
+
+    found = inverse.fewest(wants, full or cluster.gpus)
+    return replace(cluster, gpus=found[0], nodes=found[1]) if found else None
+
+
+def remedies_of(question: PlanQuestion, cluster: Cluster) -> list[str]:
+    """Return what would make the model fit, where nothing does."""
+    found = []
+    more = fewest(question, cluster, max(cluster.gpus, cluster.device.node.gpus))
+    if more is not None and more.ranks > cluster.ranks:
+        found.append(f"{more.ranks} x {cluster.device.kind} ({more.nodes} node(s) of {more.gpus})")
+    elif more is None:
+        size = shown_bytes(cluster.device.memory_bytes)
+        found.append(f"not even {MOST_GPUS} x {cluster.device.kind} of {size} are enough")
+    forecast = forecast_of(question.profile, cluster)
+    if cluster.on_cpu:
+        return found
+    host_bytes = host_needed(question.profile, cluster, question.request, forecast)
+    if host_bytes is not None:
+        found.append(f"{shown_bytes(host_bytes)} of host memory a node (--host-memory)")
+    larger = [d for d in DEVICES.values() if d.memory_bytes > cluster.device.memory_bytes]
+    for device in sorted(larger, key=lambda d: d.memory_bytes):
+        able = question.request.precision in device.tflops
+        same = replace(cluster, kind=device.kind, device_memory=None, network=None, host_memory=cluster.host_bytes)
+        if able and pressure(question.profile, same, question.request, forecast) <= 1:
+            size = f" with {shown_bytes(device.memory_bytes)}" if device.kind == cluster.device.kind else ""
+            found.append(f"{cluster.ranks} x {device.kind}{size}, with the same host memory")
+            break
+    if not cluster.nvme_bytes:
+        disks = replace(cluster, nvme=10**15)
+        if pressure(question.profile, disks, question.request, forecast) <= 1:
+            found.append("local NVMe disks (--nvme SIZE)")
+    return found
+
+
+def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:
+    traced, request = question.traced, question.request
+    if traced is None or question.profile.seq_len is None:
+        message = "--max seq-len needs a model that takes tokens, by its name: other lengths are traced anew"
+        hint = "give MODEL instead of --profile" if traced is None else "take --max micro-batch"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--max"))
+    limit, model = longest_sequence(traced), traced.model
+    # where it may be recomputed it is: the longest sequence is found among the layouts that need least
+    checkpointing = True if request.checkpointing is None else request.checkpointing
+    lean = replace(traced, checkpointings=(checkpointing,))
+    single = replace(request, micro_batch=request.micro_batch or 1)
+
+    def wants(seq_len: int) -> float:
+        report.status(f"tracing {model} at {seq_len} tokens ...")
+        profile = trace(replace(lean, seq_len=seq_len), report)
+        return pressure(profile, cluster, single, forecast_of(profile, cluster))
+
+    found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS, end_first=limit is not None)
+    bounded = found is not None and found + TOKENS > (limit or MOST_TOKENS)
+    fit = LargestFit(what="seq-len", value=found, step=TOKENS, looked=looked, bounded=bounded, limit=limit)
+    if found is None:
+        return question, fit
+    traced = replace(traced, seq_len=found)
+    return replace(question, profile=trace(traced, report), traced=traced, request=single), fit
+
+
+def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:
+    layer = question.profile.layers[repeated_layer(question.profile)]
+
+    def wants(count: int, pipelines: bool = False) -> float:
+        report.status(f"forecasting {count} times {layer.name} ...")
+        profile, request = with_layers(question.profile, count), replace(question.request, pipelines=pipelines)
+        return pressure(profile, cluster, request, forecast_of(profile, cluster))
+
+    # cutting many layers into stages takes seconds, and pipelines seldom hold most: they are asked where others end
+    found, looked = largest(wants, 1, 1, MOST_LAYERS)
+    border = (found or 0) + 1
+    if border <= MOST_LAYERS and wants(border, pipelines=True) <= 1:
+        found, more = largest(lambda count: wants(count, pipelines=True), border, 1, MOST_LAYERS)
+        looked += more
+    bounded, repeated = found == MOST_LAYERS, {"layer": layer.name, "now": layer.count}
+    fit = LargestFit(what="layers", value=found, step=1, looked=looked, bounded=bounded, **repeated)
+    return (replace(question, profile=with_layers(question.profile, found)) if found else question), fit
+
+
+def _widest(question: PlanQuestion, cluster: Cluster) -> tuple[PlanQuestion, LargestFit]:
+    """Look for any micro batch, without regard to a global batch."""
+    free = replace(question.request, global_batch=None)
+    forecast = forecast_of(question.profile, cluster)
+
+    def wants(micro: int) -> float:
+        return pressure(question.profile, cluster, replace(free, micro_batch=micro), forecast)
+
+    found, looked = largest(wants, 1, 1, MOST_SAMPLES)
+    fit = LargestFit(what="micro-batch", value=found, step=1, looked=looked, bounded=found == MOST_SAMPLES)
+    return (replace(question, request=replace(free, micro_batch=found)) if found else question), fit

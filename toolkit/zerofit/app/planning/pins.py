@@ -1,0 +1,129 @@
+"""Knobs of a layout that a user decides: by fields of the run, flags of a plan, and a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+from zerofit.check.document import of_data
+from zerofit.check.dotted import get
+from zerofit.config.ds_json import find_config, read_document
+from zerofit.plan.layout import OFFLOADS, Offload
+from zerofit.spec.errors import Problems
+from zerofit.spec.run import Precision
+
+# knob of a layout -> the run's field, the DeepSpeed JSON's key
+FIELDS = {
+    "micro_batch": "micro_batch",
+    "accumulation": "gradient_accumulation_steps",
+    "checkpointing": "activation_checkpointing",
+    "tp": "tensor_parallel",
+    "pp": "pipeline",
+    "sp": "sequence_parallel",
+}
+KEYS = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+    "tp": "tensor_parallel.autotp_size",
+    "sp": "sequence_parallel_size",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "bucket": "zero_optimization.reduce_bucket_size",
+    "overlap": "zero_optimization.overlap_comm",
+    "prefetch": "zero_optimization.stage3_prefetch_bucket_size",
+    "persistence": "zero_optimization.stage3_param_persistence_threshold",
+}
+# knob of a layout -> a plan's own pin
+PINS = {
+    "zero_stage": "zero_stage",
+    "offload_optimizer": "offload",
+    "offload_param": "offload_param",
+    "overlap": "overlap_comm",
+}
+STAGES = (0, 1, 2, 3)
+
+
+class LayoutPins(TypedDict, total=False):
+    """What a plan keeps of a run; what is left out is searched for."""
+
+    model_args: dict[str, Any]
+    seq_len: int | None
+    precision: Precision | None
+    global_batch: int | None
+    micro_batch: int | None
+    gradient_accumulation_steps: int | None
+    activation_checkpointing: bool | None
+    tensor_parallel: int | None
+    pipeline: int | None
+    sequence_parallel: int | None
+    zero_stage: Literal[0, 1, 2, 3] | None
+    offload: Offload | None  # of the optimizer's states
+    offload_param: Offload | None
+    overlap_comm: bool | None
+    loss_chunk: int | None
+    ds_config: str | dict[str, Any] | None  # a file, a name from ds_configs/, or its content
+
+
+def decided(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a layout that these fields decide, the keys of the DeepSpeed JSON among them."""
+    config = given.get("ds_config", {})
+    found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
+        found["checkpointing"] = True
+    values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
+    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()}
+
+
+def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a file, a bundled name or plain data; empty for None. Raises UserError."""
+    if ds_config is None:
+        return {}
+    if isinstance(ds_config, str):
+        return read_document(find_config(ds_config)).config
+    return of_data(dict(ds_config)).config
+
+
+def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs that pins and a DeepSpeed JSON decide; a pin holds against the JSON.
+
+    What a JSON's `zero_optimization` does not offload stays where it is.
+    """
+    given = {name: value for name, value in pins.items() if value is not None}
+    stays = {name: "none" for name in ("offload_optimizer", "offload_param") if "zero_optimization" in config}
+    found = stays | decided({**given, "ds_config": config})
+    found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
+    if found.get("zero_stage") == 0:
+        found.pop("overlap", None)  # which says nothing there
+    return {knob: max(1, value) if knob in ("tp", "pp", "sp") else value for knob, value in found.items()}
+
+
+def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the global batch and the precision that pins, else a DeepSpeed JSON, decide."""
+    found = {"global_batch": get(config, "train_batch_size", "auto")}
+    found["precision"] = next((p for p in ("bf16", "fp16") if get(config, f"{p}.enabled") is True), "auto")
+    found = {name: value for name, value in found.items() if value != "auto"}
+    return found | {name: pins[name] for name in ("global_batch", "precision") if pins.get(name) is not None}
+
+
+def refuse_impossible(pins: Mapping[str, Any], knobs: Mapping[str, Any], problems: Problems) -> None:
+    """Note pins of the wrong kind, and knobs that DeepSpeed does not take together."""
+    for name, allowed in (("zero_stage", STAGES), ("offload", OFFLOADS), ("offload_param", OFFLOADS)):
+        if pins.get(name) is not None and pins[name] not in allowed:
+            flag, words = "--" + name.replace("_", "-"), ", ".join(map(str, allowed))
+            problems.add("bad-value", f"{flag}: got {pins[name]!r}", f"take one of {words}", flag)
+    stage, optimizer = knobs.get("zero_stage"), knobs.get("offload_optimizer", "none")
+    params = knobs.get("offload_param", "none")
+    if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:
+        message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline takes stages 0 and 1"
+        problems.add("combination", message, "leave one of them out", "--pipeline, --zero-stage")
+    if stage in (0, 1, 2) and (params != "none" or optimizer == "nvme"):
+        message = f"parameters, and what goes to disks, are offloaded at ZeRO stage 3 alone, and this is stage {stage}"
+        problems.add("combination", message, "take --zero-stage 3, or another --offload", "--zero-stage, --offload")
+    elif stage in (0, 1) and optimizer != "none":
+        message = f"the optimizer is offloaded from ZeRO stage 2 on, and this is stage {stage}"
+        problems.add("combination", message, "take --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+    if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
+        message = f"parameters go to {params} with the optimizer's states, and those stay on the device"
+        problems.add("combination", message, "offload the optimizer as well", "--offload, --offload-param")

@@ -1,0 +1,98 @@
+"""What a plan asks of a model's layouts on one cluster: the profile, and what is decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.app.planning.pins import batch_and_precision, knobs_of
+from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.plan.fit import Forecast
+from zerofit.plan.memory import Forecaster
+from zerofit.plan.search import Correct
+from zerofit.plan.space import Degrees, PlanRequest
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """A profile, what is asked of its layouts, and how it can be traced again for another sequence length."""
+
+    profile: Profile
+    request: PlanRequest
+    traced: ProfileRequest | None = None  # None: the profile came from a file
+    top: int = 10
+    correct: Correct | None = None  # step times, by what a tuning has measured
+
+
+def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
+    """Return the question about this cluster, and where its profile lies."""
+    stored = read_profile(request.profile) if request.profile else None
+    pins, corrections = request.pins, request.corrections
+    wanted = _wanted(cluster, request, stored)
+    correct = corrections.correct if corrections else None
+    if stored is not None:
+        request.refuse_meaningless(stored)
+        return PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct), request.profile
+    assert isinstance(request.model, str)
+    degrees = None  # all that are worth it
+    if wanted.tp or wanted.sp:  # the asked ones beside the plain model
+        degrees = tuple(dict.fromkeys((Degrees(), Degrees(wanted.tp or 1, 1, wanted.sp or 1))))
+    traced = ProfileRequest(
+        model=request.model,
+        precision=wanted.precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=pins.get("seq_len"),
+        image=request.image,
+        model_args=pins.get("model_args") or {},
+        degrees=degrees,
+        loss_chunk=pins.get("loss_chunk"),
+    )
+    profile, file = get_profile(traced, report)
+    request.refuse_meaningless(profile)
+    traced = replace(traced, seq_len=profile.seq_len)
+    return PlanQuestion(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct), file
+
+
+def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:
+    """Return what is decided of the layouts. Raises UserError."""
+    knobs = knobs_of(request.pins, request.ds_config)
+    decided = batch_and_precision(request.pins, request.ds_config)
+    if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
+        message = "offloading to disks is asked for, and no disk is named"
+        raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
+    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "tp", "pp", "sp")}
+    return PlanRequest(
+        precision=_precision(decided.get("precision"), cluster, stored),
+        global_batch=decided.get("global_batch"),
+        keep=knobs,
+        **own,
+    )
+
+
+def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
+    """Return the memory forecast for this kind of device."""
+    device = cluster.device.kind
+    return Forecaster(profile, "cpu" if cluster.on_cpu else "cuda", blas_workspace_bytes(device)).memory
+
+
+def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:
+    """Return the precision asked for, else the device's usual one, or one that the profile has.
+
+    Usual are bf16, fp16 before Ampere, and fp32 on a CPU. Raises UserError.
+    """
+    able = cluster.device.tflops
+    if asked is None:
+        usual = "fp32" if cluster.on_cpu else "bf16" if "bf16" in able else "fp16"
+        traced = list(dict.fromkeys(key.split("/")[0] for key in stored.costs)) if stored else []
+        asked = usual if usual in traced or not traced else traced[0]
+    if asked in able:
+        return asked
+    message = f"{cluster.device.kind} has no {asked} arithmetic"
+    hint = f"take --precision {' or '.join(able)}"
+    raise UserError(Problem(kind="precision", message=message, hint=hint, where="--precision"))

@@ -1,0 +1,125 @@
+"""What a plan is told of a whole training: how much work, prices, and failures, as words that are checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from zerofit.plan.goodput import Reliability
+from zerofit.plan.outlook import Work
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.units import parse_bytes
+
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*", re.IGNORECASE)
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_MTBF = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:h?\s*/\s*)?(gpu|node)?\s*")
+FIRST_PHASE = "reading the data"  # of each start, in events.jsonl
+
+
+class WorkOptions(TypedDict, total=False):
+    """How long a training is, what it costs and how often machines fail; numbers, or words such as "15T"."""
+
+    epochs: float | None  # passes over `samples` or `tokens`
+    tokens: float | str | None
+    samples: float | str | None
+    price: float | str | Mapping[str, float] | None  # US dollars of a GPU hour; by kind, or "h100-80gb=2.5,l4=0.8"
+    mtbf: float | str | None  # hours between failures of one GPU, or "5000/node"
+    storage: str | int | None  # bytes a second that checkpoints are written with, by all ranks together
+    timed_by: str | Path | None  # a run folder, whose saves and starts took as long as this one's will
+
+
+def read_work(options: Mapping[str, Any]) -> Work | None:
+    """Return the work that these options ask for; None where there are none. Raises UserError with all problems."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given:
+        return None
+    problems, found = Problems(), dict[str, Any]()
+    readers: dict[str, Callable[[Any], Any]] = {
+        "epochs": lambda value: _count(value, "--epochs"),
+        "tokens": lambda value: _count(value, "--tokens"),
+        "samples": lambda value: _count(value, "--samples"),
+        "price": _prices,
+        "mtbf": _mtbf,
+        "storage": lambda value: parse_bytes(str(value), "--storage"),
+        "timed_by": lambda value: measured_times(Path(value)),
+    }
+    for name, value in given.items():
+        found[name] = problems.attempt(lambda name=name, value=value: readers[name](value))
+    if "tokens" in given and "samples" in given:
+        problems.add(
+            "usage", "--tokens and --samples are two measures of one length", "give one", "--tokens, --samples"
+        )
+    if "epochs" in given and not {"tokens", "samples"} & given.keys():
+        hint = "add --samples or --tokens, of one pass"
+        problems.add("usage", "--epochs are passes over data of a size that is not said", hint, "--epochs")
+    problems.raise_if_any()
+    mtbf_h, of_node = found.get("mtbf", (None, False))
+    save_s, restart_s = found.get("timed_by", (None, None))
+    return Work(
+        samples=found.get("samples"),
+        tokens=found.get("tokens"),
+        epochs=found.get("epochs", 1.0),
+        prices=found.get("price", {}),
+        reliability=Reliability(
+            mtbf_h=mtbf_h, of_node=of_node, storage=found.get("storage"), save_s=save_s, restart_s=restart_s
+        ),
+    )
+
+
+def _count(value: Any, where: str) -> float:
+    match = _COUNT.fullmatch(str(value))
+    number = float(match[1]) * _POWERS[match[2].lower()] if match else 0.0
+    if not 0 < number < 1e30:
+        hint = "write it like 52000, 1.5e9, 300B or 15T"
+        raise UserError(Problem(kind="bad-value", message=f"{where}: got {value!r}", hint=hint, where=where))
+    return number
+
+
+def _prices(value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        pairs = [tuple(word.rpartition("=")[::2]) for word in str(value).split(",")]
+    try:
+        found = {str(kind).strip(): float(price) for kind, price in pairs}
+    except ValueError:
+        found = {}
+    if not found or not all(0 < price < 1e6 for price in found.values()):
+        hint = "write US dollars of a GPU hour: 2.5, or h100-80gb=2.5,a100-80gb=1.4"
+        raise UserError(Problem(kind="bad-value", message=f"--price: got {value!r}", hint=hint, where="--price"))
+    return found
+
+
+def _mtbf(value: Any) -> tuple[float, bool]:
+    match = _MTBF.fullmatch(str(value))
+    if not match or not float(match[1]):
+        hint = "write the hours between failures of one GPU, 50000, or of a node: 6000/node"
+        raise UserError(Problem(kind="bad-value", message=f"--mtbf: got {value!r}", hint=hint, where="--mtbf"))
+    return float(match[1]), match[2] == "node"
+
+
+def measured_times(folder: Path) -> tuple[float, float]:
+    """Return the seconds that a run stood still for a save and took to start, in the median. Raises UserError."""
+    file = RunFolder(folder).events
+    stalls, starts, began = [], [], None
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            if event["event"] == "phase" and event["text"] == FIRST_PHASE:
+                began = event["time_s"]
+            elif event["event"] == "training" and "done" in event and began is not None:
+                starts.append(event["time_s"] - began)
+            elif event["event"] == "saved":
+                stalls.append(event["stalled_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"cannot read the events of {folder}: {error}"
+        raise UserError(Problem(kind="unreadable", message=message, where="--timed-by")) from None
+    if not stalls or not starts:
+        message, hint = f"{folder} has saved no checkpoint", "name a run folder that has, or leave --timed-by out"
+        raise UserError(Problem(kind="no-saves", message=message, hint=hint, where="--timed-by"))
+    return statistics.median(stalls), statistics.median(starts)

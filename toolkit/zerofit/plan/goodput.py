@@ -1,0 +1,162 @@
+"""What failures cost a long training: the interval between checkpoints that loses least, and what is lost all the same.
+
+Closed forms for failures that come at any time with the same probability: Young (1974), Daly (2006).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from zerofit.plan.layout import PlannedLayout
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.files import field_data
+
+CERTAINTY = 0.99  # that the spare nodes are enough at any time
+REPAIR_H = 24.0  # assumed: a node that failed is back in a day
+
+
+class Sourced(NamedTuple):
+    """A figure that was measured, and where."""
+
+    value: float
+    source: str
+
+
+# 419 interruptions that nobody had planned, in 54 days on 16,384 H100
+GPU_MTBF_H = Sourced(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.4")
+# bytes a second of one rank, synced and hashed
+WRITTEN = Sourced(0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk")
+# from a dead launcher until all ranks train again
+RESTART_S = Sourced(63.3, "measured: benchmarks/results/faults.json, three hosts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """How often a cluster fails, and what a save and a restart take."""
+
+    mtbf_s: float  # of the whole cluster
+    save_s: float  # that training stands still for a checkpoint
+    restart_s: float  # from a failure until training goes on at its checkpoint
+    nodes: int
+    repair_s: float = 3600 * REPAIR_H  # until a node that failed can be used again
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds of training between checkpoints with which least is lost."""
+        return daly_interval(self.save_s, self.mtbf_s)
+
+    @property
+    def goodput(self) -> float:
+        """Share of all time that ends in the model, with enough spare nodes."""
+        return goodput(self.interval_s, self)
+
+    @property
+    def spare_nodes(self) -> int:
+        """Nodes in reserve that are enough at any time with 99 % certainty."""
+        return spare_nodes(self.repair_s / self.mtbf_s, CERTAINTY)
+
+
+def young_interval(save_s: float, mtbf_s: float) -> float:
+    """Return Young's interval between checkpoints, for saves that are short against the time between failures."""
+    return math.sqrt(2 * save_s * mtbf_s)
+
+
+def daly_interval(save_s: float, mtbf_s: float) -> float:
+    """Return Daly's interval of higher order (2006, equation 37)."""
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    share = save_s / (2 * mtbf_s)
+    return young_interval(save_s, mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - save_s
+
+
+def goodput(interval_s: float, failures: Failures) -> float:
+    """Return the share of useful time when it is saved every `interval_s` seconds (Daly's expected time)."""
+    mtbf_s = failures.mtbf_s
+    exponent = (interval_s + failures.save_s) / mtbf_s
+    if failures.restart_s / mtbf_s + exponent > 700:  # beyond what a float holds: nothing is ever saved
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(failures.restart_s / mtbf_s) * math.expm1(exponent))
+
+
+def spare_nodes(expected: float, certainty: float) -> int:
+    """Return how many nodes cover those in repair, `expected` on average, with this certainty (Poisson)."""
+    if expected > 500:  # where exp(-expected) is nearly 0: as good as normal
+        return math.ceil(expected + NormalDist().inv_cdf(certainty) * math.sqrt(expected))
+    term = total = math.exp(-expected)
+    count = 0
+    while total < certainty:
+        count += 1
+        term *= expected / count
+        total += term
+    return count
+
+
+def checkpoint_bytes(parameters: int, layout: PlannedLayout) -> tuple[float, float]:
+    """Return the bytes of a checkpoint, and those of the rank that writes most of it.
+
+    Weights as trained, and 12 bytes an element of master weights and moments. Below stage 3 the first rank of each
+    tensor or pipeline part writes its weights, at stage 0 its states as well.
+    """
+    weights, states = parameters * layout.element_bytes, parameters * 12
+    parts = layout.tp * layout.pp
+    shards = layout.zero_ranks
+    mine = weights / parts / (shards if layout.zero_stage == 3 else 1)
+    return weights + states, mine + states / parts / (shards if layout.zero_stage else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """What a user says of failures; None: the default, with its source."""
+
+    mtbf_h: float | None = None
+    of_node: bool = False  # the hours are those of a node, else of one GPU
+    storage: float | None = None  # bytes a second that all ranks together write to where checkpoints are
+    save_s: float | None = None
+    restart_s: float | None = None
+
+    def failures(self, parameters: int, layout: PlannedLayout, cluster: Cluster) -> Failures:
+        """Return what a training with this layout has to expect."""
+        units = cluster.nodes if self.of_node else cluster.ranks
+        whole, most = checkpoint_bytes(parameters, layout)
+        moved_s = max(most / WRITTEN.value, whole / self.storage if self.storage else 0.0)
+        return Failures(
+            mtbf_s=3600 * (self.mtbf_h or GPU_MTBF_H.value) / units,
+            save_s=moved_s if self.save_s is None else self.save_s,
+            restart_s=RESTART_S.value + moved_s if self.restart_s is None else self.restart_s,
+            nodes=cluster.nodes,
+        )
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where the figures come from that nobody has given."""
+        found = {
+            "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.source}",
+            "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.source}",
+            "restart": "" if self.restart_s is not None else f"{RESTART_S.value:g} s and reading: {RESTART_S.source}",
+            "repair": f"assumed: a node that failed is back after {REPAIR_H:g} h",
+        }
+        return {name: source for name, source in found.items() if source}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """What is left of a training's time, and when it should be saved."""
+
+    mtbf_s: float
+    save_s: float
+    restart_s: float
+    save_every_s: float  # of training, from the end of one save to the start of the next
+    share: float  # expected, of all time
+    low: float  # of months that were drawn the 10th and the 90th percentile
+    high: float
+    saving: float  # share of all time that goes to saves
+    lost: float  # to failures: work done again, restarts, waiting for nodes
+    failures_a_day: float
+    spare_nodes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `goodput` of a layout in `zerofit plan --json`."""
+        return field_data(self)

@@ -1,0 +1,100 @@
+"""How long a training takes with a layout, how many GPU hours that is, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zerofit.plan.failure_months import goodput_of
+from zerofit.plan.goodput import Goodput, Reliability
+from zerofit.plan.interval import PublishedErrors
+from zerofit.plan.layout import PlannedLayout
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.files import field_data
+
+
+class Price(NamedTuple):
+    """What one device costs an hour, and by whom."""
+
+    per_gpu_hour: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a training is to see, what its time costs, and how often machines fail."""
+
+    samples: float | None = None  # of one pass
+    tokens: float | None = None  # of one pass, in place of samples
+    epochs: float = 1.0  # passes
+    prices: Mapping[str, float] = field(default_factory=dict)  # per GPU hour by device's kind or instance; "": of all
+    reliability: Reliability = field(default_factory=Reliability)
+
+    def samples_of(self, seq_len: int | None) -> float | None:
+        """Return the samples of all passes; None where nothing is said of them, or a model takes no tokens."""
+        if self.tokens is not None:
+            return self.epochs * self.tokens / seq_len if seq_len else None
+        return None if self.samples is None else self.epochs * self.samples
+
+    def price(self, cluster: Cluster) -> Price | None:
+        """Return the price that was given, else the list price of the node; None where there is none."""
+        asked = cluster.kind if isinstance(cluster.kind, str) else cluster.device.kind
+        for name in (asked, cluster.device.kind, ""):
+            if name in self.prices:
+                return Price(self.prices[name], "--price")
+        listed = cluster.device.node.price
+        if listed is None:
+            return None
+        words = f"list price of {cluster.device.node.name} on {listed.date} ({listed.source})"
+        return Price(listed.usd / cluster.device.node.gpus, words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """A whole training with one layout: its time, with saves and failures, and its cost."""
+
+    steps: int | None  # None: of no certain length
+    train_h: float | None  # of steps alone
+    hours: float | None  # with saves and failures
+    hours_range: tuple[float, float] | None  # as the step time's interval
+    gpu_hours: float | None  # of devices that train; spare nodes come on top
+    price: Price | None
+    cost: float | None
+    goodput: Goodput
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `outlook` of a layout in `zerofit plan --json`."""
+        return {**field_data(self, "price"), "price": self.price and self.price._asdict()}
+
+
+def outlook_of(
+    work: Work,
+    layout: PlannedLayout,
+    step_s: float,
+    errors: PublishedErrors | None,
+    parameters: int,
+    seq_len: int | None,
+    cluster: Cluster,
+) -> Outlook:
+    """Return how long the work takes, and what it costs. Steps are whole ones."""
+    found = goodput_of(work.reliability.failures(parameters, layout, cluster))
+    samples, price = work.samples_of(seq_len), work.price(cluster)
+    if samples is None:
+        nothing = dict.fromkeys(("steps", "train_h", "hours", "hours_range", "gpu_hours", "cost"))
+        return Outlook(**nothing, price=price, goodput=found)
+    steps = max(1, math.ceil(samples / layout.global_batch))
+    train_h = steps * step_s / 3600
+    hours = train_h / found.share if found.share else math.inf
+    gpu_hours = hours * cluster.ranks
+    return Outlook(
+        steps=steps,
+        train_h=train_h,
+        hours=hours,
+        hours_range=(errors.low * hours, errors.high * hours) if errors else None,
+        gpu_hours=gpu_hours,
+        price=price,
+        cost=price and gpu_hours * price.per_gpu_hour,
+        goodput=found,
+    )
