@@ -21,9 +21,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from time_intervals import Case, alike, intervals, source_of
+
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.presets import PRESETS
-from zerofit.plan.interval import class_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
 from zerofit.plan.space import LARGE_BUCKET, Degrees, stage3_sizes
@@ -35,7 +36,6 @@ from zerofit.spec.files import cache_root
 from zerofit.spec.model_facts import bucket_elements
 from zerofit.spec.profile import Kernel, LayerCost, Linear, Profile
 
-Case = dict[str, Any]
 # where a fit begins, and what holds it: SimuMax's tables, nccl-tests on 4 nodes (1 MiB at 8.8 GB/s), two CPU cores
 PRIOR = Coefficients(
     memory=0.7, network=0.8, network_hop_s=30e-6, exposed_between=0.5, hook_s=300e-6, engine=1.0, host=0.2
@@ -70,7 +70,7 @@ def main() -> None:
     result = {
         **summary(cases, ratios),
         "left_out": summary(cases, left_out),
-        "classes": classes(cases, left_out),
+        **intervals(cases, left_out),
         "coefficients": asdict(FITTED),
     }
     show(result)
@@ -133,11 +133,6 @@ class Judge:
         return sum(w * e for w, e in zip(weights, errors, strict=True)) / sum(weights) + STIFF * sum(
             m * m for m in moved
         )
-
-
-def source_of(case: Case) -> str:
-    """Return the family of tables that one publisher measured in one way: the first word of the table."""
-    return case["table"].partition("-")[0]
 
 
 def profile_of(case: Case, cache: Path) -> Profile:
@@ -269,29 +264,10 @@ def errors(cases: list[Case], ratios: dict[str, float]) -> dict[str, float]:
     return {"figures": len(off), **{name: round(value, 4) for name, value in figures.items()}}
 
 
-def classes(cases: list[Case], ratios: dict[str, float]) -> dict[str, list[float]]:
-    """Return for each class how many figures, and the 10th and 90th percentile of published / forecast step time.
-
-    Texts are DeepSpeed's engine alone, which is what zerofit trains with; images are those of all.
-    """
-    found: dict[str, list[float]] = {}
-    for case in cases:
-        if case["image"] or case["stack"] != "other":
-            name = class_of("image" if case["image"] else "causal-lm", case["nodes"], case["offload_optimizer"])
-            found.setdefault(name, []).append(ratios[case["id"]])
-    tenths = {name: statistics.quantiles(mine, n=10, method="inclusive") for name, mine in found.items()}
-    return {name: [len(found[name]), round(of[0], 2), round(of[-1], 2)] for name, of in tenths.items()}
-
-
 def order(cases: list[Case], ratios: dict[str, float]) -> tuple[int, int]:
     """Return how many pairs of layouts of the same model and machine are in the published order, and of how many."""
-    groups: dict[tuple, list[Case]] = {}
-    for c in cases:
-        ranks = c["gpus_per_node"] * c["nodes"]
-        same = ("table", "model", "gpu", "seq_len", "precision", "image", "torch_compile")
-        groups.setdefault((ranks, *(c[key] for key in same)), []).append(c)
     right = pairs = 0
-    for a, b in itertools.chain.from_iterable(itertools.combinations(group, 2) for group in groups.values()):
+    for a, b in itertools.chain.from_iterable(itertools.combinations(group, 2) for group in alike(cases)):
         published = a["published_samples_per_s"] / b["published_samples_per_s"]
         if abs(published - 1) >= SAME_SPEED:
             pairs += 1
@@ -307,6 +283,7 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name:22s}", ", ".join(f"{key} {value:g}" for key, value in row.items()))
     pairs = f"{result['pairs_in_order']} of {result['pairs']} pairs of layouts in the right order"
     print(f"median of tables {result['median_of_tables']:g}; {pairs}")
+    print(f"80 % intervals widened by {result['wider']:g} have of figures of other sources", result["coverage"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerofit.cli.console import make_table, out
-from zerofit.plan.result import SAME_SPEED, PlanResult, RankedLayout
+from zerofit.plan.result import PlanResult, RankedLayout
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ def show(plan: Plan) -> None:
         console.print(f"  assumed {note}", style="dim")
     if plan.tuned:
         console.print(_tuned(plan.tuned))
+    if plan.scaling:
+        console.print(f"  {plan.scaling}")
     if plan.boxes:
         console.print(_boxes(plan.boxes))
     if plan.answer:
@@ -97,16 +99,17 @@ def _show_best(console: Console, plan: Plan) -> None:
     console.print(f"  1: buckets of {layout.bucket:,} elements, overlap_comm {str(layout.overlap).lower()}")
     console.print(f"     peak in {memory.peak_phase}: {kinds}")
     console.print(f"     step: {shares}")
-    if best.errors:
+    if best.errors and best.errors.low < best.errors.high:
         what, figures, low, high = best.errors
-        seconds = f"{low * best.step_s:.3g} to {high * best.step_s:.3g} s"
-        console.print(
-            f"     {seconds}, as 8 of 10 published runs ({what}, {figures} figures) lay about their forecasts"
-        )
+        span = f"{low * best.step_s:.3g} to {high * best.step_s:.3g} s"
+        console.print(f"     {span}, as 8 of 10 published figures lay about forecasts ({what}: {figures})")
     for line in _outlook(best.outlook) if best.outlook else ():
         console.print(f"     {line}")
     if result.plainest:
-        console.print(f"  {result.plainest + 1}: simpler, and less than {SAME_SPEED:.0%} slower by this forecast")
+        slower = best.samples_per_s / result.layouts[result.plainest].samples_per_s - 1
+        console.print(
+            f"  {result.plainest + 1}: simpler; its forecast is {slower:.1%} slower, which forecasts do not tell apart"
+        )
 
 
 def _layouts(result: PlanResult) -> Table:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.plan.fit import Fit
-from zerofit.plan.interval import PublishedErrors
+from zerofit.plan.interval import PAIRS, PublishedErrors
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.outlook import Outlook, Work, outlook_of
 from zerofit.plan.rates import Rates
@@ -17,7 +17,7 @@ from zerofit.spec.files import field_data
 from zerofit.spec.profile import Profile
 from zerofit.spec.units import shown_bytes
 
-SAME_SPEED = 0.03  # a forecast of time is less exact than this share
+SAME_SPEED = 0.03  # a step time is less exact than this share, corrected by measurements too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,10 +110,15 @@ class PlanResult:
 
     @property
     def plainest(self) -> int | None:
-        """The place of the plainest among the layouts that are nearly as fast as the first; None without layouts."""
+        """The place of the plainest among the layouts that forecasts cannot tell from the first; None without any.
+
+        Of those with as little machinery it is the fastest. Two published layouts of one model and machine tell how
+        exact the order of forecasts is.
+        """
         speeds = [one.samples_per_s for one in self.layouts]
-        near = [n for n, speed in enumerate(speeds) if speed >= (1 - SAME_SPEED) * speeds[0]]
-        return min(near, key=lambda n: plain(self.layouts[n].layout), default=None)
+        apart = PAIRS.high if self.layouts and self.layouts[0].errors else 1 + SAME_SPEED
+        near = [n for n, speed in enumerate(speeds) if speed * apart >= speeds[0]]
+        return min(near, key=lambda n: plain(self.layouts[n].layout)[:MACHINERY], default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan's part of what `zerofit plan --json` prints."""
@@ -173,6 +178,9 @@ def with_outlooks(result: PlanResult, work: Work, profile: Profile) -> PlanResul
 
     layouts, misfits = (tuple(map(seen, ranked)) for ranked in (result.layouts, result.misfits))
     return replace(result, layouts=layouts, misfits=misfits)
+
+
+MACHINERY = 4  # parts of a layout's key that name machinery; the others are sizes
 
 
 def plain(layout: PlannedLayout) -> tuple[int, ...]:

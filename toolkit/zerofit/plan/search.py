@@ -71,7 +71,7 @@ def search(
     near = [] if request.every else [_fastest(one, timer, correct) for one in too_large[: top - len(best)]]
     ranked = [_ranked(one, profile, cluster, forecast, rates, flops) for one in (*best, *near)]
     if correct is None and not cluster.on_cpu:  # a corrected forecast has errors of its own
-        ranked = [replace(one, errors=errors_of(profile.task, cluster.nodes, one.layout.offload)) for one in ranked]
+        ranked = [replace(one, errors=errors_of(profile.task, one.layout.offload)) for one in ranked]
     return PlanResult(
         model=profile.model,
         parameters=profile.parameters,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
+from zerofit.app.planning.measured import Scaling
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Outlook
@@ -130,7 +131,7 @@ class PlannedRun:
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed JSON; what a run decides (batch sizes, precision, lr) is "auto"."""
         planned = ds_config(self.layout, self.profile, self.request.nvme_path)
-        return merged(planned, self.request.ds_config)
+        return planned if self.request.measured else merged(planned, self.request.ds_config)
 
     @property
     def model_args(self) -> dict[str, Any]:
@@ -167,6 +168,7 @@ class Plan:
     answer: LargestFit | FewestDevices | None = None  # to `maximum` or `minimum`
     remedies: tuple[str, ...] = ()  # what would make the model fit, where nothing does
     tuned: TunedLayouts | None = field(default=None, repr=False)
+    scaling: Scaling | None = field(default=None, repr=False)  # of step times, by one that was measured
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote
@@ -228,6 +230,7 @@ class Plan:
         if self.request.work:
             found["assumed"] = self.request.work.reliability.sources
         found["tuned"] = self.tuned.to_dict() if self.tuned else None
+        found["measured"] = self.scaling.to_dict() if self.scaling else None
         found["profile"] = str(self.profile_file) if self.profile_file else None
         if self.answer:
             found["asked"] = self.answer.to_dict()

@@ -13,6 +13,7 @@ from zerofit.app.planning.answers import FewestDevices, LargestFit, Plan
 from zerofit.app.planning.confirm import confirm as confirm_layouts
 from zerofit.app.planning.confirm import confirm_written, settle
 from zerofit.app.planning.limits import fewest, maximum_of, remedies_of, with_value
+from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins
 from zerofit.app.planning.question import PlanQuestion, forecast_of, question_of
 from zerofit.app.planning.request import Maximum, Minimum, PlanningRequest, refuse_other_device
@@ -40,6 +41,7 @@ def plan(
     maximum: Maximum | None = None,
     minimum: Minimum | None = None,
     tuned: Path | str | None = None,
+    measured: str | None = None,
     top: int = 10,
     nvme_path: str = "/local_nvme",
     confirm: int = 0,
@@ -57,6 +59,8 @@ def plan(
         maximum: "seq-len", "micro-batch" or "layers": plan for the largest that fits (`Plan.answer`).
         minimum: "gpus": plan for the fewest devices that are enough (`Plan.answer`).
         tuned: folder of `zerofit tune`, whose trials correct step times.
+        measured: "5.33samples/s", "21000tokens/s" or "0.52s" a step, of the layout that `options` describe; it scales
+            the step times of all layouts, which are then searched for freely.
         top: layouts to return.
         nvme_path: folder of layouts that offload to disks.
         confirm: simulate so many of the best layouts as well (`Plan.confirmed`); `Plan.write` takes none refused.
@@ -90,6 +94,7 @@ def plan(
         maximum=maximum,
         minimum=minimum,
         tuned=Path(tuned) if tuned else None,
+        measured=MeasuredSpeed.parse(measured) if measured else None,
         top=top,
         nvme_path=nvme_path,
         confirm=confirm,
@@ -104,6 +109,8 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
     if corrections := request.corrections:
         for cluster in clusters:
             problems.attempt(partial(refuse_other_device, corrections, cluster.device.kind))
+    if request.measured and len(clusters) > 1:
+        problems.add("usage", "--measured is of one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
     plans = [_plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
@@ -153,6 +160,8 @@ def _plan_of(
     profile, calibration = question.profile, read_calibration(cluster.device.kind)
     forecast = forecast_of(profile, cluster)
     result = search(profile, cluster, question.request, forecast, calibration, question.top, question.correct)
+    if question.scaling and not cluster.on_cpu:
+        result = question.scaling.known(result)
     return Plan(
         result=with_outlooks(result, request.work, profile) if request.work else result,
         request=request,
@@ -161,4 +170,5 @@ def _plan_of(
         answer=answer,
         remedies=() if result.layouts else tuple(remedies_of(question, cluster)),
         tuned=request.corrections,
+        scaling=question.scaling,
     )

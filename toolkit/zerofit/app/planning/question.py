@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.app.planning.measured import MeasuredSpeed, Scaling, scaling_of
 from zerofit.app.planning.pins import batch_and_precision, knobs_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
@@ -27,7 +28,8 @@ class PlanQuestion:
     request: PlanRequest
     traced: ProfileRequest | None = None  # None: the profile came from a file
     top: int = 10
-    correct: Correct | None = None  # step times, by what a tuning has measured
+    correct: Correct | None = None  # step times, by what was measured
+    scaling: Scaling | None = None  # by which all step times are corrected
 
 
 def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
@@ -38,10 +40,11 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
     correct = corrections.correct if corrections else None
     if stored is not None:
         request.refuse_meaningless(stored)
-        return PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct), request.profile
+        question = PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct)
+        return _scaled(question, cluster, request.measured), request.profile
     assert isinstance(request.model, str)
     degrees = None  # all that are worth it
-    if wanted.tp or wanted.sp:  # the asked ones beside the plain model
+    if (wanted.tp or wanted.sp) and not request.measured:  # the asked ones beside the plain model
         degrees = tuple(dict.fromkeys((Degrees(), Degrees(wanted.tp or 1, 1, wanted.sp or 1))))
     traced = ProfileRequest(
         model=request.model,
@@ -56,7 +59,18 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)
     traced = replace(traced, seq_len=profile.seq_len)
-    return PlanQuestion(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct), file
+    question = PlanQuestion(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
+    return _scaled(question, cluster, request.measured), file
+
+
+def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | None) -> PlanQuestion:
+    """Return the question for all layouts of the global batch that the measured one has, corrected by it."""
+    if speed is None:
+        return question
+    profile, wanted = question.profile, question.request
+    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster))
+    free = PlanRequest(precision=wanted.precision, global_batch=scaling.layout.global_batch)
+    return replace(question, request=free, correct=scaling.correct, scaling=scaling)
 
 
 def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) -> PlanRequest:

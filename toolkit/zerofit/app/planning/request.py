@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.app.requests import parse_image
 from zerofit.models.catalog import shape_named
@@ -99,6 +100,7 @@ class PlanningRequest:
     tuned: Path | None = None  # folder of `zerofit tune`, whose trials correct step times
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # of layouts that offload to disks
+    measured: MeasuredSpeed | None = None  # of the layout that the pins describe; the search is free then
     work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
@@ -127,6 +129,8 @@ class PlanningRequest:
                 problems.add("batch-size", message, f"leave {flag} out, or take one that does", flag)
         if self.maximum and self.minimum:
             problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
+        if self.tuned and self.measured:
+            problems.add("usage", "--from and --measured both correct step times", "give one", "--from, --measured")
         if self.image:
             problems.attempt(lambda: parse_image(self.image or ""))
         if self.tuned:
