@@ -24,7 +24,7 @@ DAY = 86400.0
 
 
 def failures(mtbf_s: float = 3 * 3600, save_s: float = 30, restart_s: float = 120, repair_s: float = 0) -> Failures:
-    return Failures(mtbf_s=mtbf_s, save_s=save_s, restart_s=restart_s, nodes=2048, repair_s=repair_s)
+    return Failures(mtbf_s=mtbf_s, save_s=save_s, restart_s=restart_s, repair_s=repair_s)
 
 
 def best_by_search(one: Failures) -> float:

@@ -8,29 +8,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import SourcedRate
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.files import field_data
 
 CERTAINTY = 0.99  # that the spare nodes are enough at any time
 REPAIR_H = 24.0  # assumed: a node that failed is back in a day
 
-
-class Sourced(NamedTuple):
-    """A figure that was measured, and where."""
-
-    value: float
-    source: str
-
-
 # 419 interruptions that nobody had planned, in 54 days on 16,384 H100
-GPU_MTBF_H = Sourced(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.4")
+GPU_MTBF_H = SourcedRate(16_384 * 54 * 24 / 419, "The Llama 3 Herd of Models (arXiv:2407.21783), section 3.3.4")
 # bytes a second of one rank, synced and hashed
-WRITTEN = Sourced(0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk")
+WRITTEN = SourcedRate(
+    0.568 * 2**30 / 2, "measured: benchmarks/results/checkpoint-bandwidth.json, two ranks on one disk"
+)
 # from a dead launcher until all ranks train again
-RESTART_S = Sourced(63.3, "measured: benchmarks/results/faults.json, three hosts")
+RESTART_S = SourcedRate(63.3, "measured: benchmarks/results/faults.json, three hosts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +35,6 @@ class Failures:
     mtbf_s: float  # of the whole cluster
     save_s: float  # that training stands still for a checkpoint
     restart_s: float  # from a failure until training goes on at its checkpoint
-    nodes: int
     repair_s: float = 3600 * REPAIR_H  # until a node that failed can be used again
 
     @property
@@ -126,16 +120,15 @@ class Reliability:
             mtbf_s=3600 * (self.mtbf_h or GPU_MTBF_H.value) / units,
             save_s=moved_s if self.save_s is None else self.save_s,
             restart_s=RESTART_S.value + moved_s if self.restart_s is None else self.restart_s,
-            nodes=cluster.nodes,
         )
 
     @property
     def sources(self) -> dict[str, str]:
         """Where the figures come from that nobody has given."""
         found = {
-            "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.source}",
-            "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.source}",
-            "restart": "" if self.restart_s is not None else f"{RESTART_S.value:g} s and reading: {RESTART_S.source}",
+            "mtbf": "" if self.mtbf_h else f"{GPU_MTBF_H.value:,.0f} h of one GPU: {GPU_MTBF_H.how}",
+            "save": "" if self.save_s is not None else f"{WRITTEN.value / 1e9:.2f} GB/s of one rank: {WRITTEN.how}",
+            "restart": "" if self.restart_s is not None else f"{RESTART_S.value:g} s and reading: {RESTART_S.how}",
             "repair": f"assumed: a node that failed is back after {REPAIR_H:g} h",
         }
         return {name: source for name, source in found.items() if source}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
-from zerofit.app.planning.measured import Scaling
+from zerofit.app.planning.measured import MeasuredScaling
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Outlook
@@ -168,7 +168,7 @@ class Plan:
     answer: LargestFit | FewestDevices | None = None  # to `maximum` or `minimum`
     remedies: tuple[str, ...] = ()  # what would make the model fit, where nothing does
     tuned: TunedLayouts | None = field(default=None, repr=False)
-    scaling: Scaling | None = field(default=None, repr=False)  # of step times, by one that was measured
+    scaling: MeasuredScaling | None = field(default=None, repr=False)  # of step times, by one that was measured
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote

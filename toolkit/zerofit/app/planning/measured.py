@@ -51,7 +51,7 @@ class MeasuredSpeed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class MeasuredScaling:
     """How much longer the step of one layout was than its forecast: a factor for all layouts of this plan."""
 
     layout: PlannedLayout
@@ -110,9 +110,9 @@ def whole(wanted: PlanRequest) -> PlanRequest:
 
 def scaling_of(
     speed: MeasuredSpeed, wanted: PlanRequest, profile: Profile, cluster: Cluster, forecast: Forecast
-) -> Scaling:
+) -> MeasuredScaling:
     """Return how far the layout that was measured is from its forecast. Raises UserError where it is none."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
     best = search(profile, ample, whole(wanted), forecast, read_calibration(cluster.device.kind), top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)
-    return Scaling(layout=best.layout, forecast_step_s=best.time.step_s, measured_step_s=measured_s)
+    return MeasuredScaling(layout=best.layout, forecast_step_s=best.time.step_s, measured_step_s=measured_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.app.planning.measured import MeasuredSpeed, Scaling, scaling_of
+from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
 from zerofit.app.planning.pins import batch_and_precision, knobs_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
@@ -29,7 +29,7 @@ class PlanQuestion:
     traced: ProfileRequest | None = None  # None: the profile came from a file
     top: int = 10
     correct: Correct | None = None  # step times, by what was measured
-    scaling: Scaling | None = None  # by which all step times are corrected
+    scaling: MeasuredScaling | None = None  # by which all step times are corrected
 
 
 def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
