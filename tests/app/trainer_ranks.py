@@ -5,6 +5,8 @@ python -m tests.app.trainer_ranks FOLDER [DEEPSPEED_JSON]
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -76,7 +78,8 @@ def main(folder: Path, config: str | None) -> None:
     watch, nan = hf.HangWatch(60), hf.NanReport(stop=False)
     memory = hf.MemoryAgainstForecast(10**12)
     trainer(arguments(folder, deepspeed=config), [watch, nan, memory]).train()
-    print("measured", memory.measured_bytes > 0, "hung", watch.file)
+    found = {"measured": memory.measured_bytes > 0, "hung": watch.file}
+    (folder / f"found-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
