@@ -7,7 +7,7 @@ import json
 import pytest
 
 import zerofit as zf
-from zerofit.check.asked import plugin_config
+from zerofit.check.asked import asked_of, plugin_config
 from zerofit.check.catalog import catalog
 from zerofit.check.companion import of_mapping, read_companion
 from zerofit.check.dotted import autos, get
@@ -292,6 +292,17 @@ def test_lines_in_both_files(tmp_path, name, text, line):
     assert get(settle(found.document.config, catalog(), found.hardware).subject.config, "optimizer.params.lr") == 1e-4
     rows = {row.path: row.text for row in found.explain()}
     assert rows["optimizer.params.lr"].startswith("0.0001: learning_rate")
+
+
+def test_what_axolotl_makes_of_its_own_keys():
+    """Its `batch_size` is a rank's; `optimizer`, `lr_scheduler` are the Trainer's `optim`, `lr_scheduler_type`."""
+    text = "base_model: m\nbatch_size: 8\nmicro_batch_size: 2\noptimizer: adamw_torch_fused\nlr_scheduler: cosine\n"
+    asked = {one.path: one for one in asked_of(read_companion("a.yaml", text, accelerate=False), None)}
+    steps, kind = asked["gradient_accumulation_steps"], asked["optimizer.type"]
+    assert (steps.value, steps.said, steps.place) == (4, "batch_size 8 in micro batches of 2", "a.yaml:2")
+    assert (kind.said, kind.place) == ("optimizer adamw_torch_fused", "a.yaml:4")
+    assert asked["gradient_clipping"].value == 1.0  # the Trainer's own default
+    assert "optimizer.params.lr" not in asked and "bf16.enabled" not in asked  # which have none in axolotl
 
 
 def test_a_trainer_that_accelerate_launches_compares_what_accelerate_has_filled():

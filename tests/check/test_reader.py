@@ -12,6 +12,7 @@ from zerofit.check.document import of_data, parse
 from zerofit.check.reader import READERS, guess
 from zerofit.check.subject import TargetHardware
 from zerofit.config.ds_json import parse_text
+from zerofit.spec.errors import UserError
 from zerofit.spec.run import Run
 
 TRAINER = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
@@ -132,6 +133,7 @@ def test_an_offloaded_optimizer_of_the_code():
         ),
         ('{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "gradient_clipping": 1.0,}', "trailing-comma"),
         ('{"train_batch_size": 8, zero_optimization: {"stage": 0}, "gradient_clipping": 1.0}', "hjson"),
+        ("train_batch_size: 8  \nzero_optimization: {stage: 0}\ngradient_clipping: 1.0\n", "hjson"),
     ],
 )
 def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
@@ -145,6 +147,14 @@ def test_only_deepspeed_itself_reads_loose_json(tmp_path, text, code):
     document = parse_text(text)
     assert [(f.code, f.severity) for f in check(document, TargetHardware(reader="trainer"))] == [(code, "error")]
     assert "error" not in {f.severity for f in check(document, TargetHardware(reader="deepspeed"))}
+
+
+def test_a_yaml_is_named_for_what_it_is(tmp_path):
+    """DeepSpeed's reader takes a section of it for a word, `enabled: true`."""
+    path = tmp_path / "ds.yaml"
+    path.write_text("train_batch_size: 8\nfp16:\n  enabled: true\n")
+    with pytest.raises(UserError, match="looks like YAML"):
+        check_file(path)
 
 
 @pytest.mark.parametrize(("encoding", "takes"), [("utf-16", False), ("utf-16-le", False), ("utf-8-sig", True)])
@@ -181,6 +191,9 @@ def test_batch_sizes_say_which_ranks_they_allow():
     assert "ranks: 4" in one.message
     assert "batch-ranks" not in found(sizes, "deepspeed", ranks=4)
     assert "batch-identity" in found(sizes, "deepspeed", ranks=8)
+    alone = check_file({"train_batch_size": 24, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
+    assert not alone.findings and alone.allowed_ranks == "12 or a divisor of it" == alone.to_dict()["allowed_ranks"]
+    assert check_file({"train_batch_size": 24}, Run(ranks=8)).allowed_ranks == ""
     both_null = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None}
     assert "batch-missing" in found(both_null, "deepspeed")
 

@@ -21,10 +21,11 @@ from zerofit.check.finding import Finding
 from zerofit.check.migrate import Migrated, migrate
 from zerofit.check.neox import model_parallel
 from zerofit.check.reader import HUGGING_FACE, Reader, guess
+from zerofit.check.rules.sizes import ranks_of_batch
 from zerofit.check.settled import settle
 from zerofit.check.subject import Asked, TargetHardware
 from zerofit.config.decide import PAIRS
-from zerofit.config.ds_json import bundled, find_config, read_document
+from zerofit.config.ds_json import MARKS, bundled, find_config, read_document
 from zerofit.report.html_table import html_table
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -33,7 +34,6 @@ from zerofit.spec.model_facts import ModelFacts
 from zerofit.spec.run import Run, RunRequest
 
 SEARCHED = 2 * 2**20  # bytes; larger files of a folder are data
-MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 COMPARED = ("global_batch", "micro_batch", "gradient_accumulation_steps", "gradient_clipping", "lr", "weight_decay")
 
 
@@ -71,9 +71,17 @@ class CheckResult:
         """All other findings."""
         return tuple(f for f in self.findings if f.severity != "error")
 
+    @property
+    def allowed_ranks(self) -> str:
+        """Numbers of data parallel ranks that a `train_batch_size` alone allows, "" for any other file."""
+        if not isinstance(self.document.config, dict):
+            return ""
+        return ranks_of_batch(settle(self.document.config, catalog(), self.hardware).subject)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit check --json` prints."""
-        return {"file": self.file, "reader": self.reader.name, "problems": [f.as_dict() for f in self.findings]}
+        found = {"file": self.file, "reader": self.reader.name, "allowed_ranks": self.allowed_ranks}
+        return {**found, "problems": [f.as_dict() for f in self.findings]}
 
     def explain(self) -> list[KeyRow]:
         """Return what each key does, which keys are ignored, and the defaults that matter."""

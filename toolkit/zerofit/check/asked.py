@@ -41,8 +41,13 @@ DEFAULTS: dict[str, Any] = {  # of TrainingArguments
     "bf16_full_eval": False,
     "auto_find_batch_size": False,
 }
-# axolotl hands its keys on to the Trainer's arguments; what it fills by itself has no default here
-AXOLOTL = {"per_device_train_batch_size": "micro_batch_size"}
+# axolotl core/builders/base.py (_set_base_training_args): hands its keys on to the Trainer's arguments, some by another
+# name, and leaves the Trainer its defaults; what follows from the data or the device has none here
+AXOLOTL = {
+    "per_device_train_batch_size": "micro_batch_size",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+}
 LEFT_OPEN = ("per_device_train_batch_size", "learning_rate", "warmup_steps", "fp16", "bf16")
 # arguments that give way to a section of the JSON, and the types in it that mean the same
 OVERRULED: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
@@ -119,27 +124,44 @@ def asked_of(companion: Companion, ranks: int | None) -> Iterator[Asked]:
             yield _asked(path, found.value, [found], compared=compared or path != MICRO)
     yield from _composed(companion, ranks, compared)
     for name, (path, same) in OVERRULED.items():
-        if isinstance(word := companion.get(name), str):
+        written = _written(companion, name)
+        if isinstance(word := companion.get(written), str):
             yield Asked(
                 path=path,
                 value=same.get(word, (word,)),
-                said=f"{name} {word}",
-                place=companion.place(name),
+                said=f"{written} {word}",
+                place=companion.place(written),
                 severity="warning",
                 overruled="the Trainer takes the one of the JSON and ignores its argument",
             )
 
 
+def _written(companion: Companion, name: str) -> str:
+    """Return what a file calls an argument of the Trainer."""
+    return AXOLOTL.get(name, name) if companion.kind == "axolotl" else name
+
+
 def _argument(companion: Companion, name: str) -> _Argument | None:
     """Return an argument of the Trainer, its default where nobody gives it; None where it cannot be known."""
-    written = AXOLOTL.get(name, name) if companion.kind == "axolotl" else name
+    written = _written(companion, name)
     if written in companion.values:
         value = companion.get(written)
         known = isinstance(value, int | float)
         return _Argument(value=value, said=f"{written} {value}", place=companion.place(written)) if known else None
+    if companion.kind == "axolotl" and name == "gradient_accumulation_steps" and "batch_size" in companion.values:
+        return _of_batch_size(companion)
     if name not in DEFAULTS or companion.open or (companion.kind == "axolotl" and name in LEFT_OPEN):
         return None
     return _Argument(value=DEFAULTS[name], said=f"{written} {DEFAULTS[name]}, its default", place="")
+
+
+def _of_batch_size(companion: Companion) -> _Argument | None:
+    """Return the steps that axolotl makes of a rank's whole batch (utils/config, normalize_config)."""
+    whole, micro = companion.get("batch_size"), companion.get("micro_batch_size")
+    if not (isinstance(whole, int) and isinstance(micro, int) and micro > 0):
+        return None
+    said = f"batch_size {whole} in micro batches of {micro}"
+    return _Argument(value=whole // micro, said=said, place=companion.place("batch_size"))
 
 
 def _asked(path: str, value: Any, parts: list[_Argument], *, compared: bool = True, said: str = "") -> Asked:

@@ -218,9 +218,10 @@ def _show(report: CheckReport | UnreadFile, every: bool, several: bool) -> None:
     for line in report.undecided:
         click.echo(f"{click.style('for you to decide', fg='yellow')}: {line}", err=True)
     errors, warnings = len(result.errors), len(result.warnings)
-    click.echo(
-        f"{result.file}: {errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}", err=True
-    )
+    total = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    if result.allowed_ranks:
+        total += f"; train_batch_size allows {result.allowed_ranks} as the number of data parallel ranks"
+    click.echo(f"{result.file}: {total}", err=True)
 
 
 def _show_explained(report: CheckReport) -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import hjson
 
@@ -16,6 +17,7 @@ from zerofit.check.scan import SyntaxFault
 from zerofit.spec.errors import Problem, UserError, nearest
 
 LARGEST = 64 * 2**20  # bytes; a configuration has some thousands
+MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")  # nearly all files have one of them
 YAML = "; the text looks like YAML"
 BESIDE = "Accelerate's YAML is for --accelerate-config; arguments, axolotl's and LLaMA-Factory's for --training-args"
 
@@ -81,11 +83,27 @@ def parse_text(text: str) -> Document:
     try:
         return parse(text)
     except SyntaxFault as fault:
-        if fault.final or not text.lstrip().startswith(("{", "#", "/")):
-            kind = YAML if re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
-            raise SyntaxFault(fault.message + kind, fault.line, fault.column) from None
-        try:
-            config = json.loads(json.dumps(hjson.loads(text), allow_nan=False))
-        except (ValueError, OverflowError, RecursionError):
-            raise fault from None
-        return of_hjson(text, config, fault)
+        braces = text.lstrip().startswith(("{", "#", "/"))
+        kind = YAML if not braces and re.match(r"\s*(---|[A-Za-z_]+:)", text) else ""
+        named = SyntaxFault(fault.message + kind, fault.line, fault.column)
+        config = None if fault.final else _read_hjson(text)
+        if config is not None and (braces or _is_meant(config)):
+            return of_hjson(text, config, named)
+        raise named from None
+
+
+def _read_hjson(text: str) -> Any:
+    """Return what DeepSpeed's own reader makes of a text, None where it stops."""
+    try:
+        return json.loads(json.dumps(hjson.loads(text), allow_nan=False))
+    except (ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _is_meant(config: Any) -> bool:
+    """Return whether a text without outer braces is HJSON: it has keys of DeepSpeed, and no section became a word.
+
+    A section of a YAML is `fp16:` with `enabled: true` below it, which HJSON reads as one word.
+    """
+    known = isinstance(config, dict) and not config.keys().isdisjoint(MARKS)
+    return known and not any(isinstance(value, str) and ":" in value for value in config.values())

@@ -44,9 +44,20 @@ def batch(c: CheckSubject) -> Iterator[Finding]:
         yield _ranks(total, micro, steps)
 
 
-def _ranks(total: int, micro: int, steps: int | None) -> Finding:
+def ranks_of_batch(c: CheckSubject) -> str:
+    """Return the numbers of data parallel ranks that a batch alone can be divided among, "" where ranks are known."""
+    total, micro, steps = (_whole(c, path) for path in (TOTAL, MICRO, STEPS))
+    divided = total and not micro and not c.ranks and c.tensor_parallel <= 1 and total % (steps or 1) == 0
+    return _allowed(total, 1, steps, fixed=False) if total and divided and c.setting.reader != "zerofit" else ""
+
+
+def _allowed(total: int, micro: int, steps: int | None, *, fixed: bool) -> str:
     most = total // (micro * (steps or 1))
-    allowed = str(most) if steps or most == 1 else f"{most} or a divisor of it"
+    return str(most) if fixed or most == 1 else f"{most} or a divisor of it"
+
+
+def _ranks(total: int, micro: int, steps: int | None) -> Finding:
+    allowed = _allowed(total, micro, steps, fixed=steps is not None)
     return Finding(
         code="batch-ranks",
         severity="warning",
