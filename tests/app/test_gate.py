@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import textwrap
 from collections import namedtuple
@@ -13,7 +14,9 @@ import pytest
 
 import zerofit as zf
 from zerofit.app import forecasts, gate, simulation
-from zerofit.app.clusters.hosts import machine_of
+from zerofit.app.clusters import restarts
+from zerofit.app.clusters.hosts import HostRequest, machine_of
+from zerofit.app.clusters.restarts import RestartingRun
 from zerofit.app.gate import MemoryGate
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import resolve_job
@@ -25,7 +28,8 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES, HOST_PROCESS_BYTES
 from zerofit.spec.reservations import host_claims
-from zerofit.spec.run_folder import MemoryForecast
+from zerofit.spec.run_folder import MemoryForecast, RunFolder
+from zerofit.worker import refuse_small_host
 
 LLAMA = {"model": "llama-tiny", "data": "pysource", "steps": 2, "micro_batch": 64, "seq_len": 128, "ranks": 1}
 GIB = 2**30
@@ -209,6 +213,45 @@ def test_beside_gpus_the_memory_of_their_host_is_held_too(unhinted):
     assert "of host memory for 2 ranks in " in caught.value.problems[0].message
     assert " pinned, and 6.00 GiB of processes" in caught.value.problems[0].message
     assert "are free on n1." in caught.value.problems[0].message
+
+
+def test_a_host_that_could_not_be_asked_looks_for_itself(tmp_path, monkeypatch, unhinted):
+    """Node 0 of two that start by themselves judges its own ranks; what node 1 finds ends the launch as a refusal."""
+    run, hosts = zf.Run(**{**LLAMA, "ranks": 4}), [Host("node-0", 2), Host("node-1", 2)]
+    asked = as_request(run)
+    resolved = resolve_job(asked, machine=machine_of(hosts, None))
+    found = MemoryGate(Reporter(), hosts=hosts)(asked, resolved, tmp_path)
+    assert found and found.judged_ranks == 2
+    assert MemoryGate(Reporter(), hosts=hosts, facts={})(asked, resolved, tmp_path).judged_ranks == 0  # under Slurm
+    assert MemoryGate(Reporter(), hosts=hosts, anyway=True)(asked, resolved, tmp_path).judged_ranks == 4
+    (tmp_path / "plan.json").write_text(json.dumps({"forecast": dataclasses.asdict(found)}))
+    place = {"LOCAL_SIZE": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    free = CPU_LIBRARY_BYTES + 2 * found.stages[0]
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
+    refuse_small_host(RunFolder(tmp_path), 2)
+    monkeypatch.setattr(reservations, "host_memory", lambda: (free - 1, free - 1))
+    refuse_small_host(RunFolder(tmp_path), 0)  # of a host that was judged
+    with pytest.raises(zf.RunFailed, match="of host memory for 2 ranks are needed") as caught:
+        refuse_small_host(RunFolder(tmp_path), 2)
+
+    def refused(*_, **__):
+        raise caught.value
+
+    monkeypatch.setattr(restarts, "run_once", refused)
+    options = HostRequest(no_ssh=True, nodes=2, slots=2, node_rank=0, master_addr="127.0.0.1")
+    launch = RestartingRun(
+        asked=as_request(run.model_copy(update={"output": tmp_path / "run"})),
+        hosts=hosts,
+        options=options,
+        report=Reporter(),
+        run_file=None,
+        max_restarts=3,
+        anyway=True,
+    )
+    with pytest.raises(zf.DoesNotFit):
+        launch.run()
 
 
 def test_a_gpu_that_others_have_taken_is_not_free(unhinted):

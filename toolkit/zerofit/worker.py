@@ -17,12 +17,13 @@ from typing import NoReturn
 from zerofit.launch.host import RUN_ID
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.launch.run_lock import alive
-from zerofit.spec.errors import Problem, RunFailed, UserError
+from zerofit.spec.errors import DOES_NOT_FIT, Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
 from zerofit.spec.memory_limit import end_first, limit_memory, out_of_memory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
-from zerofit.spec.reservations import free_for, needed_by, read_forecast
+from zerofit.spec.reservations import free_for, gpus_free_for, needed_by, read_forecast
 from zerofit.spec.run_folder import RunFolder
+from zerofit.spec.units import shown_bytes
 from zerofit.train.heartbeat import Heartbeat, RankProgress
 from zerofit.train.stop_signals import SignalNotes
 from zerofit.watch.launch_spec import HEARTBEAT_FD, HOST_NAME, rank_group
@@ -51,6 +52,7 @@ def main() -> NoReturn:
     heartbeat = Heartbeat(int(os.environ[HEARTBEAT_FD]), os.environ.get("DS_ACCELERATOR") == "cuda", progress)
     heartbeat.start()
     try:
+        refuse_small_host(folder, rank)
         with alive(folder):
             _train(folder, signals, progress)
     except BaseException as error:
@@ -92,6 +94,29 @@ def _share(folder: RunFolder, rank: int) -> float:
     first = rank - int(os.environ["LOCAL_RANK"])
     needs = needed_by(range(first, first + here), int(os.environ["WORLD_SIZE"]), forecast)
     return needs[rank - first] / sum(needs)
+
+
+def refuse_small_host(folder: RunFolder, rank: int) -> None:
+    """Raise RunFailed where this host has too little memory for its ranks, and the command could not ask it before.
+
+    The first rank of the host looks, before any rank here has taken something.
+    """
+    forecast, here = read_forecast(folder.path), int(os.environ["LOCAL_SIZE"])
+    if forecast is None or int(os.environ["LOCAL_RANK"]) or rank < forecast["judged_ranks"]:
+        return
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    needs = needed_by(range(rank, rank + here), int(os.environ["WORLD_SIZE"]), forecast)
+    free = free_for(folder.path) - (CPU_LIBRARY_BYTES if on_cpu else 0)
+    _refuse_less(sum(needs), free, f"of host memory for {here} ranks")
+    for number, free in enumerate([] if on_cpu else gpus_free_for(folder.path, here)):
+        _refuse_less(forecast["reserved_bytes"] + forecast["beside_bytes"], free, f"of the memory of GPU {number}")
+
+
+def _refuse_less(needed: int, free: int, what: str) -> None:
+    if needed > free:
+        hint = "take fewer ranks on this host, or a leaner layout (`zerofit simulate`); --anyway starts it all the same"
+        message = f"{shown_bytes(needed)} {what} are needed by the forecast, and {shown_bytes(max(0, free))} are free"
+        raise RunFailed(Problem(kind=DOES_NOT_FIT, message=message, hint=hint))
 
 
 def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> None:

@@ -21,7 +21,7 @@ from zerofit.simulate.result import Simulation
 from zerofit.simulate.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import by_name
-from zerofit.spec.errors import DoesNotFit, Problem, UserError
+from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import gpu_memory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, HOST_PROCESS_BYTES, HOST_RESERVE
@@ -101,6 +101,7 @@ class MemoryGate:
             host_margin_bytes=min(
                 (round(HOST_RESERVE * room.host_bytes / len(room.ranks)) for room in rooms), default=0
             ),
+            judged_ranks=job.layout.world_size if self._anyway else sum(len(room.ranks) for room in rooms),
         )
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
@@ -184,7 +185,7 @@ class MemoryGate:
     ) -> Problem:
         """Return the refusal, with the nearest changes that would fit, each simulated."""
         if self._anyway:
-            return Problem(kind="does-not-fit", message=worst.message, where=worst.room.name)
+            return Problem(kind=DOES_NOT_FIT, message=worst.message, where=worst.room.name)
         ranks, room = resolved.job.layout.world_size, worst.room
         nodes = -(-ranks // len(room.ranks))
         free = replace(cluster, gpus=len(room.ranks), nodes=nodes, host_memory=max(1, room.host_bytes))
@@ -202,7 +203,7 @@ class MemoryGate:
         if fitting:
             changes = [f"{row.change} ({shown_bytes(row.reserved_bytes)})" for row in fitting]
             hint = f"these would fit: {'; '.join(changes)}"
-        return Problem(kind="does-not-fit", message=worst.message, hint=f"{hint}; {ANYWAY}", where=room.name)
+        return Problem(kind=DOES_NOT_FIT, message=worst.message, hint=f"{hint}; {ANYWAY}", where=room.name)
 
     def _refuse(self, problems: Sequence[Problem | None]) -> None:
         found = [problem for problem in problems if problem]
@@ -307,5 +308,5 @@ def disk_problem(job: Job, output: Path, found: RankForecasts | None) -> Problem
             what = "offloading to disk" if path != output else "the model with a checkpoint" if saved else "the model"
             message = f"{what} takes {shown_bytes(needed)}, and {there} has {shown_bytes(free)} free"
             hint = f"make room, or name another disk; {ANYWAY}"
-            return Problem(kind="does-not-fit", message=message, hint=hint, where=str(path))
+            return Problem(kind=DOES_NOT_FIT, message=message, hint=hint, where=str(path))
     return None

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.launch.hostfile import Host
-from zerofit.spec.local_machine import gpu_memory
-from zerofit.spec.reservations import free_for, gpu_claims
+from zerofit.spec.reservations import free_for, gpus_free_for
 
 Facts = Mapping[str, Any]  # of one host: `zerofit.doctor.facts`
 
@@ -31,8 +30,7 @@ class HostRoom:
 
 def room_here(ranks: range, run: Path) -> HostRoom:
     """Return what this machine has for the ranks of a run."""
-    claims = gpu_claims(but=run)
-    gpus = [max(0, min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid])) for gpu in gpu_memory(len(ranks))]
+    gpus = gpus_free_for(run, len(ranks))
     return HostRoom(name="", ranks=ranks, host_bytes=free_for(run), gpu_bytes=min(gpus, default=None))
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+DOES_NOT_FIT = "does-not-fit"  # kind of what a memory forecast refuses
 
 
 @dataclass(frozen=True, kw_only=True)

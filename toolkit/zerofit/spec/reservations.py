@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from zerofit.spec.files import cache_root, write_json
-from zerofit.spec.local_machine import host_memory
+from zerofit.spec.local_machine import gpu_memory, host_memory
 
 RANK = "zerofit.worker"  # in the command line of each rank, which ends with its run folder
 CLOCK_S = 2.0  # by which two looks at a start can differ where the clock is set
@@ -104,6 +104,12 @@ def gpu_claims(but: Path | None = None) -> Counter[str]:
         if one.run != str(but):
             found.update(one.gpu_bytes)
     return found
+
+
+def gpus_free_for(run: Path, count: int) -> list[int]:
+    """Return the bytes of each of the first `count` GPUs that a run may take; none where there is no nvidia-smi."""
+    claims = gpu_claims(but=run)
+    return [max(0, min(gpu.free_bytes, gpu.total_bytes - claims[gpu.uuid])) for gpu in gpu_memory(count)]
 
 
 @contextmanager

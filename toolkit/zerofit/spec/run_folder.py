@@ -112,6 +112,9 @@ class MemoryForecast:
     first_bytes: int = 0  # host memory of rank 0, which saves the model, its process included
     free_bytes: int | None = None  # of the device, when it was forecast; None on CPUs and where it is not known
     host_margin_bytes: int = 0  # a rank's share of what the verdict leaves of the host to the system
+    judged_ranks: int = (
+        0  # the first so many are on hosts that were asked what is free; other hosts look for themselves
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
 from zerofit.launch.ops import libaio_problems, needed_ops
 from zerofit.launch.run_lock import held, wait_for_ranks
-from zerofit.spec.errors import DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
+from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, Problems, RunFailed, Stopped, UserError
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
@@ -63,6 +63,8 @@ class RestartingRun:
                 try:
                     return self._start(attempt, stack)
                 except RunFailed as failure:
+                    if failure.problem.kind == DOES_NOT_FIT:  # said by a host that could not be asked before
+                        raise DoesNotFit(failure.problem) from None
                     failed = time.time()
                     if self.job is None or self.folder is None:
                         raise

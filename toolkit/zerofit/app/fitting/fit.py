@@ -26,7 +26,7 @@ from zerofit.launch.hostfile import Host
 from zerofit.plan.fit import check_fit, explain
 from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, UserError
+from zerofit.spec.errors import DOES_NOT_FIT, DoesNotFit, Problem, RunFailed, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import Machine
@@ -235,7 +235,7 @@ def _nothing_fits(model: str, search: FitSearch) -> Problem:
     """Return why no layout fits: the leanest one, and what it lacks."""
     leanest, count = search.leanest, f"{len(search.options):,} layouts"
     if leanest is None:
-        return Problem(kind="does-not-fit", message=f"{model} can run in none of {count} as it was given", hint=HINT)
+        return Problem(kind=DOES_NOT_FIT, message=f"{model} can run in none of {count} as it was given", hint=HINT)
     worst = search.seen.get(leanest)
     if search.most_bytes < math.inf:
         taken, wanted = search.most_bytes / LEANER, worst.reserved_bytes if worst else leanest.memory.peak_bytes
@@ -244,4 +244,4 @@ def _nothing_fits(model: str, search: FitSearch) -> Problem:
         fit = check_fit(leanest.memory, leanest.layout, search.free)
         because = worst.because if worst else explain(leanest.memory, fit)
     message = f"none of {count} of {model} fits; the leanest, {leanest}: {because}"
-    return Problem(kind="does-not-fit", message=message, hint=HINT)
+    return Problem(kind=DOES_NOT_FIT, message=message, hint=HINT)
