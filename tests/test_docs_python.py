@@ -46,7 +46,6 @@ def run(page: str, names: dict[str, Any]) -> int:
 
 def test_every_line_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("zerofit.app.tuning.trial.TRAIN_S", 8.0)  # beside other tests no step time is sure for long
     assert run(PAGE.read_text(encoding="utf-8"), {"__name__": "page"}) >= 10
 
