@@ -99,12 +99,12 @@ def measured(job: Job, folder: RunFolder, rounds: int) -> dict[str, Any]:
     from zerofit.data import open_data
     from zerofit.spec.events import Reporter
     from zerofit.spec.files import sync_file
+    from zerofit.spec.mesh import coords_of
     from zerofit.train.callbacks import EventLog
     from zerofit.train.engines import ZeroTrainer
     from zerofit.train.heartbeat import RankProgress
     from zerofit.train.restore import resume
     from zerofit.train.saver import Saver
-    from zerofit.train.trainer import coords_of
 
     data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
     driver = ZeroTrainer(job, coords_of(dist.get_rank(), job.layout), data.inputs)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -36,24 +36,28 @@ class NotDeferrableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How a parameter is kept once it has its values: in which floating type, on which device."""
+    """How a parameter is kept once it has its values: in which floating type, on which device, and what of it."""
 
     dtype: torch.dtype
     device: torch.device
+    # by name: takes what is kept of a whole parameter, a tensor of its own. Transformers models only
+    slices: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
-    def store(self, tensor: Tensor) -> Tensor:
+    def store(self, tensor: Tensor, name: str = "") -> Tensor:
         """Return the tensor so, itself where it is so already; other than floating types stay what they are."""
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        kept = self.slices[name](tensor) if name in self.slices else tensor
+        return kept.to(self.device, self.dtype if tensor.is_floating_point() else None)
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
     """Store the parameters of a model that was built whole, one after the other; those not to be kept go to meta."""
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if keep is None or name in keep}
+    names = {id(p): name for name, p in model.named_parameters()}
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and not old.is_meta:
-                data = stored.store(old.data) if id(old) in kept else old.data.to("meta")
+                data = stored.store(old.data, names[id(old)]) if id(old) in kept else old.data.to("meta")
                 new.setdefault(id(old), nn.Parameter(data, requires_grad=old.requires_grad))
                 module._parameters[name] = new[id(old)]
     return model

@@ -11,6 +11,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -192,7 +193,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
     """Load weights from the folder; only an image classifier's head may differ, and then starts anew."""
     try:
-        with _stored_as_read(stored, keep):
+        with _stored_as_read(stored, keep) as read:
             model, loaded = _auto_class(source.task).from_pretrained(
                 source.path,
                 config=config,
@@ -211,32 +212,40 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
             raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
     if stored == IN_FP32 and keep is None:
         return model
-    return store_parameters(model, stored, keep)  # those that the folder does not hold
+    rest = {name: take for name, take in stored.slices.items() if name not in read}
+    return store_parameters(model, replace(stored, slices=rest), keep)  # those that the folder does not hold
 
 
 @contextmanager
-def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[None]:
+def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]:
     """Let transformers store each parameter as soon as it has read it, one at a time, and drop what is not to be kept.
 
-    By itself it reads all in fp32 first. (transformers/core_model_loading.py: set_param_for_module)
+    By itself it reads all in fp32 first. Gives the names of what was read, which grow as it reads.
+    (transformers/core_model_loading.py: set_param_for_module)
     """
     from transformers import core_model_loading
 
-    original = core_model_loading.set_param_for_module
+    original, read = core_model_loading.set_param_for_module, set()
 
     def set_param(model: PreTrainedModel, name: str, value: Tensor, *more: Any, **named: Any) -> None:
         parent, _, attribute = name.rpartition(".")
-        if attribute in model.get_submodule(parent)._parameters:
-            kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
-            value = stored.store(value.detach()) if kept else value.detach().to("meta")
-        original(model, name, value, *more, **named)
+        own = model.get_submodule(parent)._parameters
+        if attribute not in own:
+            original(model, name, value, *more, **named)
+            return
+        kept = keep is None or name in keep or any(model.all_tied_weights_keys.get(other) == name for other in keep)
+        original(model, name, value.detach() if kept else value.detach().to("meta"), *more, **named)
+        parameter = own[attribute]  # the old one, on meta, where the shape is not the model's
+        if parameter is not None and not parameter.is_meta:
+            parameter.data = stored.store(parameter.data, name)
+            read.add(name)
 
     if stored == IN_FP32 and keep is None:
-        yield
+        yield read
         return
     one_at_a_time = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     with one_at_a_time, patch.object(core_model_loading, "set_param_for_module", set_param):
-        yield
+        yield read
 
 
 def _first_line(error: Exception) -> str:
@@ -265,7 +274,7 @@ def _initialise(model: nn.Module, keep: set[str] | None, stored: Stored) -> nn.M
     names = {name for name, _ in model.named_parameters()} if keep is None else set(keep)
     wanted = (names - set(tied)) | {tied[name] for name in names & set(tied)}
     _untie(model, tied)
-    real = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in wanted}
+    real = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in wanted}
     for module in model.modules():
         vars(module)["_is_hf_initialized"] = False
         for name, buffer in module._buffers.items():
@@ -285,10 +294,11 @@ def _untie(model: nn.Module, tied: dict[str, str]) -> None:
         setattr(owner, attribute, nn.Parameter(torch.empty_like(getattr(owner, attribute), device="meta")))
 
 
-def _apply(module: nn.Module, initialise_one: Any, real: set[int], stored: Stored) -> None:
+def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored: Stored) -> None:
     """Initialise children first, each model within a model by its own rules, as `initialize_weights` does.
 
-    A module's own parameters, those of the ids in `real`, are in fp32 on the CPU only while it is initialised.
+    A module's own parameters, those of the ids in `real` (with their names), are whole and in fp32 on the CPU only
+    while it is initialised.
     """
     from transformers import PreTrainedModel
 
@@ -298,6 +308,7 @@ def _apply(module: nn.Module, initialise_one: Any, real: set[int], stored: Store
     if vars(module)["_is_hf_initialized"]:
         return  # in two places of the model
     own = module._parameters
+    names = {name: real[id(p)] for name, p in own.items() if id(p) in real}
     for name, parameter in own.items():
         if parameter is not None:
             device = "cpu" if id(parameter) in real else "meta"
@@ -305,7 +316,8 @@ def _apply(module: nn.Module, initialise_one: Any, real: set[int], stored: Store
     initialise_one(module)
     for name, parameter in own.items():
         if parameter is not None and not parameter.is_meta and stored != IN_FP32:
-            own[name] = nn.Parameter(stored.store(parameter.data), requires_grad=parameter.requires_grad)
+            data = stored.store(parameter.data, names[name])
+            own[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 @contextmanager

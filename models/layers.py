@@ -212,15 +212,16 @@ class RotaryBlock(nn.Module):
         super().__init__()
         self.block, self.rotary = block, rotary  # the rotary embedding has no parameters, so every block can hold it
         self.config = config
+        self.first_position = 0  # of the tokens that come, where each rank has a part of the sequence
         kinds = getattr(config, "layer_types", None)
         windowed = getattr(config, "sliding_window", None) is not None
         self.sliding = kinds[index] == "sliding_attention" if kinds else windowed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block; positions count from 0, the mask is causal, in a sliding window where the block has one."""
+        """Run the block; the mask is causal, in a sliding window where the block has one."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        positions = torch.arange(self.first_position, self.first_position + x.shape[1], device=x.device).unsqueeze(0)
         make_mask = create_sliding_window_causal_mask if self.sliding else create_causal_mask
         return self.block(
             x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,12 +188,20 @@ def test_scheduler_blocks_are_filled_and_exclude_ours():
     assert problem.where == "--schedule and ds.json: scheduler"
 
 
+TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "word"),
     [
         ("zero2", {"pipeline": 2}, "stage 2"),
-        ("pipeline", {"pipeline": 2, "tensor_parallel": 2, "ranks": 4}, "cannot be combined"),
-        ("zero1", {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}, "cannot be combined"),
+        ("zero2", {"pipeline": 2, "tensor_parallel": 2, "ranks": 4}, "stage 2"),
+        ("zeropp_hpz", {**TENSOR_AND_SEQUENCE}, "has not been seen"),
+        ("zenflow", {**TENSOR_AND_SEQUENCE}, "has not been seen"),
+        ({"tensor_parallel": {"vocab_parallel_lm_head": True}}, {**TENSOR_AND_SEQUENCE}, "remove the key"),
+        ("zero1", {**TENSOR_AND_SEQUENCE, "compile": True}, "leave it out"),
+        ("zero1", {**TENSOR_AND_SEQUENCE, "sequence_parallel": 8, "ranks": 16}, "the 4 attention heads that each of 2"),
+        ("zero1", {**TENSOR_AND_SEQUENCE, "optimizer": "muon"}, "whole matrices"),
         ("zero1", {"tensor_parallel": 4, "ranks": 4}, "2 key-value heads"),
         ("zero1", {"sequence_parallel": 2, "seq_len": 33}, "does not divide --seq-len 33"),
         ("zero2", {"ranks": 3, "tensor_parallel": 2}, "not a multiple"),
@@ -202,7 +211,6 @@ def test_scheduler_blocks_are_filled_and_exclude_ours():
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, {}, "offloads nothing"),
         pytest.param(with_nvme_at("/proc/local_nvme"), {}, "not a folder", id="zero3_nvme"),
         ({"zero_optimization": {"stage": 7}}, {}, "allowed: 0, 1, 2, 3"),
-        ("zero0", {"pipeline": 2}, "first stage's gradient norm"),
         ("zero2", {"optimizer": "muon", "gradient_clipping": 1.0}, "--gradient-clipping 0"),
         ("pipeline", {"pipeline": 2, "optimizer": "muon"}, "embedding and head"),
         ("zero2", {"momentum": 0.9}, "no momentum"),
@@ -212,6 +220,34 @@ def test_scheduler_blocks_are_filled_and_exclude_ours():
 )
 def test_what_deepspeed_cannot_do_is_refused(config, flags, word):
     assert any(word in p.message + p.hint for p in refused(config, **flags))
+
+
+def test_with_more_than_one_dimension_the_groups_are_zerofits():
+    """DeepSpeed sees one data axis, of data x sequence ranks, and splits no layer itself."""
+    decision, plain = resolved("tensor_parallel", pipeline=2, tensor_parallel=2, ranks=8)
+    assert decision.layout.combined
+    assert not {"train_batch_size", "tensor_parallel", "sequence_parallel_size"} & set(plain)
+    assert plain["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    facts = replace(LLAMA, attention_heads=8, kv_heads=8)
+    _, plain = resolved("sequence_parallel", facts=facts, **TENSOR_AND_SEQUENCE)
+    assert not {"train_batch_size", "tensor_parallel", "sequence_parallel_size"} & set(plain)
+
+
+def test_beside_another_dimension_tensor_parallelism_follows_transformers_plan():
+    bert = replace(LLAMA, model_type="bert")
+    resolved("zero1", facts=bert, tensor_parallel=2)
+    (problem,) = refused("pipeline", facts=bert, pipeline=2, tensor_parallel=2, ranks=4)
+    assert "bert" in problem.message
+    assert "llama" in problem.hint
+
+
+def test_key_value_heads_are_repeated_where_sequence_ranks_outnumber_them():
+    resolved("zero1", sequence_parallel=4, ranks=4)  # 8 heads, 2 key-value heads
+    resolved("zero1", **TENSOR_AND_SEQUENCE)
+    assert "degrees that do: 1, 2, 3, 6" in refused("zero1", facts=SIX, sequence_parallel=4, ranks=4)[0].hint
+
+
+SIX = replace(LLAMA, attention_heads=12, kv_heads=6)
 
 
 def test_a_cnn_has_no_heads_to_split():

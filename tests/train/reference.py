@@ -44,11 +44,17 @@ class Plan:
 
 def train(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     """The loss of every step and the final weights."""
+    losses, _, weights = follow(plan)
+    return losses, weights
+
+
+def follow(plan: Plan) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The loss of every step, the gradient's norm before it is clipped, and the final weights."""
     torch.manual_seed(plan.seed)
     model = build(find(plan.model), plan.inputs, plan.args).train()
     optimizer = _optimizer(plan, model)
     statistics = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(plan.ranks)]
-    losses = []
+    losses, norms = [], []
     for step in range(plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.lr(step) if callable(plan.lr) else plan.lr
@@ -63,14 +69,13 @@ def train(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
             loss.backward()
             total += loss.item()
             _swap(model, statistics[n % plan.ranks])
-        if plan.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), plan.clip or float("inf")).item())
         optimizer.step()
         losses.append(total)
     for name, buffer in model.named_buffers():
         mean = torch.stack([one[name].double() for one in statistics]).mean(0)
         buffer.copy_(mean)
-    return losses, model.state_dict()
+    return losses, norms, model.state_dict()
 
 
 def _swap(model: nn.Module, kept: dict[str, Tensor]) -> None:

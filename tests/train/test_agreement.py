@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.train.reference import Plan, relative_difference, text_windows, train
+from tests.train.reference import Plan, follow, relative_difference, text_windows, train
 from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
@@ -207,6 +207,39 @@ def test_layouts(pools, tmp_path, corpus, references, layout):
     trained = pools(how["ranks"]).train(tmp_path / "run", **options(plans[name], corpus, **how))
     agree(trained, get(name))
     assert all(step["grad_norm"] > 0 for step in trained.steps)
+
+
+# benchmarks/layouts.py has these in all combinations, on 8 and 16 ranks too
+DIMENSIONS = {
+    "PP2 x TP2": {"pipeline": 2, "tensor_parallel": 2, "activation_checkpointing": True},
+    "PP2 x TP2, stage 0": {"pipeline": 2, "tensor_parallel": 2, "ds_config": "zero0"},
+    "PP2 x SP2": {"pipeline": 2, "sequence_parallel": 2},
+    "TP2 x SP2, stage 0": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero0"},
+    "TP2 x SP2, stage 3": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
+    "PP4, stage 0": {"pipeline": 4, "ds_config": "zero0"},
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A Qwen3 (norms of heads, tied embeddings, two heads for a key-value head), and its training on one process."""
+    path = tmp_path_factory.mktemp("qwen3") / "config.json"
+    shape = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.12}
+    path.write_text(json.dumps({"model_type": "qwen3", **TINY_BERT, **shape, "tie_word_embeddings": True}))
+    count, windows = text_windows(corpus, SEQ_LEN)
+    text = TextInputs(vocab_size=260, seq_len=SEQ_LEN)
+    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=5, optimizer="sgd", lr=0.3, clip=0.5)
+    return plan, follow(plan)
+
+
+@pytest.mark.parametrize("layout", DIMENSIONS)
+def test_more_than_one_dimension(pools, tmp_path, corpus, qwen, layout):
+    plan, (losses, norms, weights) = qwen
+    how = {"steps": plan.steps, "micro_batch": 2, "gradient_clipping": plan.clip, "eval_samples": 8}
+    trained = pools(4).train(tmp_path / "run", **options(plan, corpus, **DIMENSIONS[layout]) | how)
+    np.testing.assert_allclose(trained.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=1e-6)
+    assert relative_difference(load(trained), weights) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "lenet", "resnet-whole", "vit"])

@@ -23,7 +23,7 @@ from zerofit.simulate.record import SimulationTarget
 from zerofit.train import process_group
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.trainer import coords_of
+from zerofit.spec.mesh import coords_of
 
 target = SimulationTarget.from_dict(json.load(open(sys.argv[1])))
 process_group.start(timedelta(minutes=1))

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from zerofit.app.kept import kept_file
-from zerofit.app.simulation import PreparedSimulation, first_ranks
+from zerofit.app.simulation import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
@@ -25,6 +25,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
+from zerofit.spec.mesh import first_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
@@ -99,7 +100,7 @@ def _margin(one: Simulation) -> int:
 def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
     """Return what the ranks of a run take; the reason where it cannot be simulated."""
     job, cluster = prepared.job, prepared.cluster
-    ranks = _simulate_or_recall([prepared.target(rank) for rank in first_ranks(job)], report)
+    ranks = _simulate_or_recall([prepared.target(rank) for rank in first_of_stages(job.layout)], report)
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem

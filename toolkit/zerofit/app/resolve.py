@@ -220,7 +220,7 @@ def ds_name(run: Run) -> str | None:
     if run.ds_config is not None:
         return run.ds_config if isinstance(run.ds_config, str) else None
     default = "zero2"
-    for name in ("pipeline", "tensor_parallel", "sequence_parallel"):
+    for name in ("tensor_parallel", "sequence_parallel", "pipeline"):  # the last takes the fewest stages of ZeRO
         default = name if getattr(run, name) > 1 else default
     return default
 

@@ -23,6 +23,7 @@ from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.mesh import first_of_stages
 from zerofit.spec.model_facts import Task
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
@@ -205,16 +206,11 @@ def _on_all(asked: RunRequest, cluster: Cluster, problems: Problems) -> RunReque
     return RunRequest(run=asked.run.model_copy(update={"ranks": ranks or cluster.ranks}), places=asked.places)
 
 
-def first_ranks(job: Job) -> list[int]:
-    """Return the first rank of each pipeline stage."""
-    return [stage * (job.layout.world_size // job.layout.pp) for stage in range(job.layout.pp)]
-
-
 def _ranks(job: Job, rank: int | None) -> list[int]:
     """Return the ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
     ranks = job.layout.world_size
     if rank is None:
-        return first_ranks(job)
+        return first_of_stages(job.layout)
     if not 0 <= rank < ranks:
         message, hint = f"rank {rank} of {ranks} ranks", f"take 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))

@@ -91,8 +91,8 @@ def decide(
     places = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
     batch = solve(merged, layout.dp, layout.pp, places, problems)
     run = _settled(asked.run, merged, config, layout, batch, kind)
-    check_combination(layout, problems)
     if warnings is not None:
+        check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):

@@ -42,6 +42,7 @@ SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
         "the largest parameter must fit into one swap buffer",
     ),
 }
+PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
 # why a value that the file left open is what it is
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",
@@ -66,6 +67,11 @@ REASONS = {
     "scheduler.params.total_num_steps": "the optimizer steps of the run",
     "tensor_parallel.autotp_size": "--tensor-parallel",
     "sequence_parallel_size": "--sequence-parallel",
+    **{
+        f"pipeline.{key}": "tensor parallel ranks hold the whole activation and each sends its own; cut up, it would "
+        "have to be gathered again"
+        for key in PIPE_PARTITIONED
+    },
     **{f"{ZERO}.{key}": why for key, (_, why) in SIZES.items()},
 }
 
@@ -83,8 +89,9 @@ def resolve(
     run, layout, batch = decision.run, decision.layout, decision.batch
     put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
     put(resolved, "gradient_accumulation_steps", batch.accumulation)
-    if layout.tp > 1:
-        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471)
+    if layout.tp > 1 or layout.combined:
+        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471), and
+        # takes a combined layout's sequence ranks for data ranks
         drop(resolved, "train_batch_size")
     else:
         put(resolved, "train_batch_size", batch.total)
@@ -97,14 +104,27 @@ def resolve(
             put(resolved, f"{ZERO}.{key}", size(facts))
     _fill_scheduler(resolved, run, steps)
     put(resolved, "gradient_clipping", run.gradient_clipping)
-    for path, degree in (("tensor_parallel.autotp_size", layout.tp), ("sequence_parallel_size", layout.sp)):
-        if degree > 1 or get(resolved, path) is not None:
-            put(resolved, path, degree)
-    if layout.tp > 1:
-        _keep_logits_whole(resolved, problems)
+    _fill_degrees(resolved, layout, problems)
     for path in autos(resolved):
         problems.add("auto", f'{path} is "auto", which nothing fills', "write a value, or remove the key", path)
     return resolved
+
+
+def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
+    """Fill the degrees where DeepSpeed makes the groups; with more than one, `train.mesh_groups` does it."""
+    if layout.combined:
+        for key in ("tensor_parallel", "sequence_parallel_size"):
+            config.pop(key, None)
+        if layout.pp > 1 and layout.tp > 1:
+            for key in PIPE_PARTITIONED:
+                if get(config, f"pipeline.{key}") is None:
+                    put(config, f"pipeline.{key}", False)
+        return
+    for path, degree in (("tensor_parallel.autotp_size", layout.tp), ("sequence_parallel_size", layout.sp)):
+        if degree > 1 or get(config, path) is not None:
+            put(config, path, degree)
+    if layout.tp > 1:
+        _keep_logits_whole(config, problems)
 
 
 def _keep_logits_whole(config: dict[str, Any], problems: Problems) -> None:

@@ -10,34 +10,55 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
-from zerofit.spec.model_facts import SEQUENCE_PARALLEL_TYPES, TENSOR_PARALLEL_TYPES, Machine, ModelFacts
+from zerofit.spec.model_facts import (
+    SEQUENCE_PARALLEL_TYPES,
+    TENSOR_PARALLEL_TYPES,
+    TENSOR_PLAN_TYPES,
+    Machine,
+    ModelFacts,
+)
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
+# keys of the DeepSpeed JSON whose groups or kernels know nothing of a second parallel dimension beside ZeRO's
+_ALONE = (
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zenflow",
+    "zero_optimization.offload_optimizer.super_offload",
+    "expert_parallel.enabled",
+    "compile.deepcompile",
+)
 
-def check_combination(layout: Layout, problems: Problems) -> None:
-    """Check degrees against each other; the JSON by itself has been checked already."""
+
+def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """Check what cannot stand beside more than one parallel dimension; the JSON by itself has been checked already."""
+    if not layout.combined:
+        return
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
-    used = [name for name, degree in degrees.items() if degree > 1]
-    if len(used) > 1:
+    used = " and ".join(name for name, degree in degrees.items() if degree > 1)
+    for path in _ALONE:
+        asked = get(config, path)
+        if asked is True or (asked and asked != 1):
+            problems.add(
+                "layout",
+                f"{path} beside {used}: it has not been seen to train there like one device does",
+                f"remove the key, or keep one of {used}",
+                path,
+            )
+    for key in set(get(config, "tensor_parallel") or {}) - {"autotp_size"}:
         problems.add(
             "layout",
-            f"{' and '.join(used)} cannot be combined: DeepSpeed builds the process groups of only one of them",
-            "keep one; data parallelism fills the remaining ranks",
-            " and ".join(used),
+            f"tensor_parallel.{key} beside {used}: zerofit splits the layers there itself, as transformers plans it",
+            "remove the key",
+            f"tensor_parallel.{key}",
         )
 
 
 def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
     """Check the optimizer against clipping and layout; `run` has everything settled."""
     accumulation = run.gradient_accumulation_steps or 1
-    if layout.pp > 1 and layout.zero_stage == 0 and run.precision == "fp32" and run.gradient_clipping:
-        problems.add(
-            "layout",
-            "a pipeline at ZeRO stage 0 in fp32 clips by the first stage's gradient norm alone (runtime/utils.py:394)",
-            "take stage 1 (--ds-config pipeline), or --gradient-clipping 0",
-            "zero_optimization.stage",
-        )
     if run.momentum is not None and run.optimizer == "adamw":
         problems.add(
             "conflict", "AdamW takes no momentum, it has betas", "leave it out, or take --optimizer sgd", "--momentum"
@@ -57,6 +78,20 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
             "take --gradient-accumulation-steps 1",
             "--gradient-accumulation-steps",
         )
+    if run.compile and layout.combined:
+        problems.add(
+            "layout",
+            "--compile with more than one parallel dimension has not been seen to train like one device does",
+            "leave it out",
+            "--compile",
+        )
+    if run.optimizer == "muon" and layout.combined and layout.tp > 1:
+        problems.add(
+            "layout",
+            "muon makes whole matrices orthogonal, and tensor parallel ranks hold slices of them",
+            "take another optimizer, or leave --tensor-parallel at 1",
+            "--optimizer",
+        )
     if run.optimizer == "muon" and layout.pp > 1:
         problems.add(
             "layout",
@@ -69,9 +104,9 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """Check the layout against the model: what must divide, and what a kind of model cannot do."""
     if layout.tp > 1:
-        _check_tensor_parallel(layout.tp, run, facts, problems)
+        _check_tensor_parallel(layout, run, facts, problems)
     if layout.sp > 1:
-        _check_sequence_parallel(layout.sp, run, facts, problems)
+        _check_sequence_parallel(layout, run, facts, problems)
     if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
         problems.add(
             "layout",
@@ -105,20 +140,26 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         )
 
 
-def _check_tensor_parallel(degree: int, run: Run, facts: ModelFacts, problems: Problems) -> None:
-    name = "--tensor-parallel"
-    if facts.attention_heads is not None and (facts.own or facts.model_type not in TENSOR_PARALLEL_TYPES):
+def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
+    name, degree = "--tensor-parallel", layout.tp
+    fitting = TENSOR_PLAN_TYPES if layout.combined else TENSOR_PARALLEL_TYPES
+    if facts.attention_heads is not None and (facts.own or facts.model_type not in fitting):
+        beside = " beside another parallel dimension" if layout.combined else ""
         problems.add(
             "layout",
-            f"{name} {degree}: DeepSpeed's AutoTP is not known to split {facts.model_type or run.model} rightly",
-            f"model types that it splits: {', '.join(TENSOR_PARALLEL_TYPES)}",
+            f"{name} {degree}{beside}: DeepSpeed's AutoTP is not known to split {facts.model_type or run.model} "
+            "rightly",
+            f"model types that it splits: {', '.join(fitting)}",
             name,
         )
         return
-    _check_heads(name, degree, facts, problems)
+    _check_heads(name, layout, facts, problems)
 
 
-def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) -> None:
+def _check_heads(name: str, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+    """Check that heads divide: all of them over tensor ranks, and what each has over its sequence ranks."""
+    sequence = name == "--sequence-parallel"
+    degree, sharers = (layout.sp, layout.tp) if sequence else (layout.tp, 1)
     if facts.attention_heads is None:
         problems.add(
             "layout",
@@ -127,19 +168,23 @@ def _check_heads(name: str, degree: int, facts: ModelFacts, problems: Problems) 
             name,
         )
         return
-    for count, what in ((facts.attention_heads, "attention heads"), (facts.kv_heads, "key-value heads")):
-        if count and count % degree:
-            fitting = [d for d in range(1, count + 1) if count % d == 0]
+    counts = ((facts.attention_heads, "attention heads", False), (facts.kv_heads, "key-value heads", sequence))
+    for count, what, repeatable in counts:
+        share = (count or 0) // sharers
+        repeated = repeatable and share and degree % share == 0  # ulysses_sp.py:128
+        if share % degree and not repeated:
+            fitting = [d for d in range(1, share + 1) if share % d == 0]
+            of = f" that each of {sharers} tensor parallel ranks has" if sharers > 1 else ""
             problems.add(
                 "layout",
-                f"{name} {degree} does not divide the {count} {what}",
+                f"{name} {degree} does not divide the {share} {what}{of}",
                 f"degrees that do: {', '.join(map(str, fitting))}",
                 name,
             )
 
 
-def _check_sequence_parallel(degree: int, run: Run, facts: ModelFacts, problems: Problems) -> None:
-    name = "--sequence-parallel"
+def _check_sequence_parallel(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
+    name, degree = "--sequence-parallel", layout.sp
     if facts.own or facts.model_type not in SEQUENCE_PARALLEL_TYPES:
         problems.add(
             "layout",
@@ -148,7 +193,7 @@ def _check_sequence_parallel(degree: int, run: Run, facts: ModelFacts, problems:
             name,
         )
         return
-    _check_heads(name, degree, facts, problems)
+    _check_heads(name, layout, facts, problems)
     if run.seq_len and run.seq_len % degree:
         problems.add(
             "layout",

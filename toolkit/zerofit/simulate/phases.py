@@ -13,10 +13,10 @@ from torch import nn
 
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.simulate.record import RankPhase
+from zerofit.spec.mesh import coords_of
 from zerofit.spec.run_folder import Job
 from zerofit.train.engines import ZeroTrainer
 from zerofit.train.pipeline import PipelineTrainer
-from zerofit.train.trainer import coords_of
 
 Driver = ZeroTrainer | PipelineTrainer
 

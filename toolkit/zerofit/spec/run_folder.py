@@ -69,6 +69,11 @@ class Layout:
         """Ranks in all."""
         return self.dp * self.tp * self.pp * self.sp
 
+    @property
+    def combined(self) -> bool:
+        """Whether there is more than one of tensor, pipeline and sequence parallelism."""
+        return sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+
     def as_dict(self) -> dict[str, int]:
         """Return the `layout` object of the command line's JSON."""
         return asdict(self)

@@ -37,13 +37,26 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     return model
 
 
+def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) -> Any:
+    """Build the run's model without any memory."""
+    with torch.device("meta"):
+        return build(find(job.run.model), inputs, dict(job.run.model_args), checkpointing=checkpointing)
+
+
+def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
+    """Build the run's model with its initial weights, of which those named in `keep` are stored (None: all)."""
+    torch.manual_seed(job.run.seed)
+    return build(find(job.run.model), inputs, dict(job.run.model_args), stored=stored, keep=keep)
+
+
 def stored_by_engine(job: Job) -> Stored:
     """Return how the engine will store parameters: it casts and moves them (engine.py: _configure_distributed_model).
 
-    Tensor parallel ranks take their slices of the model from host memory.
+    Where DeepSpeed makes the slices of tensor parallel ranks itself, it takes them from the model in host memory.
     """
     dtype = DTYPES[job.precision] if get(job.ds_config, f"{job.precision}.enabled") else torch.float32
-    return Stored(dtype=dtype, device=torch.device("cpu") if job.layout.tp > 1 else rank_device())
+    by_deepspeed = job.layout.tp > 1 and not job.layout.combined
+    return Stored(dtype=dtype, device=torch.device("cpu") if by_deepspeed else rank_device())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -25,12 +25,22 @@ from zerofit.models.build import forward_logits, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
+from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.build import batch_norm_in_fp32, build_whole, parameter_groups
+from zerofit.train.build import (
+    batch_norm_in_fp32,
+    build_from_seed,
+    build_on_meta,
+    build_whole,
+    parameter_groups,
+    stored_by_engine,
+)
 from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import rank_device
-from zerofit.train.trainer import Batch, EngineTrainer, RankCoords
+from zerofit.train.tensor_split import build_split
+from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
 
 SAMPLE_TOKENS = 240
@@ -129,38 +139,58 @@ def _keep_gradient_norm(engine: Any) -> None:
 def _sequence_parallel_excess(job: Job) -> int:
     """Return how much too large gradients are under sequence parallelism: DeepSpeed averages over dp ranks only.
 
-    Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878).
+    Stage 3's reduce-scatter averages over all ranks (stage_1_and_2.py:1506, engine.py:3884; stage3.py:1878), and to a
+    combined layout's engine sequence ranks are data ranks.
     """
+    if job.layout.combined:
+        return 1
     zero = job.ds_config.get("zero_optimization", {})
     averages = job.layout.zero_stage == 3 and zero.get("reduce_scatter", True)
     return 1 if averages else job.layout.sp
 
 
+def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
+    """Put DeepSpeed's sequence parallel attention into transformers; return its groups, an `mpu` for the engine."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=job.layout.sp,
+        micro_batch_size=job.batch.micro,
+        seq_length=job.run.seq_len,
+        seq_length_is_variable=False,
+    )
+
+
+def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
+    """Build a model for tensor and sequence parallelism together; return it with its groups."""
+    from zerofit.train.sequence_attention import exchange_heads
+
+    groups = MeshGroups(job.layout)
+    shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)
+    exchange_heads(shape.config, job, groups.sequence)
+    make = partial(build_from_seed, job, inputs)
+    return build_split(shape, groups.tensor, stored_by_engine(job), make), groups
+
+
 class ZeroTrainer(EngineTrainer):
-    """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel."""
+    """ZeRO 0-3 with or without offload, tensor parallel, sequence parallel, both."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs | None, model: nn.Module | None = None):
         """Start the engine of the model that the run names, or of `model` in its place."""
         self.job, self.coords = job, coords
         self.device = rank_device()
-        if model is None:
-            model = build_whole(job, inputs)
-        elif job.precision != "fp32":
-            batch_norm_in_fp32(model)
+        if job.layout.combined:
+            model, mpu = _build_combined(job, inputs)
+        else:
+            if model is None:
+                model = build_whole(job, inputs)
+            elif job.precision != "fp32":
+                batch_norm_in_fp32(model)
+            mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
-        more: dict[str, Any] = {}
-        if job.layout.sp > 1:
-            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-            more["mpu"] = UlyssesSPAttentionHF.register_with_transformers(
-                model,
-                core_attn_implementation="sdpa",
-                sequence_parallel_size=job.layout.sp,
-                micro_batch_size=job.batch.micro,
-                seq_length=job.run.seq_len,
-                seq_length_is_variable=False,
-            )
-        self.engine = start_engine(job, model, job.steps, **more)
+        self.engine = start_engine(job, model, job.steps, mpu=mpu)
         self._excess = _sequence_parallel_excess(job)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
@@ -260,11 +290,9 @@ class ZeroTrainer(EngineTrainer):
         labels = batch["labels"].to(self.device, non_blocking=True)
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.precision])
-        sp = self.job.layout.sp
-        if sp == 1:
+        if self.job.layout.sp == 1:
             return x, labels, {}
-        length = x.shape[1] // sp
-        mine = slice(self.coords.sp_rank * length, (self.coords.sp_rank + 1) * length)
+        mine = own_tokens(x.shape[1], self.job.layout, self.coords)
         positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
         return x[:, mine], labels[:, mine], {"position_ids": positions}
 

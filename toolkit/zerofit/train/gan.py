@@ -16,12 +16,13 @@ from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.vision import DCGAN
+from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import batch_norm_in_fp32, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
-from zerofit.train.trainer import Batch, EngineTrainer, RankCoords
+from zerofit.train.trainer import Batch, EngineTrainer
 
 DRAWINGS = 64
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -21,17 +22,20 @@ from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import Layer, as_layers
+from zerofit.models.layers import Layer, RotaryBlock, as_layers
+from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job
-from zerofit.train.build import batch_norm_in_fp32, example, stored_by_engine
+from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, example, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import accelerator, rank_device
-from zerofit.train.trainer import Batch, EngineTrainer, RankCoords, StateNames
+from zerofit.train.tensor_split import build_split
+from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
 
 
 class PipelineTrainer(EngineTrainer):
-    """Pipeline parallel, with data parallelism around it; ZeRO stage 0 or 1."""
+    """Pipeline parallel, beside data, tensor and sequence parallelism; ZeRO stage 0 or 1."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
@@ -41,10 +45,13 @@ class PipelineTrainer(EngineTrainer):
         self._own_layers = self._layers[self.first_layer : bounds[coords.pp_rank + 1]]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
         module = _Staged(self._layers, bounds, job, loss_fn=self._loss)
+        if job.layout.zero_stage == 0 and job.precision == "fp32":
+            _count_once(module, coords)
         self.engine = start_engine(job, module, job.steps)
         _even_norms(self.engine)
-        grid = self.engine.grid
-        assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (coords.dp_rank, coords.pp_rank)
+        grid, data = self.engine.grid, coords.dp_rank * job.layout.sp + coords.sp_rank
+        assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (data, coords.pp_rank)
+        assert grid.get_slice_parallel_rank() == coords.tp_rank
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step; return float32 (1,), the loss over the whole pipeline and all its replicas."""
@@ -57,7 +64,7 @@ class PipelineTrainer(EngineTrainer):
             self.engine.eval_batch((self._pair(batch) for batch in batches), num_micro_batches=count)
         sums = self._counts.clone()  # only last stages have counted
         dist.all_reduce(sums)
-        return sums
+        return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
 
     def state_names(self, engine: Any) -> StateNames:
         """Return the names of this stage's state; a weight that several layers share has its first layer's name."""
@@ -78,13 +85,14 @@ class PipelineTrainer(EngineTrainer):
 
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the whole model on rank 0: each stage's first replica leaves its part in a file."""
-        if self.coords.dp_rank == 0:
-            weights: dict[str, Tensor] = {}
-            for layer in self._own_layers:
-                own = layer.module.state_dict()
-                weights |= {layer.names[name]: own[name].detach().cpu() for name in own if name in layer.names}
+        coords, weights = self.coords, {}
+        mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
+        for layer in self._own_layers:
+            own = dict(whole_state(layer.module, self.job.layout, mine))
+            weights |= {layer.names[name]: tensor for name, tensor in own.items() if name in layer.names}
+        if mine:
             scratch.mkdir(parents=True, exist_ok=True)
-            part = scratch / f"stage-{self.coords.pp_rank}.safetensors"
+            part = scratch / f"stage-{coords.pp_rank}.safetensors"
             save_file({name: tensor.clone() for name, tensor in weights.items()}, part)
         dist.barrier()
         if dist.get_rank() != 0:
@@ -102,10 +110,13 @@ class PipelineTrainer(EngineTrainer):
         return weighted_cross_entropy(logits, labels, weight, self.job.run.loss_chunk)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        x = batch["inputs"]
+        x, labels = batch["inputs"], batch["labels"]
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.precision])
-        return x, (batch["labels"], torch.tensor(batch.get("weight", 1.0)))
+        if self.job.layout.sp > 1:
+            mine = own_tokens(x.shape[1], self.job.layout, self.coords)
+            x, labels = x[:, mine], labels[:, mine]
+        return x, (labels, torch.tensor(batch.get("weight", 1.0)))
 
 
 def _even_norms(engine: Any) -> None:
@@ -138,12 +149,28 @@ def _even_norms(engine: Any) -> None:
     optimizer.scaled_global_norm = scaled_global_norm
 
 
+def _count_once(module: PipelineModule, coords: RankCoords) -> None:
+    """Mark which parameters this rank adds to the gradient's norm where DeepSpeed clips in fp32 without ZeRO.
+
+    It would count those that are split, and all others on the first stage alone (runtime/utils.py:394).
+    """
+    parameters: Iterator[Any] = module.parameters()  # with DeepSpeed's marks on them
+    for p in parameters:
+        split = getattr(p, "tensor_model_parallel", False)
+        p.model_parallel = (split or coords.tp_rank == 0) and not p.ds_pipe_replicated
+        p.tensor_model_parallel = split and p.model_parallel
+
+
 class _Staged(PipelineModule):
     """A PipelineModule whose stage bounds are given instead of found by building every layer on every rank."""
 
     def __init__(self, layers: list[Layer], bounds: list[int], job: Job, loss_fn: Any):
-        self._bounds = bounds
-        topology = PipeDataParallelTopology(num_pp=job.layout.pp, num_dp=job.layout.dp)
+        self._bounds, layout = bounds, job.layout
+        data = layout.dp * layout.sp  # sequence ranks have tokens of their own, and only attention knows them
+        if layout.tp > 1:
+            topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=data)
+        else:
+            topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=data)
         apart = _tied_apart(layers, bounds)
         ready = [_Tied(layer) if layer.tied in apart else layer.module for layer in layers]
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
@@ -179,21 +206,34 @@ class _Tied(TiedLayerSpec):
 
 def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
     """Return all layers, of which only this stage's have memory, and the bounds of the stages."""
-    run, source, stored = job.run, find(job.run.model), stored_by_engine(job)
-    with torch.device("meta"):
-        model = build(source, inputs, dict(run.model_args))
-    layers = as_layers(model)
+    run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
+    layers = as_layers(shape)
     weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
     if run.pipeline_balance == "time":
-        weights = _measured(job, source, inputs)
-    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=job.layout.pp)]
+        weights = _measured(job, find(run.model), inputs)
+    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=layout.pp)]
     mine = layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
     keep = {name for layer in mine for name in layer.names.values()}
-    torch.manual_seed(run.seed)
-    model = build(source, inputs, dict(run.model_args), stored=stored, keep=keep)
+    make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
+    model: Any = build_split(shape, groups.tensor, stored, make) if layout.tp > 1 else make(stored)
     if job.precision != "fp32":
         batch_norm_in_fp32(model)
-    return as_layers(model, checkpointing=run.activation_checkpointing), bounds
+    layers = as_layers(model, checkpointing=run.activation_checkpointing)
+    if layout.sp > 1:
+        _share_sequences(job, coords, model.config, layers, groups)
+    return layers, bounds
+
+
+def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:
+    """Let the blocks know where this rank's tokens stand in the sequence, and attention exchange them."""
+    from zerofit.train.sequence_attention import exchange_heads
+
+    assert job.run.seq_len  # a job's run on text is resolved
+    exchange_heads(config, job, groups.sequence)
+    first = own_tokens(job.run.seq_len, job.layout, coords).start
+    for layer in layers:
+        if isinstance(layer.module, RotaryBlock):
+            layer.module.first_position = first
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:

@@ -27,6 +27,7 @@ from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.measured import ForecastFigure, memory_figures
+from zerofit.spec.mesh import RankCoords, coords_of
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import stored_by_engine
@@ -41,7 +42,7 @@ from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.stop_signals import SignalNotes, StopRequests
-from zerofit.train.trainer import EngineTrainer, RankCoords, coords_of
+from zerofit.train.trainer import EngineTrainer
 
 
 def train(

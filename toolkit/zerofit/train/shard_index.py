@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.utils import groups
 from torch import nn
 
 from zerofit.checkpoint.full_state import TensorParallelSlice
+from zerofit.train.tensor_split import slice_of
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, inner_optimizer, local_shards
 
@@ -42,7 +42,7 @@ def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[In
     for one in local_shards(engine, tag):
         if one.numel == 0:
             continue  # only padding
-        shape, cut = _whole_shape(one.parameter)
+        shape, cut = _whole_shape(one.parameter, trainer.coords.tp_rank)
         first = _is_first(trainer, one, cut)
         yield IndexedShard(names[id(one.parameter)], shape, cut, one, first)
 
@@ -87,34 +87,29 @@ def _where(slot: StateSlot, one: ParamShard) -> dict[str, Any]:
     return where if keys else where | {"raw": str(slot.tensor.dtype).removeprefix("torch.")}
 
 
-def _whole_shape(p: nn.Parameter) -> tuple[tuple[int, ...], TensorParallelSlice | None]:
-    """Return the shape in the whole model, and what of it this tensor parallel rank has."""
+def _whole_shape(p: nn.Parameter, rank: int) -> tuple[tuple[int, ...], TensorParallelSlice | None]:
+    """Return the shape in the whole model, and what of it the tensor parallel rank `rank` has."""
     local = tuple(getattr(p, "ds_shape", p.shape))
-    meta = getattr(p, DS_AUTOTP_UC_META, None)
-    if not meta or meta["replicated"]:
+    try:
+        cut = slice_of(p, rank)
+    except ValueError as reason:
+        raise Unsupported(str(reason)) from None
+    if cut is None:
         return local, None
-    shape, dim, rank = tuple(meta["logical_shape"]), meta["partition_dim"], groups.get_tensor_model_parallel_rank()
-    parts = meta["sub_param_shard_widths"] or [meta["partition_sizes"]]
-    if dim is None or parts == [None]:
-        raise Unsupported("DeepSpeed does not say how it cut a weight for tensor parallelism")
-    ranges, offset = [], 0
-    for widths in parts:
-        ranges.append((offset + sum(widths[:rank]), widths[rank]))
-        offset += sum(widths)
-    cut = TensorParallelSlice(dim, tuple(ranges))
-    if prod(cut.shape(shape)) != prod(local) or offset != shape[dim]:
-        raise Unsupported(f"a weight of shape {shape} was cut into {local} for tensor parallelism, not into {ranges}")
+    shape = tuple(getattr(p, DS_AUTOTP_UC_META)["logical_shape"])
+    if prod(cut.shape(shape)) != prod(local):
+        raise Unsupported(f"a weight of shape {shape} was cut into {local} for tensor parallelism, not as {cut}")
     return shape, cut
 
 
 def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorParallelSlice | None) -> bool:
     """Return whether no lower rank holds the same stretch of the same parameter."""
-    coords, tp = trainer.coords, trainer.job.layout.tp
+    coords = trainer.coords
     if getattr(one.parameter, "ds_pipe_replicated", False):
         return False  # a tied weight, which an earlier stage has too
     if one.replicated and (coords.dp_rank or coords.sp_rank):
         return False
-    if tp == 1 or cut is not None or coords.rank % tp == 0:
+    if cut is not None or coords.tp_rank == 0:
         return True
     # what tensor parallelism leaves whole, transformers has partitioned over all ranks before there were groups
     group = getattr(one.parameter, "ds_process_group", None)

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from zerofit.data import Data
+from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
 
 Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
@@ -29,32 +30,6 @@ class StateNames:
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
     buffers: dict[int, str] = field(default_factory=dict)  # by id
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankCoords:
-    """Coordinates of a rank. Tensor and sequence parallel neighbours are adjacent ranks; pipeline stages are outermost.
-
-    This is how DeepSpeed lays its groups out (utils/groups.py `_init_tp_mesh_device`, sequence parallel state, and
-    `PipeDataParallelTopology`), which the trainers check when they start.
-    """
-
-    rank: int
-    dp_rank: int
-    pp_rank: int
-    sp_rank: int
-
-
-def coords_of(rank: int, layout: Layout) -> RankCoords:
-    """Return the coordinates of a rank; at most one of tp, pp and sp is above 1."""
-    inner = layout.tp * layout.sp
-    within_stage = rank % (layout.dp * inner)
-    return RankCoords(
-        rank=rank,
-        dp_rank=within_stage // inner,
-        sp_rank=within_stage % layout.sp,
-        pp_rank=rank // (layout.dp * inner),
-    )
 
 
 class EngineTrainer(ABC):
@@ -115,14 +90,8 @@ class EngineTrainer(ABC):
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions what is still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            parameters, prefix = list(module.parameters(recurse=False)), f"{path}." if path else ""
-            zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
-            with zero, GatherReplacedLayerParams(parameters, module, enabled=layout.tp > 1):
-                held = {**module._parameters, **module._buffers} if mine else {}
-                own = {name: t for name, t in held.items() if name not in module._non_persistent_buffers_set}
-                found = {prefix + name: t.detach().cpu() for name, t in own.items() if t is not None}
-            yield from ((name, t.t() if turned and t.ndim == 2 else t) for name, t in found.items())
+        for name, tensor in whole_state(self.module, layout, mine):
+            yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
 
@@ -156,6 +125,27 @@ class EngineTrainer(ABC):
         with torch.no_grad():
             for name, buffer in persistent_buffers(self.module):
                 buffer.copy_(state["buffers"][name])
+
+
+def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
+    """Return which tokens of sequences of this length a sequence parallel rank takes."""
+    share = length // layout.sp
+    return slice(coords.sp_rank * share, (coords.sp_rank + 1) * share)
+
+
+def whole_state(module: nn.Module, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's state by name where it is `mine`, on the CPU, gathered one submodule at a time from all ranks.
+
+    All ranks that hold a part of it go through this together.
+    """
+    for path, part in module.named_modules(remove_duplicate=False):
+        parameters, prefix = list(part.parameters(recurse=False)), f"{path}." if path else ""
+        zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
+        with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
+            held = {**part._parameters, **part._buffers} if mine else {}
+            own = {name: t for name, t in held.items() if name not in part._non_persistent_buffers_set}
+            found = {prefix + name: t.detach().cpu() for name, t in own.items() if t is not None}
+        yield from found.items()
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

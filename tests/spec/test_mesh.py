@@ -1,0 +1,44 @@
+"""The mesh of ranks against DeepSpeed's own topology of pipelines."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from zerofit.spec.mesh import coords_of, describe_rank, first_of_stages, ranks_along
+from zerofit.spec.run_folder import Layout
+
+LAYOUTS = [Layout(dp=3), Layout(dp=2, tp=4), Layout(dp=2, pp=3, sp=2), Layout(dp=1, tp=2, pp=2, sp=3)]
+LAYOUTS += [Layout(dp=3, tp=2, pp=2, sp=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_are_where_deepspeeds_pipelines_have_them(layout):
+    topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.sp)
+    for rank in range(layout.world_size):
+        coords, theirs = coords_of(rank, layout), topology.get_coord(rank)
+        assert (coords.pp_rank, coords.tp_rank) == (theirs.pipe, theirs.model)
+        assert (coords.dp_rank, coords.sp_rank) == divmod(theirs.data, layout.sp)
+    assert ranks_along(layout, "tp") == topology.get_axis_comm_lists("model")
+    assert sorted(ranks_along(layout, "dp", "sp")) == sorted(topology.get_axis_comm_lists("data"))
+    assert first_of_stages(layout) == sorted(topology.filter_match(data=0, model=0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("axis", ["pp", "dp", "sp", "tp"])
+def test_a_group_differs_along_its_axis_alone(layout, axis):
+    groups = ranks_along(layout, axis)
+    assert sorted(chain(*groups)) == list(range(layout.world_size))
+    for group in groups:
+        places = [coords_of(rank, layout) for rank in group]
+        assert [getattr(place, f"{axis}_rank") for place in places] == list(range(getattr(layout, axis)))
+        others = {"pp", "dp", "sp", "tp"} - {axis}
+        assert len({tuple(getattr(place, f"{other}_rank") for other in sorted(others)) for place in places}) == 1
+
+
+def test_a_rank_is_described_along_what_is_divided():
+    assert describe_rank(13, Layout(dp=2, tp=2, pp=2, sp=2)) == "stage 1, data 1, sequence 0, tensor 1"
+    assert describe_rank(3, Layout(dp=1, tp=2, pp=2)) == "stage 1, tensor 1"
+    assert describe_rank(0, Layout(dp=1)) == ""

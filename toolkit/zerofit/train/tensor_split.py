@@ -1,0 +1,93 @@
+"""Tensor parallelism inside any process group: transformers' own plan, by the layers of DeepSpeed's AutoTP.
+
+A model is split on the meta device, and of each parameter only this rank's slice is ever kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject.auto_tp import AutoTP
+from deepspeed.module_inject.autotp_config import AutoTPConfig
+from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+from torch import nn
+
+from zerofit.checkpoint.full_state import TensorParallelSlice
+from zerofit.models.deferred import Stored
+
+
+def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
+    """Return `shape`, a model on the meta device, split over the group and with weights.
+
+    `make` builds the same model with its weights, which it stores as it is told: this rank's slices of them.
+    """
+    degree, rank = dist.get_world_size(group), dist.get_rank(group)
+    auto = _split(shape, degree, group)
+    cuts = {name: slice_of(p, rank) for name, p in shape.named_parameters()}
+    slices = {name: cut.take for name, cut in cuts.items() if cut is not None}
+    _fill(shape, make(replace(stored, slices=slices)))
+    auto.register_replicated_grad_hooks(shape)  # of the norms of Qwen3's heads
+    return shape
+
+
+def slice_of(p: nn.Parameter, rank: int) -> TensorParallelSlice | None:
+    """Return what tensor rank `rank` has of a parameter that AutoTP has split; None where each rank has all of it.
+
+    Raises ValueError where DeepSpeed does not say.
+    """
+    meta = getattr(p, DS_AUTOTP_UC_META, None)
+    if not meta or meta["replicated"]:
+        return None
+    dim, parts = meta["partition_dim"], meta["sub_param_shard_widths"] or [meta["partition_sizes"]]
+    if dim is None or parts == [None]:
+        raise ValueError("DeepSpeed does not say how it cut a weight for tensor parallelism")
+    ranges, offset = [], 0
+    for widths in parts:
+        ranges.append((offset + sum(widths[:rank]), widths[rank]))
+        offset += sum(widths)
+    if offset != meta["logical_shape"][dim]:
+        raise ValueError(f"a weight of shape {meta['logical_shape']} was cut along {dim} into parts of {offset} in all")
+    return TensorParallelSlice(dim, tuple(ranges))
+
+
+def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
+    """Replace the model's linear layers in place, as `DeepSpeedEngine._apply_autotp_partitioning` does.
+
+    That takes DeepSpeed's one tensor group of the whole world (module_inject/auto_tp.py:397).
+    """
+    set_autotp_mode(training=True)  # else the layers' weights are frozen (module_inject/layers.py:495)
+    plan: Any = _get_hf_tp_plan(model)  # there is one for each of TENSOR_PLAN_TYPES
+    specs: Any = TPPlanConverter.convert(plan)
+    auto = AutoTP(
+        module=model,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=AutoTPConfig(tp_size=degree, layer_specs=specs),
+        model_config=model.config,
+        training_mode=True,
+    )
+    auto.mp_group, auto.mp_size = group, degree
+    auto.update_linear_policies()
+    auto._replace_module(model)
+    return auto
+
+
+def _fill(shape: nn.Module, weights: nn.Module) -> None:
+    """Give a split model on meta the parameters and buffers of one that has them, with what AutoTP notes on each."""
+    have = dict(weights.named_modules(remove_duplicate=False))
+    for path, module in shape.named_modules(remove_duplicate=False):
+        for name, noted in module._parameters.items():
+            if noted is not None:
+                parameter: Any = have[path]._parameters[name]
+                vars(parameter).update(vars(noted))
+                module._parameters[name] = parameter
+        module._buffers.update(have[path]._buffers)
