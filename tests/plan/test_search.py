@@ -113,7 +113,7 @@ def test_degrees_that_do_not_divide_say_which_do():
     assert "does not divide the 12 attention heads" in problem.message
     assert problem.hint == "degrees that do: 1, 2, 3, 4, 6, 12"
     assert "degrees that do: 2, 4, 8" in degree_problem(Degrees(pp=3), profile, make_cluster()).hint
-    assert "cannot be combined" in degree_problem(Degrees(tp=2, sp=2), profile, make_cluster()).message
+    assert "train and simulate" in degree_problem(Degrees(tp=2, sp=2), profile, make_cluster()).hint
     assert "AutoTP" in degree_problem(Degrees(tp=2), make_profile(model_type="gpt2"), make_cluster()).message
     assert "at least as many layers" in degree_problem(Degrees(pp=16), profile, make_cluster(nodes=2)).message
 

@@ -153,7 +153,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
     if "zero_stage" in keep and "offload_optimizer" in keep:  # a combination of the user's own
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
         return
-    if degrees.pp == 1 or request.precision != "fp32":  # clips by the first stage's norm alone (runtime/utils.py:394)
+    if degrees.pp == 1 or request.precision != "fp32":  # of which plan has no formula yet
         yield 0, "none", "none"
     yield 1, "none", "none"
     if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)
@@ -240,9 +240,8 @@ def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Prob
     if sum(degree > 1 for degree in degrees) > 1:
         return Problem(
             kind="combination",
-            message="tensor, pipeline and sequence parallelism cannot be combined: DeepSpeed builds the process "
-            "groups of only one of them",
-            hint="keep one; data parallelism fills the remaining ranks",
+            message="plan does not forecast more than one of tensor, pipeline and sequence parallelism together yet",
+            hint="zerofit train and simulate take them; or keep one",
             where="--tensor-parallel, --pipeline, --sequence-parallel",
         )
     if cluster.ranks % degrees.product:

@@ -21,7 +21,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import PRETRAINED, ModelError, find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import as_layers
+from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
@@ -36,6 +36,7 @@ from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.build import example
 from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.trainer import own_tokens
 
 LINES = 3  # of an exception's message
 
@@ -151,15 +152,18 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torch.dtype]:
     """Return shape and type of the activation that enters the stage, by running the layers before it on meta.
 
-    They are built once more, since the driver's may share weights with layers of this stage.
+    They are built once more, since the driver's may share weights with layers of this stage. Decoder blocks, whose
+    attention may exchange heads between ranks by now, leave shape and type as they are.
     """
-    run, dtype = driver.job.run, DTYPES[driver.job.precision]
+    run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
         model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
         x = example(inputs, driver.job.batch.micro)
     x = x.to(dtype) if x.is_floating_point() else x
+    if layout.sp > 1:
+        x = x[:, own_tokens(x.shape[1], layout, driver.coords)]
     for layer in as_layers(model)[: driver.first_layer]:
-        x = layer.module(x)
+        x = x if isinstance(layer.module, RotaryBlock) else layer.module(x)
     return x.shape, x.dtype
 
 
