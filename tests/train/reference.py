@@ -6,9 +6,11 @@ the loss (mean cross entropy over all targets of the global batch), and AdamW wi
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +50,16 @@ def train(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     return losses, weights
 
 
-def follow(plan: Plan) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The loss of every step, the gradient's norm before it is clipped, and the final weights."""
+def follow(
+    plan: Plan, change: Callable[[nn.Module], Any] = lambda model: None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The loss of every step, the gradient's norm before it is clipped, and the final weights.
+
+    `change` may put hooks into the model.
+    """
     torch.manual_seed(plan.seed)
     model = build(find(plan.model), plan.inputs, plan.args).train()
+    change(model)
     optimizer = _optimizer(plan, model)
     statistics = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(plan.ranks)]
     losses, norms = [], []
@@ -110,6 +118,13 @@ def _loss_sum(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     out = model(x)
     logits = out if isinstance(out, Tensor) else out.logits
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+
+
+def write_corpus(path: Path) -> Path:
+    """Write 2,000 lines of 32 bytes, so that windows come out even."""
+    words = random.Random(7)
+    path.write_text("".join("".join(words.choices("abcdefgh ", k=31)) + "\n" for _ in range(2000)))
+    return path
 
 
 def text_windows(path: Path, seq_len: int) -> tuple[int, Callable[[np.ndarray, range], Sample]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.train.reference import Plan, follow, relative_difference, text_windows, train
+from tests.train.reference import Plan, follow, relative_difference, text_windows, train, write_corpus
 from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
@@ -43,11 +42,7 @@ RUN = {"steps": STEPS, "schedule": "constant", "warmup_steps": 0}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2,000 lines of 32 bytes, so that windows come out even."""
-    words = random.Random(7)
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join("".join(words.choices("abcdefgh ", k=31)) + "\n" for _ in range(2000)))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt")
 
 
 @pytest.fixture(scope="module")

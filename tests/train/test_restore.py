@@ -20,6 +20,8 @@ GPT2 = {
     "model_args": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "resid_pdrop": 0.2},
     **TEXT,
 }
+# on four ranks, with heads for two dimensions
+WIDE = {**LLAMA, "model_args": {**LLAMA["model_args"], "num_attention_heads": 4}, "ranks": 4}
 IMAGES = {"data": "digits", "steps": STEPS}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0, bf16": {**LLAMA, "ds_config": "zero0", "precision": "bf16"},
@@ -29,6 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline": {**GPT2, "pipeline": 2, "gradient_accumulation_steps": 2},
     "tensor parallel": {**LLAMA, "tensor_parallel": 2},
     "sequence parallel": {**LLAMA, "sequence_parallel": 2},
+    "PP2 x TP2, bf16": {**WIDE, "pipeline": 2, "tensor_parallel": 2, "precision": "bf16"},
+    "PP2 x SP2, stage 0": {**WIDE, "pipeline": 2, "sequence_parallel": 2, "ds_config": "zero0"},
+    "TP2 x SP2, stage 3": {**WIDE, "tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
     "muon": {**LLAMA, "optimizer": "muon"},
     "batch norm": {**IMAGES, "model": "resnet18-small", "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
     "gan": {**IMAGES, "model": "dcgan", "micro_batch": 2, "eval_samples": 4},
@@ -38,7 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_bit_for_bit(pools, tmp_path, case):
-    pool, options = pools(2), CASES[case]
+    options = {"ranks": 2, **CASES[case]}
+    pool = pools(options.pop("ranks"))
     whole = pool.train(tmp_path / "whole", save_every=AT, **options)
     resumed = pool.train(
         tmp_path / "resumed", save_every=STEPS, resume=str(tmp_path / "whole/checkpoints/step-00000005"), **options
