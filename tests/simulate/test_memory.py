@@ -64,6 +64,16 @@ def test_the_breakdown_is_the_peak(simulated, name):
     assert top.at.rsplit(":", 1)[1].isdigit()
 
 
+@pytest.mark.parametrize(("name", "blocks", "ends"), [("pipeline and tensor", 1, 0), ("tensor and sequence", 2, 1)])
+def test_a_rank_makes_its_slices_alone(simulated, name, blocks, ends):
+    """Half of each block's matrices, its norms and the embedding; with the last block also a norm and half the head."""
+    build = simulated[name].phases[0]
+    matrix = 32 * 80
+    elements = 64 * 32 + blocks * ((4 * 32 * 32 + 3 * matrix) // 2 + 2 * 32) + ends * (32 + 64 * 32 // 2)
+    assert build.end_bytes == pytest.approx(4 * elements, abs=SCALARS)
+    assert build.peak_bytes <= build.end_bytes + 4 * matrix
+
+
 def test_phases_follow_each_other(simulated):
     for name in WORKING:
         phases = simulated[name].phases

@@ -36,6 +36,11 @@ def test_sequence_parallelism_turns_attention_around(simulated):
     assert sent(simulated["sequence parallel"], "backward")["alltoall_base"] == pytest.approx(2 * 4 * quarter, rel=0.01)
 
 
+def test_tensor_ranks_turn_their_own_heads_around(simulated):
+    halved = sent(simulated["tensor and sequence"], "forward")["alltoall_base"]
+    assert 2 * halved == sent(simulated["sequence parallel"], "forward")["alltoall_base"]
+
+
 def test_a_pipeline_sends_activations_and_gradients(simulated):
     activation = 4 * TOKENS * 32
     assert sent(simulated["pipeline first"], "forward")["send"] == 4 * activation

@@ -88,6 +88,6 @@ def _fill(shape: nn.Module, weights: nn.Module) -> None:
         for name, noted in module._parameters.items():
             if noted is not None:
                 parameter: Any = have[path]._parameters[name]
-                vars(parameter).update(vars(noted))
+                vars(parameter).update({k: v for k, v in vars(noted).items() if k not in vars(parameter)})
                 module._parameters[name] = parameter
         module._buffers.update(have[path]._buffers)
