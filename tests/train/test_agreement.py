@@ -264,6 +264,23 @@ def test_sgd(pools, tmp_path, corpus, references):
     agree(trained, get("llama-sgd"))
 
 
+@pytest.mark.parametrize("how", [{}, {"sequence_parallel": 2}, {"pipeline": 2}], ids=str)
+def test_bf16_counts_the_slices_of_all_tensor_ranks(pools, tmp_path, corpus, qwen, how):
+    plan, (losses, norms, _) = qwen
+    ranks = 4 if how else 2
+    how = {
+        "steps": 2,
+        "micro_batch": 2,
+        "gradient_clipping": plan.clip,
+        "precision": "bf16",
+        "tensor_parallel": 2,
+        **how,
+    }
+    trained = pools(ranks).train(tmp_path / "run", **options(plan, corpus, ds_config="zero0") | how)
+    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms[:2], rtol=0.02)
+    np.testing.assert_allclose(trained.losses, losses[:2], rtol=0.005)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_follows_fp32(pools, tmp_path, corpus, references, stage):
     """bf16 keeps 8 bits of each weight, activation and gradient: losses within 0.5 %, weights within 2 %."""

@@ -14,7 +14,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
-from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.fp16 import unfused_optimizer
+from deepspeed.runtime.utils import clip_grad_norm_, is_model_parallel_parameter
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -62,6 +63,8 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation knows no groups
     if str(get(job.ds_config, "optimizer.type")).lower() != "muon":
         import_muon()
+    if job.layout.tp > 1:
+        _count_slices()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
     check_attributes(engine)
     if job.layout.zero_stage == 0:
@@ -123,6 +126,23 @@ def _forget_dummy_step(engine: Any) -> None:
         pairs = [pair for low, high in groups for pair in zip(low, high, strict=True)]
     for low, master in pairs:
         master.data.copy_(low.data)
+
+
+@cache
+def _count_slices() -> None:
+    """Let the norm of 16-bit training without ZeRO count the slices of all tensor ranks.
+
+    It looks for their marks on gradients, which have none (runtime/fp16/unfused_optimizer.py:214).
+    """
+    original = unfused_optimizer.split_params_grads_into_shared_and_expert_params
+
+    def marked(group: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = original(group)
+        for gradient, p in zip(found[0], (p for p in group if p.grad is not None), strict=True):
+            gradient.model_parallel = is_model_parallel_parameter(p)
+        return found
+
+    unfused_optimizer.split_params_grads_into_shared_and_expert_params = marked
 
 
 def _keep_gradient_norm(engine: Any) -> None:
