@@ -80,6 +80,7 @@ def cases(nvme: Path) -> Iterator[Case]:
                 yield _fp32(name, _stage(ranks[0], old) | before, _stage(ranks[1], new) | after)
     yield from _precisions()
     yield from _others()
+    yield from _combined()
     yield from _on_nvme(nvme)
 
 
@@ -150,11 +151,27 @@ def _on_nvme(folder: Path) -> Iterator[Case]:
     yield Case("stage 3 to all on NVMe, in small groups", wide | _stage(2, "3"), wide | small)
 
 
+def _combined() -> Iterator[Case]:
+    """Between layouts of more than one dimension, each to one rank, from one rank, and to the next."""
+    model = LLAMA | {"model_args": {**LLAMA["model_args"], "num_attention_heads": 4, "tie_word_embeddings": True}}
+    pipe, tensor, sequence = {"pipeline": 2, "micro_batch": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}
+    degrees = {"PP2 x TP2": pipe | tensor, "PP2 x SP2": pipe | sequence, "TP2 x SP2": tensor | sequence}
+    layouts = {
+        f"{name} at stage {stage}": _stage(4, stage) | flags
+        for name, flags in degrees.items()
+        for stage in (("0", "1") if "pipeline" in flags else ("0", "1", "2", "3"))
+    }
+    layouts["PP4 at stage 0"] = _stage(4, "0") | pipe | {"pipeline": 4}
+    names, one = list(layouts), _stage(1, "2")
+    for name, following in zip(names, names[1:] + names[:1], strict=True):
+        yield Case(f"combined, {name} to one rank", model | layouts[name], model | one)
+        yield Case(f"combined, one rank to {name}", model | one, model | layouts[name])
+        yield Case(f"combined, {name} to {following}", model | layouts[name], model | layouts[following])
+
+
 def _fp32(name: str, old: dict[str, Any], new: dict[str, Any]) -> Case:
-    """On the small Llama. A pipeline at stage 0 cannot clip, so neither run does then."""
-    clipped = not any("pipeline" in one and one["ds_config"] == "zero0" for one in (old, new))
-    common = LLAMA if clipped else LLAMA | {"gradient_clipping": 0.0}
-    return Case(name, common | old, common | new)
+    """On the small Llama."""
+    return Case(name, LLAMA | old, LLAMA | new)
 
 
 def _stage(ranks: int, stage: str) -> dict[str, Any]:

@@ -107,6 +107,15 @@ def test_what_people_read(stored):
         assert words in done.stdout
 
 
+def test_several_dimensions_are_planned_and_drawn(stored):
+    flags = (*stored, "--global-batch", 64, "--tensor-parallel", 2, "--pipeline", 2)
+    layouts = asked(*flags)["layouts"]
+    assert {(one["dp"], one["tp"], one["pp"], one["zero_stage"]) for one in layouts} <= {(2, 2, 2, 0), (2, 2, 2, 1)}
+    rows = run(*flags, "--show-mesh").stdout.splitlines()
+    (last,) = (row.split() for row in rows if row.startswith("stage 1"))
+    assert last == ["stage", "1", "4-5", "6-7"]
+
+
 def test_nothing_fits_is_a_finding(stored):
     answer = asked(*stored, "--device-memory", "2GiB", code=1)
     assert answer["layouts"] == [] and answer["nearest_miss"]["lacks_share"] > 0
@@ -169,7 +178,6 @@ def test_bad_input_is_said_all_at_once(stored, tmp_path):
     assert refused(*stored[:2], "--gpu", "rtx-4090")[0]["hint"] == "did you mean rtx4090?"
     assert refused(*stored, "--tensor-parallel", 5, "--gpus", 5)[0]["hint"] == "degrees that do: 1, 2, 4, 8"
     assert refused(*stored, "--tensor-parallel", 5, "--gpus", 24)[0]["hint"] == "degrees that do: 2, 4, 8"
-    assert refused(*stored, "--tensor-parallel", 2, "--pipeline", 2)[0]["kind"] == "combination"
     assert refused(*stored, "--micro-batch", 3, "--global-batch", 64)[0]["kind"] == "batch-size"
     assert refused()[0]["where"] == "MODEL"
     assert refused(*stored, "llama-tiny")[0]["kind"] == "usage"

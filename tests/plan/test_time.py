@@ -67,6 +67,16 @@ def test_gradients_are_all_reduced_below_stage_3_and_scattered_at_it(timer):
     assert timer.step(choose(zero_stage=3)).reduce_s == pytest.approx(reduce_s / 2)
 
 
+def test_tensor_ranks_are_nearest_and_stages_farthest_apart(timer):
+    """2 nodes of 8: each rank of a stage sends its activation over the network, all tensor ranks stay in a node."""
+    layout = choose(tp=4, pp=2, dp=2, accumulation=2)
+    slow = replace(timer.rates, network=timer.rates.network / 2)
+    one, other = (Timer(make_profile(), make_cluster(nodes=2), rates).step(layout) for rates in (timer.rates, slow))
+    sent = 2 * 2 * 1024 * 1024 / timer.rates.network  # forward and back
+    assert other.step_s - one.step_s == pytest.approx(3 * sent)  # two micro batches, and a pipeline that fills
+    assert (other.tensor_s, other.reduce_s) == (one.tensor_s, one.reduce_s) and one.tensor_s > 0
+
+
 def test_stages_2_and_3_reduce_every_micro_batch(timer):
     once, often = (timer.step(choose(zero_stage=s, accumulation=4)).reduce_s for s in (1, 2))
     assert often == pytest.approx(4 * once)

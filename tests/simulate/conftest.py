@@ -21,6 +21,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"config": "tensor_parallel", "tensor_parallel": 2},
     "sequence parallel": {"config": "sequence_parallel", "sequence_parallel": 2},
     "pipeline and tensor": {"config": "pipeline", "gpus": 4, "pipeline": 2, "tensor_parallel": 2},
+    "pipeline and tensor last": {"config": "pipeline", "gpus": 4, "rank": 2, "pipeline": 2, "tensor_parallel": 2},
     "tensor and sequence": {"config": "zero1", "gpus": 4, "tensor_parallel": 2, "sequence_parallel": 2},
     "gpu": {"config": "zero2", "kind": "h100-80gb", "precision": "bf16"},
     "gpu fp16": {"config": "zero0", "kind": "v100-16gb", "precision": "fp16"},

@@ -7,10 +7,16 @@ import itertools
 import pytest
 
 from tests.simulate.conftest import RANKS, TARGETS
-from tests.simulate.targets import MATRICES, PARAMETERS, VECTORS, end_bytes
+from tests.simulate.targets import MATRICES, PARAMETERS, TINY, VECTORS, end_bytes, target
+from zerofit.models.catalog import find
+from zerofit.models.inputs import TextInputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
 from zerofit.simulate.categories import KINDS
+from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.errors import Problem
 
+BOTH = "tensor and sequence"
 SCALARS = 2000  # bytes: step counters, losses, norms
 WORKING = [name for name in TARGETS if name not in ("untraceable", "asking")]
 
@@ -64,7 +70,7 @@ def test_the_breakdown_is_the_peak(simulated, name):
     assert top.at.rsplit(":", 1)[1].isdigit()
 
 
-@pytest.mark.parametrize(("name", "blocks", "ends"), [("pipeline and tensor", 1, 0), ("tensor and sequence", 2, 1)])
+@pytest.mark.parametrize(("name", "blocks", "ends"), [("pipeline and tensor", 1, 0), (BOTH, 2, 1)])
 def test_a_rank_makes_its_slices_alone(simulated, name, blocks, ends):
     """Half of each block's matrices, its norms and the embedding; with the last block also a norm and half the head."""
     build = simulated[name].phases[0]
@@ -72,6 +78,19 @@ def test_a_rank_makes_its_slices_alone(simulated, name, blocks, ends):
     elements = 64 * 32 + blocks * ((4 * 32 * 32 + 3 * matrix) // 2 + 2 * 32) + ends * (32 + 64 * 32 // 2)
     assert build.end_bytes == pytest.approx(4 * elements, abs=SCALARS)
     assert build.peak_bytes <= build.end_bytes + 4 * matrix
+
+
+@pytest.mark.parametrize(
+    ("names", "tp", "sp"),
+    [(["pipeline and tensor", "pipeline and tensor last"], 2, 1), (["tensor and sequence"], 2, 2)],
+)
+def test_plan_forecasts_several_dimensions(simulated, names, tp, sp):
+    """Within 1 % of the peak, and what is rounded by the tensor: these have a few KiB."""
+    job, source = target(**TARGETS[names[0]]).job, find("llama-tiny")
+    settings = [TraceSetting("fp32"), TraceSetting("fp32", tp=2, sp=sp)]
+    profile = profile_model(source, "causal-lm", TextInputs(vocab_size=64, seq_len=16), TINY, settings, "cpu")
+    forecast = Forecaster(profile, "cpu").memory(PlannedLayout.of(job)).peak_bytes
+    assert forecast == pytest.approx(max(simulated[n].peaks[0].bytes for n in names), rel=0.01, abs=2 * SCALARS)
 
 
 def test_phases_follow_each_other(simulated):

@@ -99,6 +99,14 @@ def test_sequence_parallel_blocks_share_the_length(llama):
     assert half.sp_alltoall_bytes == Linear(per_sample=local * (2 + 2 * KV / HEADS))
 
 
+def test_tensor_ranks_exchange_their_own_heads():
+    alone, beside = TraceSetting("bf16", sp=2), TraceSetting("bf16", tp=2, sp=2)
+    profile = traced("llama-tiny", TEXT, alone, beside)
+    one, both = (costs(profile, "bf16", False, tp, 2)["block"] for tp in (1, 2))
+    assert both.sp_alltoall_bytes.per_sample == one.sp_alltoall_bytes.per_sample / 2
+    assert both.tp_allreduce_bytes == Linear(per_sample=2 * both.output_bytes.per_sample)
+
+
 def test_no_mask_and_no_matrix_of_scores(llama):
     """Bytes grow with the length, not with its square."""
     longer = traced("llama-tiny", TextInputs(vocab_size=VOCAB, seq_len=4 * LENGTH))

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from zerofit.spec.mesh import coords_of, describe_rank, first_of_stages, ranks_along
+from zerofit.spec.mesh import coords_of, describe_rank, first_of_stages, mesh_table, ranks_along
 from zerofit.spec.run_folder import Layout
 
 LAYOUTS = [Layout(dp=3), Layout(dp=2, tp=4), Layout(dp=2, pp=3, sp=2), Layout(dp=1, tp=2, pp=2, sp=3)]
@@ -36,6 +36,21 @@ def test_a_group_differs_along_its_axis_alone(layout, axis):
         assert [getattr(place, f"{axis}_rank") for place in places] == list(range(getattr(layout, axis)))
         others = {"pp", "dp", "sp", "tp"} - {axis}
         assert len({tuple(getattr(place, f"{other}_rank") for other in sorted(others)) for place in places}) == 1
+
+
+def test_the_picture_is_that_of_the_documentation():
+    rows = mesh_table(Layout(dp=2, tp=2, pp=2, sp=2))
+    assert rows[0] == ["", *(f"data {d}, sequence {s}" for d in (0, 1) for s in (0, 1))]
+    assert rows[1:] == [["stage 0", "0-1", "2-3", "4-5", "6-7"], ["stage 1", "8-9", "10-11", "12-13", "14-15"]]
+    assert mesh_table(Layout(dp=2)) == [["", "data 0", "data 1"], ["", "0", "1"]]
+    assert mesh_table(Layout(dp=1, tp=2)) == [["", "ranks"], ["", "0-1"]]
+
+
+def test_the_picture_of_a_large_mesh_leaves_its_middle_out():
+    rows = mesh_table(Layout(dp=16, tp=8, pp=16))
+    assert len(rows) == 11 and {len(row) for row in rows if row != ["..."]} == {11}
+    assert (rows[1][1], rows[-1][-1]) == ("0-7", "2040-2047")
+    assert rows[-2] == ["..."] and rows[1][-2] == "..."
 
 
 def test_a_rank_is_described_along_what_is_divided():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,6 +56,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
+@click.option("--show-mesh", is_flag=True, help="print which rank of the best layout is where")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
 @add_options(*(click.option("--" + name.replace("_", "-"), name, **of) for name, of in WORK.items()))
@@ -72,7 +74,8 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
     Exit code 0: something fits, 1: nothing does, 2: bad input.
     """
-    result = answer(lambda: _plan(model, options), as_json, show)
+    show_mesh = options.pop("show_mesh")
+    result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh))
     sys.exit(0 if result.layouts else FINDING)
 
 

@@ -11,12 +11,15 @@ from rich.table import Table
 
 from zerofit.cli.console import make_table, out
 from zerofit.plan.result import PlanResult, RankedLayout
+from zerofit.spec.mesh import AXES, mesh_table
+from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
     from zerofit.app.planning.answers import Plan
     from zerofit.app.planning.request import TunedLayouts
     from zerofit.plan.fit import Fit
+    from zerofit.plan.layout import PlannedLayout
     from zerofit.plan.outlook import Outlook
 
 WIDTH = 150  # where there is no terminal
@@ -25,8 +28,8 @@ RIGHT = ("step", "speed", "MFU", "hours", "GPU hours", "cost")
 ALWAYS = ("", "offload")
 
 
-def show(plan: Plan) -> None:
-    """Print the whole answer."""
+def show(plan: Plan, mesh: bool = False) -> None:
+    """Print the whole answer; with `mesh` also which rank of the best layout is where."""
     console, result = out(WIDTH), plan.result
     console.print(_title(result))
     for note in result.cluster.notes:
@@ -43,6 +46,8 @@ def show(plan: Plan) -> None:
         console.print(_layouts(result))
     if result.layouts:
         _show_best(console, plan)
+        if mesh:
+            console.print(_mesh(result.layouts[0].layout))
     else:
         console.print("nothing fits", style="bold red")
         _nearest(console, plan)
@@ -110,6 +115,16 @@ def _show_best(console: Console, plan: Plan) -> None:
         console.print(
             f"  {result.plainest + 1}: simpler; its forecast is {slower:.1%} slower, which forecasts do not tell apart"
         )
+
+
+def _mesh(layout: PlannedLayout) -> Table:
+    """Return the ranks by pipeline stage, data and sequence rank, tensor ranks together."""
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    titles, *rows = mesh_table(Layout(**degrees))
+    table = make_table(*(title or f"layout 1, {layout.world_size} ranks" for title in titles))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _layouts(result: PlanResult) -> Table:

@@ -87,7 +87,7 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout) -> Iterator[LiveMem
         for point in event.live:
             yield LiveMemory(point, gradients, bucket if later or event.done else 0)
     if layout.zero_stage == 0:
-        lifted = reduction_bytes(layout) if layout.sp > 1 and element == 2 else 0
+        lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
         flat = (element + lifted) * _largest_bucket(line)  # engine.py:3796, :3801
         yield LiveMemory(NOTHING, whole, temporaries=flat, after=True)
     else:
@@ -137,7 +137,7 @@ class _Bucketed:
         self.passing = 8 if offloaded else 0
         self.before = self.partition_bytes if layout.accumulation > 1 and layout.zero_stage == 2 else 0
         # lifted where the ranks reduce in another dtype (:2375)
-        self.lifted = reduction_bytes(layout) if layout.sp > 1 and self.element == 2 else 0
+        self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
         self.sizes = partitions(line, layout.zero_ranks)
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []

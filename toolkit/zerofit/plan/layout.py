@@ -68,6 +68,11 @@ class PlannedLayout:
         return self.dp * self.tp * self.pp * self.sp
 
     @property
+    def combined(self) -> bool:
+        """Whether there is more than one of tensor, pipeline and sequence parallelism (train/mesh_groups.py)."""
+        return sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+
+    @property
     def zero_ranks(self) -> int:
         """Ranks that ZeRO partitions over: data and sequence parallel ones (engine.py, seq_data_parallel_group)."""
         return self.dp * self.sp

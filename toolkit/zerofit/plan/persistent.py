@@ -56,7 +56,7 @@ class ParameterSharers(NamedTuple):
     """Ranks that stage 3 spreads a parameter over.
 
     transformers' zero.Init spreads over all ranks, and one that tensor parallelism then splits over data parallel ones
-    (engine.py, _resolve_zero3_param_placement).
+    (engine.py, _resolve_zero3_param_placement). Where zerofit splits, all are spread over these.
     """
 
     whole: int  # of parameters that every tensor parallel rank has whole
@@ -69,7 +69,7 @@ class ParameterSharers(NamedTuple):
 
 def sharers(layout: PlannedLayout) -> ParameterSharers:
     """Return the ranks that share parameters at stage 3."""
-    return ParameterSharers(layout.zero_ranks * layout.tp, layout.zero_ranks)
+    return ParameterSharers(layout.zero_ranks * (1 if layout.combined else layout.tp), layout.zero_ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -111,8 +111,11 @@ def in_bf16_optimizer(layout: PlannedLayout) -> bool:
 
 
 def reduction_bytes(layout: PlannedLayout) -> int:
-    """Return the bytes of an element of gradients on the wire: float32 in sequence parallelism (engine.py:2182)."""
-    return 4 if layout.sp > 1 else layout.element_bytes
+    """Return the bytes of an element of gradients on the wire: float32 in DeepSpeed's own sequence parallelism.
+
+    (engine.py:2182)
+    """
+    return 4 if layout.sp > 1 and not layout.combined else layout.element_bytes
 
 
 def _locking(device: str) -> Callable[[int], int]:

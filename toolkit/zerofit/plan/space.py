@@ -13,6 +13,7 @@ from zerofit.spec.errors import Problem
 from zerofit.spec.model_facts import (
     SEQUENCE_PARALLEL_TYPES,
     TENSOR_PARALLEL_TYPES,
+    TENSOR_PLAN_TYPES,
     bucket_elements,
     persistence_elements,
     prefetch_elements,
@@ -28,7 +29,7 @@ MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the 
 
 
 class Degrees(NamedTuple):
-    """Parallel degrees beside data parallelism; at most one is above 1."""
+    """Parallel degrees beside data parallelism. The search takes one above 1 by itself, and more where it is asked."""
 
     tp: int = 1
     pp: int = 1
@@ -38,6 +39,16 @@ class Degrees(NamedTuple):
     def product(self) -> int:
         """Ranks that work on the same samples."""
         return self.tp * self.pp * self.sp
+
+    @property
+    def combined(self) -> bool:
+        """Whether more than one is above 1."""
+        return sum(degree > 1 for degree in self) > 1
+
+    def alone(self) -> Iterator[Degrees]:
+        """Yield each degree above 1 by itself: pipeline, tensor, sequence."""
+        found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))
+        return (one for one in found if one.product > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,28 +242,32 @@ def settings_of(heads: tuple[int | None, int | None], model_type: str | None, mo
 def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
     """Return whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
     degree, whole = degrees.tp * degrees.sp, [count for count in heads if count]
-    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
-    return degree == 1 or (bool(whole) and model_type in types and not any(count % degree for count in whole))
+    able = all(model_type in types_of(one, degrees.combined) for one in degrees.alone())
+    return degree == 1 or (bool(whole) and able and not any(count % degree for count in whole))
+
+
+def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
+    """Return the model types that tensor or sequence parallelism takes, by itself or `beside` another dimension."""
+    if degrees.tp > 1:
+        return TENSOR_PLAN_TYPES if beside else TENSOR_PARALLEL_TYPES
+    return SEQUENCE_PARALLEL_TYPES
 
 
 def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
     """Say why these degrees are impossible for this model and cluster; None where they are not."""
-    if sum(degree > 1 for degree in degrees) > 1:
-        return Problem(
-            kind="combination",
-            message="plan does not forecast more than one of tensor, pipeline and sequence parallelism together yet",
-            hint="zerofit train and simulate take them; or keep one",
-            where="--tensor-parallel, --pipeline, --sequence-parallel",
-        )
     if cluster.ranks % degrees.product:
+        if degrees.combined:
+            names, product = " x ".join(f"{name} {n}" for name, n in map(_named, degrees.alone())), degrees.product
+            message, hint = f"{names} does not divide {cluster.ranks} ranks", f"take a multiple of {product} ranks"
+            return Problem(kind="degree-ranks", message=message, hint=hint, where="--gpus, --nodes")
         name, degree = _named(degrees)
         fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
         message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
-    if degrees.pp > 1:
-        return _pipeline_problem(degrees.pp, profile)
-    if degrees.tp > 1 or degrees.sp > 1:
-        return _heads_problem(degrees, profile, cluster)
+    for one in degrees.alone():
+        problem = _pipeline_problem(one.pp, profile) if one.pp > 1 else _heads_problem(one, degrees, profile, cluster)
+        if problem:
+            return problem
     return None
 
 
@@ -267,18 +282,21 @@ def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
     return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
 
 
-def _heads_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+    """Look at one of the degrees `whole`: sequence ranks share the heads that each tensor rank has."""
     name, degree = _named(degrees)
-    types = TENSOR_PARALLEL_TYPES if degrees.tp > 1 else SEQUENCE_PARALLEL_TYPES
+    types = types_of(degrees, whole.combined)
     kind = "tensor-parallel" if degrees.tp > 1 else "sequence-parallel"
     if profile.attention_heads is None or profile.model_type not in types:
         what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
         message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
         return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
     for count, what in ((profile.attention_heads, "attention heads"), (profile.kv_heads, "key-value heads")):
-        if count and count % degree:
-            hint = f"degrees that do: {_list(_taken(degrees, profile))}"
-            message = f"{name} {degree} does not divide the {count} {what} of {profile.model}"
+        sharers = whole.tp if degrees.sp > 1 else 1
+        if count and count % (degree * sharers):
+            hint = f"degrees that do: {_list(_taken(degrees, profile, sharers))}"
+            beside = f" beside --tensor-parallel {sharers}" if sharers > 1 else ""
+            message = f"{name} {degree}{beside} does not divide the {count} {what} of {profile.model}"
             return Problem(kind=f"{kind}-heads", message=message, hint=hint, where=name)
     if degrees.tp > 1 and cluster.gpus % degree:
         fitting = [d for d in _taken(degrees, profile) if cluster.gpus % d == 0]
@@ -299,9 +317,12 @@ def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
     return heads_take(other, (profile.attention_heads, profile.kv_heads), profile.model_type)
 
 
-def _taken(degrees: Degrees, profile: Profile) -> list[int]:
-    """Return degrees of this kind that the model takes: divisors of its heads and, for `sp`, of its tokens."""
-    counts = [count for count in (profile.attention_heads, profile.kv_heads) if count]
+def _taken(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
+    """Return degrees of this kind that the model takes: divisors of its heads and, for `sp`, of its tokens.
+
+    `sharers`: tensor ranks that each have a part of the heads.
+    """
+    counts = [max(1, count // sharers) for count in (profile.attention_heads, profile.kv_heads) if count]
     if degrees.sp > 1 and profile.seq_len:
         counts.append(profile.seq_len)
     return [d for d in divisors(min(counts)) if not any(count % d for count in counts)]

@@ -75,7 +75,7 @@ class Timer:
         backward_s = one.backward_s + (tensor_s + sequence_s) / 2
         gather_wait_s, reduce_wait_s = self._waits(layout, shards, forward_s, backward_s, gather_s, reduce_s)
         # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
-        neighbours = group_of(2 if layout.pp > 1 else 1, layout.dp, gpus)
+        neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
         send_s = 2 * collective_s("send", one.stage_output_bytes, 1, neighbours, self.rates)
         micro_batch_s = forward_s + backward_s + gather_wait_s + send_s
         bubble_s = (layout.pp - 1) * micro_batch_s
@@ -162,7 +162,7 @@ class Timer:
     def _model_parallel_s(self, layout: PlannedLayout, one: _Pass) -> tuple[float, float]:
         """Time all-reduces of tensor and all-to-alls of sequence parallelism per micro batch; nothing overlaps."""
         gpus, again = self._cluster.gpus, 3 if layout.checkpointing else 2
-        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, 1, gpus)
+        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, layout.tp, gpus)
         return (
             collective_s("all_reduce", one.tensor_bytes, 2 * again * one.layers, tp, self.rates),
             collective_s("all_to_all", one.sequence_bytes, 4 * again * one.layers, sp, self.rates),

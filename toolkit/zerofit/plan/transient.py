@@ -32,9 +32,9 @@ def init_moments(
 ) -> Iterator[dict[str, int]]:
     """Yield device bytes by kind, where building the model and making the engine can exceed a training step.
 
-    `built_in_parts`: transformers enters zero.Init at stage 3 by itself.
+    `built_in_parts`: transformers enters zero.Init at stage 3 by itself; slices are whole until then.
     """
-    if not built_in_parts or layout.zero_stage < 3:
+    if not built_in_parts or layout.zero_stage < 3 or layout.combined:
         # "cuda" gets the model when it is cast (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.parameters}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):

@@ -105,11 +105,11 @@ def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSettin
         if layer.name == "block":  # the outputs of attention and of the MLP are summed over the ranks
             sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
             cost = replace(cost, tp_allreduce_bytes=sent)
-    elif one.sp > 1 and layer.name == "block":
-        # queries and the output have all heads, keys and values theirs
+    if one.sp > 1 and layer.name == "block":
+        # queries and the output have all heads, keys and values theirs; tensor ranks have a part of them
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
-        width = head_dim * heads / config.hidden_size  # of all heads together, over the hidden size
+        width = head_dim * heads / config.hidden_size / one.tp  # of all heads together, over the hidden size
         share = (2 + 2 * (getattr(config, "num_key_value_heads", None) or heads) / heads) * width
         sent = Linear(fixed=share * out.fixed, per_sample=share * out.per_sample)
         cost = replace(cost, sp_alltoall_bytes=sent)

@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 from zerofit.spec.run_folder import Layout
 
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
+T = TypeVar("T")
 WORDS = {"pp": "stage", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
@@ -53,9 +55,31 @@ def first_of_stages(layout: Layout) -> list[int]:
 
 def describe_rank(rank: int, layout: Layout) -> str:
     """Return where a rank is, along the axes that are divided: `stage 1, data 0, tensor 3`; "" where none is."""
-    coords = coords_of(rank, layout)
-    used = [axis for axis in AXES if getattr(layout, axis) > 1]
+    return _described(rank, layout, AXES)
+
+
+def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:
+    """Return a picture of the mesh: a row of titles, then one a stage, with the tensor ranks of each data rank.
+
+    Of more than `most` rows or columns the middle is left out.
+    """
+    groups, wide = ranks_along(layout, "tp"), layout.dp * layout.sp
+    titles = [_described(group[0], layout, ("dp", "sp")) or "ranks" for group in groups[:wide]]
+    rows = [["", *titles]]
+    for first in range(0, len(groups), wide):
+        cells = [str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" for ranks in groups[first:][:wide]]
+        rows.append([_described(groups[first][0], layout, ("pp",)), *cells])
+    return _shortened([_shortened(row, most, "...") for row in rows], most, ["..."])
+
+
+def _described(rank: int, layout: Layout, axes: tuple[str, ...]) -> str:
+    coords, used = coords_of(rank, layout), [axis for axis in axes if getattr(layout, axis) > 1]
     return ", ".join(f"{WORDS[axis]} {getattr(coords, f'{axis}_rank')}" for axis in used)
+
+
+def _shortened(items: list[T], most: int, gap: T) -> list[T]:
+    """Return a title and what comes after it; of more than `most` of these the first and the last."""
+    return items if len(items) <= most + 1 else [*items[:most], gap, items[-1]]
 
 
 def _places(layout: Layout, axes: tuple[str, ...] | list[str]) -> product:

@@ -25,8 +25,6 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     traced or measured here.
     """
     job = resolved.job
-    if job.layout.combined:
-        return None  # plan has no times of these layouts yet
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
     except UserError:  # a GPU that is not in the catalogue
