@@ -34,7 +34,7 @@ from zerofit.spec.local_machine import versions
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 10, 32, 8
 LOSS, NORM, WEIGHTS = 1e-5, 1e-6, 1e-5  # relative
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 260}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 260}
 # large enough that attention and positions matter
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.12}
 MODELS = {

@@ -134,7 +134,7 @@ def _count_slices() -> None:
 
     It looks for their marks on gradients, which have none (runtime/fp16/unfused_optimizer.py:214).
     """
-    original = unfused_optimizer.split_params_grads_into_shared_and_expert_params
+    original: Any = unfused_optimizer.split_params_grads_into_shared_and_expert_params
 
     def marked(group: list[Any]) -> tuple[list[Any], list[Any]]:
         found = original(group)
