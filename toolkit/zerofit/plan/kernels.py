@@ -18,7 +18,12 @@ def launches(kernels: Iterable[Kernel]) -> float:
 
 def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> float:
     """Return the seconds of kernels that take turns."""
-    return sum(max(_compute_s(one, micro_batch, rates), _memory_s(one, micro_batch, rates)) for one in kernels)
+    return sum(kernel_s(one, micro_batch, rates) for one in kernels)
+
+
+def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
+    """Return the seconds of equal kernels."""
+    return max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:

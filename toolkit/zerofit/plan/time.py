@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
 
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
-from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.passes import Passes, RankPass, StageLayers
 from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Profile, setting
@@ -20,6 +21,19 @@ ADAM_BYTES = 44
 # (8, stage3.py:2988), the stepped parameter is converted (6, stage3.py:2858)
 HOST_ADAM_BYTES = 42
 STATE_BYTES = 12  # what NVMe offload reads and writes of each element: master and moments
+
+Stream = Literal[
+    "compute",
+    "host",
+    "data parallel",
+    "tensor parallel",
+    "sequence parallel",
+    "pipeline",
+    "device to host",
+    "host to device",
+    "NVMe",
+]
+TRANSFERS = ("device to host", "host to device", "NVMe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,209 +55,239 @@ class StepTime:
         return StepTime(**{name: factor * value for name, value in asdict(self).items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One micro batch through the slowest pipeline stage."""
+class StepTask(NamedTuple):
+    """Work that waits for all that is issued before it, and that all that follows waits for."""
 
-    forward_s: float
-    backward_s: float
-    tensor_bytes: float
-    sequence_bytes: float
-    layers: float  # how many the stage has
-    parameters: float  # elements of the stage with most, on one rank
-    matrices: float  # tensors that ZeRO-3 shares out; vectors stay on every rank
-    stage_output_bytes: float
+    stream: Stream
+    name: str
+    bytes: float
+    seconds: float
+
+
+class Fetches(NamedTuple):
+    """What ZeRO-3 takes to fetch a parameter: seconds of an element, and of an all-gather."""
+
+    copy_s: float  # of an element, from the host or the disks
+    gather_s: float  # of an element, over the links
+    call_s: float
+    prefetch: int | None  # elements that come in one all-gather; None: a tensor does
+
+    def of(self, elements: int, matrices: int) -> float:
+        """Return the seconds to fetch a layer."""
+        calls = matrices if self.prefetch is None else elements / self.prefetch + 1
+        return elements * (self.copy_s + self.gather_s) + calls * self.call_s
+
+
+class ReduceGroup(NamedTuple):
+    """Layers that fill a bucket of gradients, in the order of backward; several such groups where all are equal."""
+
+    groups: int
+    members: tuple[StageLayers, ...]  # of one group
+    elements: int  # of one group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepParts:
+    """What a step consists of, in the engine's order: its time and its timeline are both made of this."""
+
+    layout: PlannedLayout
+    one: RankPass
+    exposed: float  # share of what runs beside compute that shows
+    fetches: Fetches | None  # where parameters are gathered
+    reduce_s: float  # of all gradients, of the stage with most parameters
+    groups: Sequence[ReduceGroup]  # of backward, where something runs beside it
+    overlapped: bool  # whether gradients are reduced beside backward
+    send_s: float  # of an activation, or its gradient, to the next pipeline stage
+    first: tuple[StepTask, ...]  # what follows the first micro batch
+    later: tuple[StepTask, ...]  # what follows each other one
+    step: tuple[StepTask, ...]  # the optimizer's, after all of them
+
+    @property
+    def reductions(self) -> int:
+        """How many micro batches end with a reduction; below stage 2 the last alone does."""
+        return self.layout.accumulation if self.layout.zero_stage >= 2 else 1
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of a micro batch's forward: of the slowest stage, with what it waits for."""
+        if self.fetches is None:
+            return self.one.forward_s
+        forward = self.one.forward
+        runs = [FlowRun(1, n, self.fetch_s(i), forward[i].layer_s, 0.0) for i, n in self.one.slowest]
+        return flow_s(runs, self.exposed)
+
+    def backward_s(self, reducing: bool) -> float:
+        """Return the seconds of a micro batch's backward, with reductions beside it or with nothing but fetches."""
+        if self.fetches is None and not reducing:
+            return self.one.backward_s
+        return flow_s(list(self._backward(reducing)), self.exposed)
+
+    def fetch_s(self, layer: int) -> float:
+        """Return the seconds to fetch a layer."""
+        return self.fetches.of(self.one.elements[layer], self.one.matrices[layer]) if self.fetches else 0.0
+
+    def share_s(self, elements: int) -> float:
+        """Return the seconds to reduce some of the gradients."""
+        return self.reduce_s * elements / max(1, self.one.parameters)
+
+    def _backward(self, reducing: bool) -> Iterator[FlowRun]:
+        for group in self.groups:
+            share_s = self.share_s(group.elements) if reducing else 0.0
+            for place, (i, n) in enumerate(group.members, start=1):
+                reduce_s = share_s if place == len(group.members) else 0.0
+                yield FlowRun(group.groups, n, self.fetch_s(i), self.one.backward[i].layer_s, reduce_s)
 
 
 class Timer:
     """Forecasts of step times for one model on one cluster; what layouts share is computed once."""
 
     def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
-        self._profile, self._cluster, self.rates = profile, cluster, rates
-        self._passes: dict[tuple, _Pass] = {}
-        self._known_works: dict[tuple[str, int], list[list[tuple[float, float]]]] = {}
+        self._cluster, self.rates = cluster, rates
+        self._passes = Passes(profile, cluster, rates)
+        self._groups: dict[tuple[RankPass, int], Sequence[ReduceGroup]] = {}
 
     def step(self, layout: PlannedLayout) -> StepTime:
         """Return the time of one optimizer step. KeyError where the layout's setting is not in the profile."""
-        one, b, gpus = self._pass(layout), layout.element_bytes, self._cluster.gpus
-        micro_batches = layout.accumulation
-        shards = group_of(layout.zero_ranks, layout.tp, gpus)
-        tensor_s, sequence_s = self._model_parallel_s(layout, one)
-        gather_s = self._gather_s(layout, one, shards, b)
-        reduce_s = self._reduce_s(layout, one, shards, b)
-        forward_s = one.forward_s + (tensor_s + sequence_s) / 2
-        backward_s = one.backward_s + (tensor_s + sequence_s) / 2
-        gather_wait_s, reduce_wait_s = self._waits(layout, shards, forward_s, backward_s, gather_s, reduce_s)
-        # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
-        neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
-        send_s = 2 * collective_s("send", one.stage_output_bytes, 1, neighbours, self.rates)
-        micro_batch_s = forward_s + backward_s + gather_wait_s + send_s
-        bubble_s = (layout.pp - 1) * micro_batch_s
-        reductions = micro_batches if layout.zero_stage >= 2 else 1
-        optimizer_s = self._optimizer_s(layout, one, shards, b)
-        transfer_s = self._transfer_s(layout, one, shards, b)
+        parts = self.parts(layout)
+        one, micro_batches, sums = parts.one, layout.accumulation, parts.one.sums
+        forward_s, backward_s = parts.forward_s, parts.backward_s(reducing=False)
+        micro_batch_s = forward_s + backward_s + 2 * parts.send_s
+        reduce_wait_s = parts.backward_s(reducing=True) - backward_s if parts.overlapped else parts.reduce_s
+        gather_wait_s = forward_s - one.forward_s + backward_s - one.backward_s
+        # a pipeline's stages keep step; each waits while it fills and drains, and for those that are slower
+        bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
+        tasks = [*parts.first, *parts.step]
+        later_s = (micro_batches - 1) * sum(task.seconds for task in parts.later)
+        transfer_s = later_s + sum(task.seconds for task in tasks if task.stream in TRANSFERS)
+        optimizer_s = sum(task.seconds for task in tasks if task.stream not in TRANSFERS)
+        passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
         return StepTime(
-            step_s=micro_batches * micro_batch_s + bubble_s + reductions * reduce_wait_s + optimizer_s + transfer_s,
-            compute_s=micro_batches * (one.forward_s + one.backward_s),
+            step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + transfer_s,
+            compute_s=micro_batches * (sums.layer_s - sums.tensor_s - sums.sequence_s),
             gather_s=micro_batches * gather_wait_s,
-            reduce_s=reductions * reduce_wait_s,
-            tensor_s=micro_batches * tensor_s,
-            sequence_s=micro_batches * sequence_s,
-            bubble_s=bubble_s + micro_batches * send_s,
+            reduce_s=parts.reductions * reduce_wait_s,
+            tensor_s=micro_batches * sums.tensor_s,
+            sequence_s=micro_batches * sums.sequence_s,
+            bubble_s=bubble_s,
             optimizer_s=optimizer_s,
             transfer_s=transfer_s,
         )
 
-    def _pass(self, layout: PlannedLayout) -> _Pass:
-        degrees = (layout.tp, layout.sp, layout.pp, layout.zero_stage == 3)
-        key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
-        if key not in self._passes:
-            self._passes[key] = self._compute_pass(layout)
-        return self._passes[key]
-
-    def _compute_pass(self, layout: PlannedLayout) -> _Pass:
-        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
-        costs, layers, m = self._profile.costs[key], self._profile.layers, layout.micro_batch
-        # DeepSpeed fetches and releases module by module: about one for each tensor
-        tensors = [
-            (len(cost.matrices or layer.matrices), len(cost.vectors or layer.vectors))
-            for cost, layer in zip(costs, layers, strict=True)
-        ]
-        hook_s = self.rates.hook_s if layout.zero_stage == 3 else 0.0
-        hooked = (1, 2 if layout.checkpointing else 1)  # in backward the forward's hooks run again
-        passes = [
-            tuple(self._layer_s(*work, n * hook_s * sum(counts)) for work, n in zip(works, hooked, strict=True))
-            for works, counts in zip(self._works(key, m), tensors, strict=True)
-        ]
-        # for each pipeline stage, which layers it has: (place in profile.layers, how many of that run)
-        flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
-        bounds = stage_bounds(self._profile, layout.pp)
-        stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
-        slowest = max(stages, key=lambda stage: sum(n * sum(passes[i]) for i, n in stage))
-        sizes = [
-            sum(cost.matrices or layer.matrices) + sum(cost.vectors or layer.vectors)
-            for cost, layer in zip(costs, layers, strict=True)
-        ]
-
-        def total(line: str) -> float:
-            return sum(n * getattr(costs[i], line).at(m) for i, n in slowest)
-
-        again = 1.5 if layout.checkpointing else 1.0  # the forward's collectives run again in backward
-        return _Pass(
-            forward_s=sum(n * passes[i][0] for i, n in slowest),
-            backward_s=sum(n * passes[i][1] for i, n in slowest),
-            tensor_bytes=2 * again * total("tp_allreduce_bytes"),
-            sequence_bytes=2 * again * total("sp_alltoall_bytes"),
-            layers=sum(n for _, n in slowest),
-            parameters=max(sum(n * sizes[i] for i, n in stage) for stage in stages),
-            matrices=sum(n * tensors[i][0] for i, n in slowest),
-            stage_output_bytes=costs[stages[0][-1][0]].output_bytes.at(m) if layout.pp > 1 else 0.0,
+    def parts(self, layout: PlannedLayout) -> StepParts:
+        """Return what a step consists of. KeyError where the layout's setting is not in the profile."""
+        one, b, gpus = self._passes.of(layout), layout.element_bytes, self._cluster.gpus
+        shards = group_of(layout.zero_ranks, layout.tp, gpus)
+        # a pipeline stage and the next: pipe is the outermost axis of DeepSpeed's topology
+        neighbours = group_of(2 if layout.pp > 1 else 1, layout.world_size // layout.pp, gpus)
+        first, later = self._accumulate(layout, one, shards, b)
+        # gradients are reduced beside backward with overlap_comm alone; without it they are on its stream
+        # (stage3.py:341, stage_1_and_2.py, average_tensor), and at stage 0 after it
+        overlapped = layout.overlap and layout.zero_stage > 0 and layout.pp == 1
+        return StepParts(
+            layout=layout,
+            one=one,
+            exposed=self.rates.exposed_between if shards.nodes > 1 else self.rates.exposed_inside,
+            fetches=self._fetches(layout, one, shards, b) if layout.zero_stage == 3 else None,
+            reduce_s=self._reduce_s(layout, one, shards, b),
+            groups=self._reduce_groups(one, layout.bucket) if overlapped or layout.zero_stage == 3 else (),
+            overlapped=overlapped,
+            send_s=collective_s("send", one.output_bytes, 1, neighbours, self.rates),
+            first=first,
+            later=later,
+            step=tuple(self._step_tasks(layout, one, shards, b)),
         )
 
-    def _works(self, key: str, micro_batch: int) -> list[list[tuple[float, float]]]:
-        """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""
-        if (key, micro_batch) not in self._known_works:
-            self._known_works[key, micro_batch] = [
-                [
-                    (
-                        self.rates.engine * kernels_s(kernels, micro_batch, self.rates),
-                        launches(kernels) * self.rates.launch_s,
-                    )
-                    for kernels in (cost.forward_kernels, cost.backward_kernels)
-                ]
-                for cost in self._profile.costs[key]
-            ]
-        return self._known_works[key, micro_batch]
+    def _reduce_groups(self, one: RankPass, bucket: int) -> Sequence[ReduceGroup]:
+        if (one, bucket) not in self._groups:
+            self._groups[one, bucket] = tuple(reduce_groups(one, one.slowest, bucket))
+        return self._groups[one, bucket]
 
-    def _layer_s(self, busy_s: float, launch_s: float, hooks_s: float) -> float:
-        """Time a layer in one direction; where launches and hooks run ahead of its kernels, the slower of the two."""
-        return max(busy_s, launch_s + hooks_s) if self.rates.ahead else busy_s + launch_s + hooks_s
+    def _fetches(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Fetches:
+        """Time ZeRO-3's all-gathers: every parameter in forward and again in backward.
 
-    def _model_parallel_s(self, layout: PlannedLayout, one: _Pass) -> tuple[float, float]:
-        """Time all-reduces of tensor and all-to-alls of sequence parallelism per micro batch; nothing overlaps."""
-        gpus, again = self._cluster.gpus, 3 if layout.checkpointing else 2
-        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, layout.tp, gpus)
-        return (
-            collective_s("all_reduce", one.tensor_bytes, 2 * again * one.layers, tp, self.rates),
-            collective_s("all_to_all", one.sequence_bytes, 4 * again * one.layers, sp, self.rates),
-        )
-
-    def _gather_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """Time ZeRO-3's all-gathers in one micro batch: every parameter in forward and again in backward."""
-        if layout.zero_stage < 3:
-            return 0.0
-        whole = b * one.parameters
-        calls = min(one.matrices, one.parameters / max(1, layout.prefetch) + one.layers)
-        seconds = collective_s("all_gather", whole, calls, shards, self.rates)
+        Shards on the host are copied on the stream that gathers them (partition_parameters.py, all_gather_coalesced).
+        """
+        matrices, layers = one.gathers
+        by_size = one.parameters / max(1, layout.prefetch) + layers
+        copy_s = 0.0
         if layout.offload_param == "cpu":
-            seconds += whole / shards.size / self.rates.pcie
+            copy_s = b / shards.size / self.rates.pcie
         elif layout.offload_param == "nvme":
-            seconds += whole / shards.size * self._cluster.gpus / self.rates.nvme_read
-        return 2 * seconds
+            copy_s = b / shards.size * self._cluster.gpus / self.rates.nvme_read
+        return Fetches(
+            copy_s=copy_s,
+            gather_s=collective_s("all_gather", b, 0, shards, self.rates),
+            call_s=collective_s("all_gather", 0, 1, shards, self.rates),
+            prefetch=None if matrices <= by_size else max(1, layout.prefetch),
+        )
 
-    def _reduce_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
+    def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
         """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
-        calls = max(1.0, one.parameters / max(1, layout.bucket))
-        return collective_s(op, b * one.parameters, calls, shards, self.rates)
+        return collective_s(op, b * one.parameters, _calls(layout, one), shards, self.rates)
 
-    def _waits(
-        self,
-        layout: PlannedLayout,
-        shards: RankGroup,
-        forward_s: float,
-        backward_s: float,
-        gather_s: float,
-        reduce_s: float,
-    ) -> tuple[float, float]:
-        """Return how long compute waits for gathers in a micro batch, and for one reduction of gradients.
+    def _accumulate(
+        self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
+    ) -> tuple[tuple[StepTask, ...], tuple[StepTask, ...]]:
+        """Return how offloaded gradients move after the first and after each other micro batch.
 
-        Gathers are issued ahead of their layers. Reductions run beside backward with overlap_comm alone; without it
-        they are on its stream (stage3.py:341, stage_1_and_2.py, average_tensor). Stage 0 reduces after backward.
+        They are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
+        parameters on every rank (stage_1_and_2.py:1809).
         """
-        exposed = self.rates.exposed_between if shards.nodes > 1 else self.rates.exposed_inside
-        gather_wait_s = _beside(gather_s / 2, forward_s, exposed) + _beside(gather_s / 2, backward_s, exposed)
-        if not layout.overlap or layout.zero_stage == 0 or layout.pp > 1:
-            return gather_wait_s, reduce_s
-        idle_s = max(0.0, backward_s - gather_s / 2)  # of the links, while backward computes
-        last_bucket_s = reduce_s * min(1.0, layout.bucket / max(1, self._pass(layout).parameters))
-        return gather_wait_s, max(_beside(reduce_s, idle_s, exposed), last_bucket_s)
+        if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
+            return (), ()
+        moved = b * one.parameters / (shards.size if layout.zero_stage == 3 else 1)
+        seconds = moved / self.rates.pcie
+        up = StepTask("host to device", "accumulated gradients", moved, seconds)
+        down = StepTask("device to host", "accumulated gradients", moved, seconds)
+        return (up, down) if layout.zero_stage == 3 else (down,), (up, down)
 
-    def _optimizer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """Time Adam on a rank's share, then the all-gather of stages 1 and 2."""
-        share = one.parameters / (shards.size if layout.zero_stage else 1)
-        gathered_s = 0.0
-        if layout.zero_stage in (1, 2):
-            calls = max(1.0, one.parameters / max(1, layout.bucket))
-            gathered_s = collective_s("all_gather", b * one.parameters, calls, shards, self.rates)
-        if layout.offload_optimizer == "none":
-            return share * ADAM_BYTES / self.rates.memory + gathered_s
-        return share * self._cluster.gpus * HOST_ADAM_BYTES / self.rates.host + gathered_s
+    def _step_tasks(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> Iterator[StepTask]:
+        """Yield the step on a rank's share, then the all-gather of stages 1 and 2.
 
-    def _transfer_s(self, layout: PlannedLayout, one: _Pass, shards: RankGroup, b: int) -> float:
-        """Time the transfers of an offloaded optimizer: gradients, stepped parameters, states from and to the disks.
-
-        Gradients are accumulated on the host: at stage 3 a rank's share (stage3.py:2015), at stage 2 those of all
-        parameters on every rank (stage_1_and_2.py:1809). Their sum is transferred in float32.
+        Offloaded gradients move in float32; a node's ranks share its memory and its disks.
         """
+        share, rates, gpus = one.parameters / (shards.size if layout.zero_stage else 1), self.rates, self._cluster.gpus
         if layout.offload_optimizer == "none":
-            return 0.0
-        share, steps = one.parameters / shards.size, layout.accumulation
-        if layout.zero_stage == 3:
-            accumulated = 2 * steps * b * share
+            yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.memory)
         else:
-            accumulated = (2 * steps - 1) * b * one.parameters if steps > 1 else 0.0
-        up = share * b if layout.offload_param == "none" else 0.0
-        seconds = (accumulated + 4 * share + up) / self.rates.pcie
-        if layout.offload_optimizer == "nvme":
-            of_node = share * self._cluster.gpus * STATE_BYTES
-            seconds += of_node / self.rates.nvme_read + of_node / self.rates.nvme_write
-        return seconds
+            states = STATE_BYTES * share
+            yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / rates.pcie)
+            if layout.offload_optimizer == "nvme":
+                yield StepTask("NVMe", "read optimizer states", states, states * gpus / rates.nvme_read)
+            yield StepTask("host", "Adam", HOST_ADAM_BYTES * share, HOST_ADAM_BYTES * share * gpus / rates.host)
+            if layout.offload_optimizer == "nvme":
+                yield StepTask("NVMe", "write optimizer states", states, states * gpus / rates.nvme_write)
+            if layout.offload_param == "none":
+                yield StepTask("host to device", "stepped parameters", b * share, b * share / rates.pcie)
+        if layout.zero_stage in (1, 2):
+            whole = b * one.parameters
+            seconds = collective_s("all_gather", whole, _calls(layout, one), shards, rates)
+            yield StepTask("data parallel", "all-gather of stepped parameters", whole, seconds)
 
 
-def _beside(collective_s: float, compute_s: float, exposed: float) -> float:
-    """Return the seconds that a collective adds to the compute it overlaps with; `exposed`: the share that shows."""
-    return max(0.0, collective_s - compute_s) + exposed * min(collective_s, compute_s)
+def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> Iterator[ReduceGroup]:
+    """Yield the groups of a stage's layers, last to first, that fill a bucket of gradients each; the last may not."""
+    members: list[StageLayers] = []
+    elements = 0
+    for layer, count in reversed(stage):
+        size, left = one.elements[layer], count
+        while left:
+            needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
+            members.append(StageLayers(layer, needed))
+            elements, left = elements + needed * size, left - needed
+            if elements >= bucket:
+                same = 1 + left // needed if len(members) == 1 else 1
+                yield ReduceGroup(same, tuple(members), elements)
+                left -= (same - 1) * needed
+                members, elements = [], 0
+    if members:
+        yield ReduceGroup(1, tuple(members), elements)
+
+
+def _calls(layout: PlannedLayout, one: RankPass) -> float:
+    """Return how many buckets all gradients or stepped parameters fill."""
+    return max(1.0, one.parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:

@@ -1,0 +1,90 @@
+"""Work that runs at the same time: what overlaps is slower, what is in the way of all else makes it wait."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from zerofit.plan.time import Stream
+
+SAME_MOMENT_S = 1e-12  # sums of the same seconds in another order
+
+
+class Piece(NamedTuple):
+    """A span before it has its place in the step: where nothing runs beside it, from the start of its direction."""
+
+    stream: Stream
+    module: str
+    kind: str
+    start_s: float
+    end_s: float
+    bytes: float
+    flops: float = 0.0
+
+
+class Clock:
+    """Real times of pieces that were laid out as if nothing ran beside them.
+
+    While links and compute are both busy, both are slower; in a pause nothing but the piece that pauses them runs.
+    """
+
+    def __init__(self, exposed: float):
+        self._exposed = exposed
+        self._edges: list[tuple[float, int, int]] = []  # when links (0) or compute (1) begin (+1) and end (-1)
+        self._pauses: list[tuple[float, Piece]] = []
+
+    def link(self, start_s: float, end_s: float) -> None:
+        """Note that the links are busy."""
+        self._edges += [(start_s, 0, 1), (end_s, 0, -1)]
+
+    def compute(self, start_s: float, end_s: float) -> None:
+        """Note that the device computes, or waits for what its layer sends."""
+        self._edges += [(start_s, 1, 1), (end_s, 1, -1)]
+
+    def pause(self, at_s: float, piece: Piece) -> None:
+        """Let everything wait for a piece; pauses come in the order of their times."""
+        self._pauses.append((at_s, piece))
+
+    def placed(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Return the pieces at their real times, those of pauses with them; what a pause interrupts is in parts."""
+        slower = list(self._points())
+        found = []
+        for piece in pieces:
+            length_s = piece.end_s - piece.start_s
+            if length_s <= 0.0:
+                continue
+            cuts = [at for at, _ in self._pauses if piece.start_s + SAME_MOMENT_S < at < piece.end_s - SAME_MOMENT_S]
+            for start_s, end_s in pairwise([piece.start_s, *cuts, piece.end_s]):
+                share = (end_s - start_s) / length_s
+                start_s = _real(slower, start_s) + self._paused(start_s, 1)
+                end_s = _real(slower, end_s) + self._paused(end_s, -1)
+                amounts = {"bytes": share * piece.bytes, "flops": share * piece.flops}
+                found.append(piece._replace(start_s=start_s, end_s=end_s, **amounts))
+        for at, piece in self._pauses:
+            start_s = _real(slower, at) + self._paused(at, -1)
+            found.append(piece._replace(start_s=start_s, end_s=start_s + piece.end_s))
+        return found
+
+    def _paused(self, at_s: float, side: int) -> float:
+        """Return the seconds of pauses before a moment; with side 1 of one at that moment, too."""
+        return sum(piece.end_s for at, piece in self._pauses if at < at_s + side * SAME_MOMENT_S)
+
+    def _points(self) -> Iterator[tuple[float, float]]:
+        """Yield moments with their real times; between two of them both go evenly."""
+        busy, before_s, real_s = [0, 0], 0.0, 0.0
+        yield 0.0, 0.0
+        for at_s, which, change in sorted(self._edges):
+            real_s += (at_s - before_s) * (1 + self._exposed if all(busy) else 1.0)
+            busy[which] += change
+            if at_s > before_s:
+                yield at_s, real_s
+            before_s = at_s
+
+
+def _real(points: Sequence[tuple[float, float]], at_s: float) -> float:
+    place = min(max(1, bisect_right(points, (at_s, math.inf))), len(points) - 1)
+    (before_s, before), (after_s, after) = points[place - 1], points[place]
+    return before + (after - before) * (at_s - before_s) / (after_s - before_s)

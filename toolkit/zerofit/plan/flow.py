@@ -1,0 +1,59 @@
+"""Layers one after the other, while parameters are fetched ahead of them and gradients are reduced behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class FlowRun(NamedTuple):
+    """Equal groups of equal layers, and the seconds that each part takes where nothing runs beside it."""
+
+    groups: int
+    layers: int  # of each group
+    fetch_s: float  # of one layer, on the links
+    compute_s: float  # of one layer, once it is fetched
+    reduce_s: float  # of one group, on the links, once its last layer has computed and every layer is fetched
+
+
+class FlowEnds(NamedTuple):
+    """When the last fetch, the last layer and the last reduction end, in seconds, without contention."""
+
+    fetched_s: float
+    computed_s: float
+    reduced_s: float
+
+
+def flow_ends(runs: Sequence[FlowRun]) -> FlowEnds:
+    """Return when the parts end: fetches follow each other, and so do layers and reductions.
+
+    The longest way through a run of equal layers is fetches, then layers, then reductions, and changes from one to the
+    other in the run's first or last layer or group: what lies between is a sum of both.
+    """
+    fetched = computed = 0.0
+    reduced = sum(groups * layers * fetch for groups, layers, fetch, _, _ in runs)
+    for groups, layers, fetch, compute, reduce in runs:
+        every = groups * layers
+        one, all_computed, all_reduced = layers * compute, every * compute, groups * reduce
+        if reduce:
+            ways = (
+                reduced + all_reduced,
+                computed + max(one + all_reduced, all_computed + reduce),
+                fetched + max(fetch + one, layers * fetch + compute) + all_reduced,
+                fetched + max(fetch + all_computed, every * fetch + compute) + reduce,
+            )
+            reduced = max(ways)
+        computed = max(computed + all_computed, fetched + max(fetch + all_computed, every * fetch + compute))
+        fetched += every * fetch
+    return FlowEnds(fetched, computed, max(reduced, computed))
+
+
+def flow_s(runs: Sequence[FlowRun], exposed: float) -> float:
+    """Return the seconds of layers with what runs beside them.
+
+    While links and compute are both busy, both are slower by the share `exposed`. One of them always is busy, so both
+    are for as long as their sum exceeds the time without contention.
+    """
+    alone_s = flow_ends(runs).reduced_s
+    busy_s = sum(run.groups * (run.layers * (run.fetch_s + run.compute_s) + run.reduce_s) for run in runs)
+    return alone_s + exposed * (busy_s - alone_s)

@@ -1,0 +1,173 @@
+"""What layers take in one micro batch: kernels, launches and hooks, and collectives that they wait for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from zerofit.plan.collectives import collective_s, group_of
+from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.rates import Rates
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.profile import Kernel, LayerCost, Profile, setting
+
+
+class LayerWork(NamedTuple):
+    """Seconds of one layer in one direction, on one rank."""
+
+    kernels_s: float
+    host_s: float  # launches and ZeRO-3's hooks
+    tensor_s: float  # all-reduces of tensor parallelism, with nothing beside them
+    sequence_s: float  # all-to-alls of sequence parallelism, the same
+    layer_s: float  # from its first kernel to its last
+
+
+class StageLayers(NamedTuple):
+    """A run of equal layers in a pipeline stage."""
+
+    layer: int  # its place in the profile's layers
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPass:
+    """One micro batch through each pipeline stage's layers; by place in the profile's layers what they take."""
+
+    stages: tuple[tuple[StageLayers, ...], ...]
+    forward: tuple[LayerWork, ...]
+    backward: tuple[LayerWork, ...]
+    elements: tuple[int, ...]  # of parameters, on one rank
+    matrices: tuple[int, ...]  # tensors that ZeRO-3 shares out; vectors stay on every rank
+    output_bytes: float  # what a stage hands on
+
+    @cached_property
+    def slowest(self) -> tuple[StageLayers, ...]:
+        """The stage that takes longest."""
+        return max(self.stages, key=lambda stage: self.total(stage, self.forward) + self.total(stage, self.backward))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of the stage with most, on one rank."""
+        return max(self.elements_of(stage) for stage in self.stages)
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Seconds of the slowest stage's forward, without what is fetched."""
+        return max(self.total(stage, self.forward) for stage in self.stages)
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Seconds of the slowest stage's backward, without what is fetched and reduced."""
+        return max(self.total(stage, self.backward) for stage in self.stages)
+
+    @cached_property
+    def sums(self) -> LayerWork:
+        """Seconds of the slowest stage's both directions."""
+        works = [(n, work) for i, n in self.slowest for work in (self.forward[i], self.backward[i])]
+        return LayerWork(*(sum(n * work[part] for n, work in works) for part in range(len(LayerWork._fields))))
+
+    @cached_property
+    def gathers(self) -> tuple[int, int]:
+        """How many matrices and layers the slowest stage has."""
+        return sum(n * self.matrices[i] for i, n in self.slowest), sum(n for _, n in self.slowest)
+
+    def elements_of(self, stage: tuple[StageLayers, ...]) -> int:
+        """Count the elements of a stage's parameters on one rank."""
+        return sum(n * self.elements[i] for i, n in stage)
+
+    @staticmethod
+    def total(stage: tuple[StageLayers, ...], works: tuple[LayerWork, ...]) -> float:
+        """Return the seconds of a stage's layers in one direction."""
+        return sum([n * works[i].layer_s for i, n in stage])
+
+
+class Passes:
+    """Passes of one model on one cluster; what layouts share is computed once."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, rates: Rates):
+        self._profile, self._cluster, self._rates = profile, cluster, rates
+        self._known: dict[tuple, RankPass] = {}
+        self._known_kernels: dict[tuple[str, int], list[tuple[tuple[float, float], tuple[float, float]]]] = {}
+
+    def of(self, layout: PlannedLayout) -> RankPass:
+        """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
+        degrees = (layout.tp, layout.sp, layout.pp, layout.zero_stage == 3)
+        key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
+        if key not in self._known:
+            self._known[key] = self._computed(layout)
+        return self._known[key]
+
+    def _computed(self, layout: PlannedLayout) -> RankPass:
+        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
+        costs, layers = self._profile.costs[key], self._profile.layers
+        # DeepSpeed fetches and releases module by module: about one for each tensor
+        pairs = list(zip(costs, layers, strict=True))
+        tensors = [(cost.matrices or layer.matrices, cost.vectors or layer.vectors) for cost, layer in pairs]
+        kernels = self._kernels(key, layout.micro_batch)
+        # for each pipeline stage, which layers it has
+        flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
+        bounds = stage_bounds(self._profile, layout.pp)
+        stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
+        last_of_first = stages[0][-1][0]
+        hooks = [len(matrices) + len(vectors) if layout.zero_stage == 3 else 0 for matrices, vectors in tensors]
+        # where it is checkpointed, forward's hooks and collectives run again in backward
+        directions = [
+            tuple(
+                self._work(seconds[backward], waits, hooked, 2 if backward and layout.checkpointing else 1)
+                for seconds, waits, hooked in zip(kernels, self._waits(costs, layout), hooks, strict=True)
+            )
+            for backward in (False, True)
+        ]
+        return RankPass(
+            stages=tuple(tuple(StageLayers(*pair) for pair in stage) for stage in stages),
+            forward=directions[0],
+            backward=directions[1],
+            elements=tuple(sum(matrices) + sum(vectors) for matrices, vectors in tensors),
+            matrices=tuple(len(matrices) for matrices, _ in tensors),
+            output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
+        )
+
+    def _kernels(self, key: str, micro_batch: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+        """Return for each layer, forward and backward, the seconds of its kernels and of their launches."""
+        if (key, micro_batch) not in self._known_kernels:
+            self._known_kernels[key, micro_batch] = [
+                (self._busy(cost.forward_kernels, micro_batch), self._busy(cost.backward_kernels, micro_batch))
+                for cost in self._profile.costs[key]
+            ]
+        return self._known_kernels[key, micro_batch]
+
+    def _busy(self, kernels: Sequence[Kernel], micro_batch: int) -> tuple[float, float]:
+        busy_s = self._rates.engine * kernels_s(kernels, micro_batch, self._rates)
+        return busy_s, launches(kernels) * self._rates.launch_s
+
+    def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float]]:
+        """Return for each layer the seconds of tensor and of sequence parallelism in its forward.
+
+        Attention and MLP all-reduce once each; Ulysses sends queries, keys, values and outputs.
+        """
+        if layout.tp * layout.sp == 1:
+            return [(0.0, 0.0)] * len(costs)
+        gpus, m = self._cluster.gpus, layout.micro_batch
+        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, layout.tp, gpus)
+        return [
+            (
+                collective_s("all_reduce", cost.tp_allreduce_bytes.at(m), 2, tp, self._rates),
+                collective_s("all_to_all", cost.sp_alltoall_bytes.at(m), 4, sp, self._rates),
+            )
+            for cost in costs
+        ]
+
+    def _work(self, seconds: tuple[float, float], waits: tuple[float, float], hooks: int, times: int) -> LayerWork:
+        """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
+
+        `times`: how often its collectives and hooks run.
+        """
+        busy_s, host_s = seconds[0], seconds[1] + times * hooks * self._rates.hook_s
+        tensor_s, sequence_s = times * waits[0], times * waits[1]
+        on_device_s = max(busy_s, host_s) if self._rates.ahead else busy_s + host_s
+        return LayerWork(busy_s, host_s, tensor_s, sequence_s, on_device_s + tensor_s + sequence_s)

@@ -1,0 +1,272 @@
+"""The timeline of a step: what each stream of a rank does when, laid out from the parts that its time is made of."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zerofit.plan.contention import Clock, Piece
+from zerofit.plan.kernels import kernel_s
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.passes import StageLayers
+from zerofit.plan.rates import Rates
+from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
+from zerofit.spec.profile import Profile, setting
+
+
+class Span(NamedTuple):
+    """One piece of work on one stream of a pipeline stage's rank; times in seconds from the step's start."""
+
+    stage: int
+    stream: Stream
+    phase: str  # "forward", "backward" or "step"
+    micro_batch: int  # from 0; -1: of the whole step
+    module: str  # "block.17"; "" where it belongs to no layer
+    kind: str  # "product", "all-gather", "Adam", ...
+    start_s: float
+    end_s: float
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimeline:
+    """Every stream of one rank of each pipeline stage, over one optimizer step."""
+
+    spans: tuple[Span, ...]
+    step_s: float
+
+    def busy_s(self) -> dict[tuple[int, Stream], float]:
+        """Return how long each stream of each stage works."""
+        busy: defaultdict[tuple[int, Stream], float] = defaultdict(float)
+        for span in self.spans:
+            busy[span.stage, span.stream] += span.end_s - span.start_s
+        return dict(busy)
+
+    def scaled(self, factor: float) -> StepTimeline:
+        """Return the timeline with all times times a factor."""
+        spans = (one._replace(start_s=factor * one.start_s, end_s=factor * one.end_s) for one in self.spans)
+        return StepTimeline(spans=tuple(spans), step_s=factor * self.step_s)
+
+
+def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> StepTimeline:
+    """Lay out a step; it ends when `timer` says. KeyError where the layout's setting is not in the profile."""
+    drawing = _Drawing(profile, timer.rates, timer.parts(layout))
+    if layout.pp > 1:
+        drawing.pipeline()
+    else:
+        drawing.micro_batches()
+    spans = tuple(sorted(drawing.spans, key=lambda span: (span.stage, span.stream, span.start_s)))
+    return StepTimeline(spans=spans, step_s=drawing.now_s)
+
+
+class _NamedLayer(NamedTuple):
+    """A layer with its name and its place in the profile's layers."""
+
+    layer: int
+    module: str
+
+
+class _Drawing:
+    """Spans of a step so far, and its clock."""
+
+    def __init__(self, profile: Profile, rates: Rates, parts: StepParts):
+        self.parts, self.layout, self._rates = parts, parts.layout, rates
+        self.spans: list[Span] = []
+        self.now_s = 0.0
+        layout = parts.layout
+        self._costs = profile.costs[setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)]
+        self._stages = list(_named(profile, parts.one.stages))
+        self._known: dict[tuple[int, bool], list[_KindTime]] = {}
+
+    def micro_batches(self) -> None:
+        """Lay out micro batches one after the other, then the optimizer."""
+        parts, layers = self.parts, self._stages[0]
+        groups = reduce_groups(parts.one, parts.one.slowest, self.layout.bucket)
+        forward, backward = self._flow(layers, False, []), self._flow(layers[::-1], True, [])
+        with_gradients = self._flow(layers[::-1], True, groups) if self.layout.zero_stage else backward
+        for micro_batch in range(self.layout.accumulation):
+            reducing = self.layout.accumulation - micro_batch <= parts.reductions
+            self._add(0, "forward", micro_batch, forward)
+            self._add(0, "backward", micro_batch, with_gradients if reducing else backward)
+            if reducing and not self.layout.zero_stage:
+                self._tasks(0, "backward", micro_batch, [self._reduction(0)])
+            self._tasks(0, "backward", micro_batch, parts.later if micro_batch else parts.first)
+        self._tasks(0, "step", -1, parts.step)
+
+    def pipeline(self) -> None:
+        """Lay out all stages' micro batches, one forward, one backward, at the pace of the slowest; then the optimizer.
+
+        DeepSpeed's order (runtime/pipe/schedule.py, TrainSchedule): stage s of p is p - s forwards ahead.
+        """
+        parts, stages, micro_batches = self.parts, self.layout.pp, self.layout.accumulation
+        forward_s, backward_s = parts.forward_s + parts.send_s, parts.backward_s(reducing=False) + parts.send_s
+        for stage, layers in enumerate(self._stages):
+            forward, backward = self._flow(layers, False, []), self._flow(layers[::-1], True, [])
+            self._send(forward, stage < stages - 1)
+            self._send(backward, stage > 0)
+            for n in range(micro_batches):
+                ahead = stages - stage
+                self.now_s = (stage + n) * forward_s
+                if n >= ahead:
+                    self.now_s = stages * forward_s + (n - ahead) * (forward_s + backward_s) + ahead * backward_s
+                self._add(stage, "forward", n, forward)
+                self.now_s = stages * forward_s + n * (forward_s + backward_s) + (ahead - 1) * backward_s
+                self._add(stage, "backward", n, backward)
+        done_s = (micro_batches + stages - 1) * (forward_s + backward_s)
+        ends = []
+        for stage in range(stages):
+            self.now_s = done_s
+            self._tasks(stage, "step", -1, [self._reduction(stage)])
+            self.now_s = done_s + parts.reduce_s
+            share = self._share(stage)
+            own = (StepTask(t.stream, t.name, share * t.bytes, share * t.seconds) for t in parts.step)
+            self._tasks(stage, "step", -1, own)
+            ends.append(self.now_s)
+        self.now_s = max(ends)
+
+    def _send(self, pieces: list[Piece], sends: bool) -> None:
+        """Hand on what the layers have made, once the last of them is done."""
+        if sends:
+            end_s = max((piece.end_s for piece in pieces), default=0.0)
+            what = Piece("pipeline", "", "send", end_s, end_s + self.parts.send_s, self.parts.one.output_bytes)
+            pieces.append(what)
+
+    def _share(self, stage: int) -> float:
+        """Return the share of a stage's parameters of those of the stage with most."""
+        one = self.parts.one
+        return one.elements_of(one.stages[stage]) / max(1, one.parameters)
+
+    def _reduction(self, stage: int) -> StepTask:
+        """Return the reduction of all gradients at once."""
+        share, one = self._share(stage), self.parts.one
+        return StepTask(
+            "data parallel",
+            "all-reduce",
+            share * self.layout.element_bytes * one.parameters,
+            share * self.parts.reduce_s,
+        )
+
+    def _tasks(self, stage: int, phase: str, micro_batch: int, tasks: Iterable[StepTask]) -> None:
+        for stream, name, moved, seconds in tasks:
+            if seconds:
+                end_s = self.now_s + seconds
+                self.spans.append(Span(stage, stream, phase, micro_batch, "", name, self.now_s, end_s, moved))
+                self.now_s = end_s
+
+    def _add(self, stage: int, phase: str, micro_batch: int, pieces: Iterable[Piece]) -> None:
+        """Add a direction of a micro batch, which begins now; it ends with its last piece."""
+        end_s = self.now_s
+        for stream, module, kind, start_s, stop_s, moved, flops in pieces:
+            span = Span(
+                stage, stream, phase, micro_batch, module, kind, self.now_s + start_s, self.now_s + stop_s, moved, flops
+            )
+            self.spans.append(span)
+            end_s = max(end_s, span.end_s)
+        self.now_s = end_s
+
+    def _flow(self, layers: Sequence[_NamedLayer], backward: bool, groups: Iterable[ReduceGroup]) -> list[Piece]:
+        """Return a direction of a micro batch: fetches ahead of layers, and groups of gradients reduced behind them."""
+        parts, clock = self.parts, Clock(self.parts.exposed)
+        works = parts.one.backward if backward else parts.one.forward
+        elements_after = _elements_after(groups)
+        pieces: list[Piece] = []
+        fetched_s = computed_s = 0.0
+        reduced_s = sum(parts.fetch_s(one.layer) for one in layers)  # links serve fetches first
+        for done, one in enumerate(layers, start=1):
+            pieces += self._fetch(one, fetched_s)
+            clock.link(fetched_s, fetched_s := fetched_s + parts.fetch_s(one.layer))
+            computed_s = max(computed_s, fetched_s)
+            pieces += self._layer(one, backward, computed_s)
+            clock.compute(computed_s, computed_s := computed_s + works[one.layer].layer_s)
+            if done not in elements_after:
+                continue
+            elements = elements_after[done]
+            op = "reduce-scatter" if self.layout.zero_stage == 3 else "all-reduce"
+            seconds, moved = parts.share_s(elements), self.layout.element_bytes * elements
+            if parts.overlapped:
+                start_s = max(reduced_s, computed_s)
+                clock.link(start_s, reduced_s := start_s + seconds)
+                pieces.append(Piece("data parallel", "", op, start_s, reduced_s, moved))
+            elif seconds:
+                clock.pause(computed_s, Piece("data parallel", "", op, 0.0, seconds, moved))
+        return clock.placed(pieces)
+
+    def _fetch(self, one: _NamedLayer, start_s: float) -> Iterator[Piece]:
+        """Yield the copy of a layer's shards from where they are offloaded to, then its all-gather."""
+        parts = self.parts
+        if parts.fetches is None:
+            return
+        elements = parts.one.elements[one.layer]
+        moved, copy_s = self.layout.element_bytes * elements, elements * parts.fetches.copy_s
+        stream: Stream = "NVMe" if self.layout.offload_param == "nvme" else "host to device"
+        if copy_s:
+            share = moved / self.layout.zero_ranks
+            yield Piece(stream, one.module, "fetch", start_s, start_s + copy_s, share)
+        end_s = start_s + parts.fetch_s(one.layer)
+        yield Piece("data parallel", one.module, "all-gather", start_s + copy_s, end_s, moved)
+
+    def _layer(self, one: _NamedLayer, backward: bool, start_s: float) -> Iterator[Piece]:
+        """Yield a layer's launches and kernels, then the collectives that it waits for."""
+        work = (self.parts.one.backward if backward else self.parts.one.forward)[one.layer]
+        cost, micro_batch = self._costs[one.layer], self.layout.micro_batch
+        words = "launches and hooks" if self.parts.fetches else "launches"
+        yield Piece("host", one.module, words, start_s, start_s + work.host_s, 0.0)
+        now_s = start_s if self._rates.ahead else start_s + work.host_s
+        for kind, seconds, moved, flops in self._kinds(one.layer, backward):
+            yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)
+            now_s += seconds
+        times = 2 if backward and self.layout.checkpointing else 1
+        now_s = start_s + work.layer_s - work.tensor_s - work.sequence_s
+        sent = times * cost.tp_allreduce_bytes.at(micro_batch)
+        yield Piece("tensor parallel", one.module, "all-reduce", now_s, now_s + work.tensor_s, sent)
+        sent, now_s = times * cost.sp_alltoall_bytes.at(micro_batch), now_s + work.tensor_s
+        yield Piece("sequence parallel", one.module, "all-to-all", now_s, now_s + work.sequence_s, sent)
+
+    def _kinds(self, layer: int, backward: bool) -> list[_KindTime]:
+        """Return what a layer's kernels of each kind take, in the order of their first."""
+        if (layer, backward) not in self._known:
+            cost, micro_batch = self._costs[layer], self.layout.micro_batch
+            found: dict[str, _KindTime] = {}
+            for kernel in cost.backward_kernels if backward else cost.forward_kernels:
+                seconds = self._rates.engine * kernel_s(kernel, micro_batch, self._rates)
+                moved, flops = kernel.moved_bytes.at(micro_batch), kernel.flops.at(micro_batch)
+                _, *before = found.get(kernel.kind, _KindTime(kernel.kind, 0.0, 0.0, 0.0))
+                sums = map(sum, zip(before, (seconds, moved, flops), strict=True))
+                found[kernel.kind] = _KindTime(kernel.kind, *sums)
+            self._known[layer, backward] = list(found.values())
+        return self._known[layer, backward]
+
+
+class _KindTime(NamedTuple):
+    """Kernels of one kind in one layer and direction."""
+
+    kind: str
+    seconds: float
+    bytes: float
+    flops: float
+
+
+def _elements_after(groups: Iterable[ReduceGroup]) -> dict[int, int]:
+    """Return of how many elements the gradients are reduced, by the number of layers whose backward is done then."""
+    found, done = {}, 0
+    for group in groups:
+        for _ in range(group.groups):
+            done += sum(member.count for member in group.members)
+            found[done] = group.elements
+    return found
+
+
+def _named(profile: Profile, stages: Iterable[Sequence[StageLayers]]) -> Iterator[list[_NamedLayer]]:
+    """Yield for each stage its layers, in the order of the forward."""
+    seen: Counter[int] = Counter()
+    for stage in stages:
+        placed = []
+        for layer, count in stage:
+            run = profile.layers[layer]
+            for _ in range(count):
+                placed.append(_NamedLayer(layer, f"{run.name}.{seen[layer]}" if run.count > 1 else run.name))
+                seen[layer] += 1
+        yield placed
