@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
@@ -21,7 +22,7 @@ from zerofit.plan.time import Timer, reduce_groups
 
 PARAMETERS = BLOCKS * BLOCK
 BUCKETS = (BLOCK // 2, 3 * BLOCK, 10**9)  # less than a layer, several layers, the whole model
-SIZES = {"micro_batch": 2, "prefetch": 10**7}
+SIZES: dict[str, Any] = {"micro_batch": 2, "prefetch": 10**7}
 
 
 def timer_of(nodes: int = 1, blocks: int = BLOCKS, **rates: float) -> Timer:
