@@ -11,6 +11,7 @@ import pytest
 from tests.plan.stub import GIB, Formula, make_cluster, make_profile
 from zerofit.plan.fit import check_fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
+from zerofit.plan.memory import Forecaster
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.space import Degrees, PlanRequest, degree_problem, settings_of, space_of
@@ -221,3 +222,16 @@ def test_most_of_ten_thousand_layouts_need_no_forecast():
     answer = search(profile, cluster, request, formula)
     assert answer.considered > 10_000
     assert formula.calls < 0.4 * answer.considered  # benchmarks/plan_speed.py measures seconds
+
+
+def test_memory_is_that_of_all_micro_batches_though_few_are_forecast():
+    profile = make_profile()
+    forecast = Forecaster(profile).memory
+    ranked = [
+        one
+        for pp in (1, 2, 4)
+        for one in search(profile, make_cluster(), replace(REQUEST, pp=pp, every=True), forecast, top=200).layouts
+    ]
+    assert {one.layout.pp for one in ranked if one.layout.accumulation > one.layout.pp + 1} == {1, 2, 4}
+    for one in ranked:
+        assert one.memory.peak_bytes == forecast(one.layout).peak_bytes, one.layout

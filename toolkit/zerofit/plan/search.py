@@ -131,8 +131,8 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
-    """Forecast a layout with as few micro batches as count: one before the last, and those in flight."""
-    most = max(2, layout.pp)
+    """Forecast a layout with as few micro batches as count: those in flight, and one that has left its gradients."""
+    most = layout.pp + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
 
