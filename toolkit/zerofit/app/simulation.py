@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zerofit.app.planning.traces import refuse_place, write_trace
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import cluster_machine, ds_name, resolve_job
+from zerofit.app.simulated_trace import trace_of_simulation
 from zerofit.models.catalog import shape_named
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
@@ -103,6 +105,7 @@ def simulate(
     image: str | None = None,
     exact: bool = False,
     alloc_conf: str = "",
+    trace: str | Path | None = None,
     on_event: OnEvent | None = None,
 ) -> Simulation:
     """Run the real DeepSpeed engine as one rank of a run, on fake tensors: no memory and no GPU is needed.
@@ -114,6 +117,7 @@ def simulate(
         image: "image:3x224x224", the inputs of an image model where the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
+        trace: file for the timeline of a step of the rank that is returned, in the Chrome trace format (`exact` then).
         on_event: hears what is being done.
 
     Raises UserError with all that is wrong with the run, or the place where the model cannot be simulated.
@@ -130,6 +134,9 @@ def simulate(
     if cluster is None:
         cluster = Cluster.here() if asked.run.ranks is None else replace(Cluster.here(), gpus=asked.run.ranks)
     prepared = prepare_simulation(asked, cluster, image=image, alloc_conf=alloc_conf, report=report)
+    if trace is not None:
+        refuse_place(Path(trace))
+        exact = True  # an extrapolated rank has no memory over time
     targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
     simulated = simulate_ranks(targets, report.status, exact=exact)
     for n, found in enumerate(simulated):
@@ -141,12 +148,15 @@ def simulate(
     stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
     worst = max(stages, key=lambda stage: stage.reserved_bytes)
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    if trace is not None:
+        write_trace(Path(trace), trace_of_simulation(worst, prepared.job, prepared.inputs, cluster, report))
     peaks = tuple(StagePeak(**{name: getattr(stage, name) for name in names}) for stage in stages)
     return replace(
         worst,
         stages=peaks if len(peaks) > 1 else (),
         fits=all(stage.fits for stage in stages),
         seconds=round(time.perf_counter() - start, 1),
+        trace=Path(trace) if trace is not None else None,
         simulate_knobs=prepared.knobs(worst.rank, exact=exact),
     )
 

@@ -41,6 +41,7 @@ OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
 FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
 MEASURED_HELP = "5.33samples/s, 21000tokens/s or 0.52s a step, of the layout that the flags name: scales all times"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the plainest that forecasts cannot tell from the best"
+TRACE_HELP = "file for the timeline of that layout's step: Chrome trace format, opens in Perfetto"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
 
@@ -53,6 +54,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--from", "tuned", type=PATH, help=FROM_HELP)
 @click.option("--measured", metavar="SPEED", help=MEASURED_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
+@click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
@@ -84,6 +86,7 @@ def _plan(model: str | None, options: dict[str, Any]) -> Plan:
     from zerofit.app.planning.measured import MeasuredSpeed
     from zerofit.app.planning.planner import answer_request
     from zerofit.app.planning.request import PlanningRequest
+    from zerofit.app.planning.traces import refuse_place
     from zerofit.app.planning.work import read_work
 
     problems = Problems()
@@ -99,9 +102,15 @@ def _plan(model: str | None, options: dict[str, Any]) -> Plan:
     request = problems.attempt(lambda: PlanningRequest(model=model, pins=pins, **asked))
     if options["write"]:
         problems.attempt(lambda: refuse_existing(options["write"]))
+    if options["trace"]:
+        problems.attempt(lambda: refuse_place(options["trace"]))
     found = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
     assert request and found
     with EventConsole() as console:
         plan = answer_request(request, found, on_event=console)
-    return replace(plan, written=plan.write(options["write"])) if options["write"] and plan.layouts else plan
+    if options["write"] and plan.layouts:
+        plan = replace(plan, written=plan.write(options["write"]))
+    if options["trace"] and (plan.layouts or plan.misfits):
+        plan = replace(plan, traced=plan.trace(options["trace"]))
+    return plan

@@ -62,6 +62,9 @@ def show(plan: Plan, mesh: bool = False) -> None:
         console.print(f"written: {path}")
     if plan.written:
         console.print(f"  layout {(plan.chosen or 0) + 1}; data is for you to fill in: see the comment in run.yaml")
+    if plan.traced:
+        words = f"layout {plan.shown + 1}" if plan.layouts else "the first, which does not fit"
+        console.print(f"trace of a step of {words}: {plan.traced} (opens in https://ui.perfetto.dev)")
     if plan.profile_file:
         console.print(f"profile: {plan.profile_file}", style="dim")
 

@@ -42,6 +42,7 @@ WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
 SCRIPT = "zerofit.script"  # words after --, in click's context
 FEW = 8  # collectives to print
+TRACE_HELP = "file for the timeline of a step: Chrome trace format, opens in Perfetto (implies --exact)"
 
 
 class CommandAfterDashes(click.Command):
@@ -66,6 +67,7 @@ class CommandAfterDashes(click.Command):
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
 @click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
+@click.option("--trace", type=PATH, help=TRACE_HELP)
 @baseline_options
 @run_options(RUN_FIELDS)
 @AS_JSON
@@ -130,7 +132,7 @@ def _refuse_run_options(ctx: click.Context, problems: Problems) -> None:
     """Refuse options that describe a run of zerofit's own: a script's are words of its command."""
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        described = name in (*RUN_FIELDS, "target", "image", "exact") and name != "steps"
+        described = name in (*RUN_FIELDS, "target", "image", "exact", "trace") and name != "steps"
         if described and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             message = f"{parameter.opts[-1]} describes a run of zerofit's own, and behind -- stands a command"
             problems.add("usage", message, "leave it out, and change the command instead", parameter.opts[-1])
@@ -145,7 +147,7 @@ def _simulate(target: str, as_json: bool, options: dict[str, Any]) -> Simulation
         from zerofit.app.simulation import simulate as run
 
         exact = options["exact"] or options["plot"] is not None
-        settings = {name: options[name] for name in ("rank", "image", "alloc_conf")}
+        settings = {name: options[name] for name in ("rank", "image", "alloc_conf", "trace")}
         result = run(asked, cluster, **settings, exact=exact, on_event=console)
     result = _with_knobs(_shown(result, as_json, options), options)
     return replace(result, seconds=round(time.perf_counter() - start, 1))
@@ -233,6 +235,8 @@ def show(result: Simulation) -> None:
         _notes(console, result.run)
     if result.picture:
         console.print(f"picture: {result.picture}")
+    if result.trace:
+        console.print(f"trace of a step of this rank: {result.trace} (opens in https://ui.perfetto.dev)")
     if result.against:
         colour = "red" if result.against.exceeded else "green"
         console.print(Text(f"\n{result.against.because} ({result.against.baseline})", colour))

@@ -30,6 +30,7 @@ class LiveMemory(NamedTuple):
     gathered: int = 0
     temporaries: int = 0
     after: bool = False  # after the last backward: nothing is in flight in a pipeline
+    layer: int = -1  # in which it is; -1: in none
 
     def line(self) -> tuple[float, float]:
         """Return the bytes per sample, and those that do not grow with the micro batch."""
@@ -43,23 +44,26 @@ def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str) ->
     With accumulation it is the last backward of a step, else the only one.
     """
     # it is the same for all values of these
-    key = replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2))
-    if device == "cpu":  # the host's memory is the device's
-        key = replace(key, offload_param="none")
-    return _moments(line, key, device)
+    return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device)
 
 
 @lru_cache(maxsize=4096)
-def _moments(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
-    if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
-        found = list(_Bucketed(line, layout).run())
-    elif layout.zero_stage == 3:
-        found = list(_Scattered(line, layout, device).run())
-    else:
-        found = list(_accumulated(line, layout))
+def _highest(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
+    found = list(replayed(line, layout, device))
     found.reverse()  # of equal moments the last is kept
     during, after = [live for live in found if not live.after], [live for live in found if live.after]
     return (*upper(during, LiveMemory.line), *upper(after, LiveMemory.line))
+
+
+def replayed(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+    """Yield the moments of such a backward in their order."""
+    if device == "cpu":  # the host's memory is the device's
+        layout = replace(layout, offload_param="none")
+    if layout.zero_stage == 2 or (layout.zero_stage == 1 and layout.overlap and layout.pp == 1):
+        return _Bucketed(line, layout).run()
+    if layout.zero_stage == 3:
+        return _Scattered(line, layout, device).run()
+    return _accumulated(line, layout)
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
@@ -85,7 +89,7 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout) -> Iterator[LiveMem
     for event in line.backward:
         gradients = whole if later else element * event.done
         for point in event.live:
-            yield LiveMemory(point, gradients, bucket if later or event.done else 0)
+            yield LiveMemory(point, gradients, bucket if later or event.done else 0, layer=event.layer)
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
         flat = (element + lifted) * _largest_bucket(line)  # engine.py:3796, :3801
@@ -142,11 +146,13 @@ class _Bucketed:
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
         self.waiting_bytes, self.after = 0, False  # whole gradients outside of the bucket
+        self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
         """Replay the backward."""
         began = False
         for event in self.line.backward:
+            self.layer = event.layer
             for point in event.live:
                 yield self._live(point, bucket=began)
             if event.parameter is not None:
@@ -198,7 +204,8 @@ class _Bucketed:
 
     def _live(self, activations: Point, bucket: bool = True, temporaries: int = 0) -> LiveMemory:
         gradients = self.before + self.kept_bytes + self.oversized + self.waiting_bytes
-        return LiveMemory(activations, gradients, self.bucket_bytes if bucket else 0, 0, temporaries, self.after)
+        bucket_bytes = self.bucket_bytes if bucket else 0
+        return LiveMemory(activations, gradients, bucket_bytes, 0, temporaries, self.after, self.layer)
 
 
 class _Scattered:
@@ -212,10 +219,12 @@ class _Scattered:
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.filled = self.outside = self.parts = 0
+        self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
         """Replay the backward."""
         for event, gathered in zip(self.line.backward, self.gathered_bytes, strict=True):
+            self.layer = event.layer
             for point in event.live:
                 yield self._live(point, gathered)
             if event.parameter is not None:
@@ -243,4 +252,4 @@ class _Scattered:
         self.filled = self.outside = self.parts = 0
 
     def _live(self, activations: Point, gathered: int, temporaries: int = 0) -> LiveMemory:
-        return LiveMemory(activations, self.outside, 0, gathered, temporaries)
+        return LiveMemory(activations, self.outside, 0, gathered, temporaries, layer=self.layer)

@@ -12,7 +12,7 @@ from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from zerofit.plan.backward import LiveMemory, backward_moments, upper
+from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, overlap_in_partition, persistent_memory
 from zerofit.plan.pipeline import idle, in_flight, stage_bounds
@@ -38,6 +38,14 @@ class _Moment(NamedTuple):
     def line(self) -> tuple[float, float]:
         """Return the bytes per sample, and those that do not grow with the micro batch."""
         return self.slope, self.fixed
+
+
+class LayerMoment(NamedTuple):
+    """The moment of a phase at which most is alive in one layer."""
+
+    phase: str  # "forward", "backward" or "step"
+    layer: int  # of the stage's, from 0; -1: in none
+    bytes: dict[str, int]  # by kind
 
 
 class _StageMoments(NamedTuple):
@@ -94,20 +102,52 @@ class Forecaster:
             breakdown=breakdown,
         )
 
+    def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
+        """Return when most is alive in layers of a pipeline stage, and in its step; of equal layers in a few.
+
+        Of several micro batches it is the one that finds most. Raises KeyError as `memory`.
+        """
+        bounds = stage_bounds(self.profile, layout.pp)[stage] if layout.pp > 1 else None
+        line, passes, between = self._passes(layout, bounds, stage)
+        persistent = persistent_memory(line, layout, self.device, self._tied)
+        found: dict[tuple[str, int], dict[str, int]] = {}
+
+        def note(phase: str, live: LiveMemory, more: Point) -> None:
+            moment, key = self._moment(phase, live, persistent, more), (phase, live.layer)
+            activations = round(moment.activations[0] + moment.activations[1] * layout.micro_batch)
+            kinds = {kind: size for kind, size in {**moment.kinds, "activations": activations}.items() if size}
+            found[key] = max(found.get(key, {}), kinds, key=lambda one: sum(one.values()))
+
+        for one, more in passes:
+            for live in _forward_moments(line, one, self.device):
+                note("forward", live, more)
+            for live in replayed(line, one, self.device):
+                note("backward", live, between if live.after else more)
+        for step in step_moments(line, layout, self.device):
+            temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
+            note("step", LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries), between)
+        return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
+
     def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
-        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
         if layout.pp == 1:
-            # a micro batch's samples outlast its backward, on the host
-            between = (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
-            yield self._stage(self._timeline(key, None), layout, [(layout, NOTHING)], between)
+            yield self._stage(layout, *self._passes(layout, None, 0))
             return
         bounds = stage_bounds(self.profile, layout.pp)
         for stage in _distinct_stages(bounds):
-            line = self._timeline(key, bounds[stage])
-            yield self._stage(line, layout, list(in_flight(line, layout, stage)), idle(line))
+            yield self._stage(layout, *self._passes(layout, bounds[stage], stage))
+
+    def _passes(
+        self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
+    ) -> tuple[StageTimeline, list[tuple[PlannedLayout, Point]], Point]:
+        """Return a stage's layers, its kinds of passes with what is in flight in each, and what stays between steps."""
+        line = self._timeline(setting(layout.precision, layout.checkpointing, layout.tp, layout.sp), bounds)
+        if bounds is not None:
+            return line, list(in_flight(line, layout, stage)), idle(line)
+        # a micro batch's samples outlast its backward, on the host
+        return line, [(layout, NOTHING)], (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _stage(
-        self, line: StageTimeline, layout: PlannedLayout, passes: list[tuple[PlannedLayout, Point]], between: Point
+        self, layout: PlannedLayout, line: StageTimeline, passes: list[tuple[PlannedLayout, Point]], between: Point
     ) -> _StageMoments:
         """Forecast a stage; `passes`: kinds of forward and backward, each with what the pipeline has in flight."""
         persistent = persistent_memory(line, layout, self.device, self._tied)
@@ -156,10 +196,10 @@ def _forward_moments(line: StageTimeline, layout: PlannedLayout, device: str) ->
     if layout.zero_stage == 3:
         here = replace(layout, offload_param="none") if device == "cpu" else layout  # the host's memory is the device's
         gathered, copied = gathered_in_forward(line, here), gathered_at_once(line, here, device)
-    for (_, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
+    for (layer, before, points), whole, copy in zip(line.forward, gathered, copied, strict=True):
         for point in points:
-            yield LiveMemory(point, gradients, buckets, whole)
-        yield LiveMemory(before, gradients, buckets, whole, copy)
+            yield LiveMemory(point, gradients, buckets, whole, layer=layer)
+        yield LiveMemory(before, gradients, buckets, whole, copy, layer=layer)
 
 
 def _distinct_stages(bounds: tuple[tuple[int, int], ...]) -> list[int]:

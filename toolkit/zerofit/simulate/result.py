@@ -144,6 +144,7 @@ class Simulation:
     tried: tuple[KnobResult, ...] = ()  # the knobs, once they were simulated
     seconds: float = 0.0
     picture: Path | None = None  # that was drawn
+    trace: Path | None = None  # of a step, that was written
     against: BaselineComparison | None = None  # an earlier simulation
     timeline: tuple[MemoryPoint, ...] = field(default=(), repr=False)  # for `plot`; () if layers were extrapolated
     simulate_knobs: SimulateKnobs | None = field(default=None, repr=False, compare=False)
@@ -157,7 +158,7 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit simulate --json` prints; "knobs" are those that were simulated."""
         left_out = ["tried", "timeline", "simulate_knobs"]
-        left_out += [name for name in ("stages", "picture", "against") if not getattr(self, name)]
+        left_out += [name for name in ("stages", "picture", "trace", "against") if not getattr(self, name)]
         return {**field_data(self, *left_out), "knobs": plain_data(self.tried)}
 
     def plot(self, path: str | Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
 from zerofit.app.planning.measured import MeasuredScaling
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
+from zerofit.app.planning.traces import trace_of_layout, write_trace
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Outlook
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected
@@ -172,6 +173,7 @@ class Plan:
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote
+    traced: Path | None = None  # the timeline of a step that it wrote
     confirmed: tuple[Confirmation, ...] = ()  # layouts that were simulated
 
     @property
@@ -210,6 +212,11 @@ class Plan:
             return self.result.plainest  # a forecast of time cannot tell it from the first
         return next((one.layout for one in self.confirmed if one.fits), None)
 
+    @property
+    def shown(self) -> int:
+        """The place of the layout whose step is traced: the one to be written, else the first."""
+        return self.chosen or 0
+
     def write(self, folder: Path | str) -> tuple[Path, Path]:
         """Write ds_config.json and run.yaml of the best layout, or of a plainer one that is nearly as fast.
 
@@ -222,6 +229,20 @@ class Plan:
             raise UserError(Problem(kind="nothing-fits", message=message, hint="; ".join(map(str, self.confirmed))))
         planned = self.layouts[number]
         return write_plan(Path(folder), planned.fields, planned.ds_config, data_line(self.profile, self.request.image))
+
+    def trace(self, path: Path | str) -> Path:
+        """Write the timeline of a step of the layout that `write` takes, else of the first, in the Chrome trace format.
+
+        One rank of each pipeline stage. Raises UserError where there is no layout, or the file cannot be written.
+        """
+        planned = self.layouts[self.shown] if self.layouts else next(iter(self.misfits), None)
+        if planned is None:
+            message, hint = "no layout has a step time: there is nothing to trace", "ask for one that DeepSpeed takes"
+            raise UserError(Problem(kind="nothing-fits", message=message, hint=hint, where="--trace"))
+        one = planned.ranked
+        trace = trace_of_layout(self.profile, self.cluster, self.result.rates, one.layout, one.step_s)
+        write_trace(Path(path), trace)
+        return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `zerofit plan --json` prints."""
@@ -241,6 +262,8 @@ class Plan:
         found["total_s"] = self.total_s
         if self.written:
             found |= {"written": [str(path) for path in self.written], "written_layout": self.chosen}
+        if self.traced:
+            found["trace"] = str(self.traced)
         if self.confirmed:
             found["confirmed"] = [field_data(one) for one in self.confirmed]
         return found

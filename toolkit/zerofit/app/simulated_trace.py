@@ -1,0 +1,75 @@
+"""The trace of a simulated rank's step, as `zerofit simulate --trace` writes it: times by `zerofit plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.traces import about
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.space import Degrees
+from zerofit.plan.step_timeline import StepTimeline, step_timeline
+from zerofit.plan.step_trace import MemorySample, step_trace
+from zerofit.plan.time import Timer
+from zerofit.simulate.record import MemoryPoint
+from zerofit.simulate.result import Simulation
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.profile import Profile
+from zerofit.spec.run_folder import Job
+
+
+def trace_of_simulation(
+    simulation: Simulation, job: Job, inputs: Inputs, cluster: Cluster, report: Reporter
+) -> dict[str, Any]:
+    """Return the trace of the simulated rank's last step: times by `zerofit plan`, memory as it was simulated.
+
+    Raises UserError where the model cannot be profiled.
+    """
+    layout = PlannedLayout.of(job)
+    profile = _profile(job, inputs, cluster, report)
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, read_calibration(cluster.device.kind)))
+    timeline = step_timeline(profile, timer, layout)
+    stage = simulation.rank // (layout.world_size // layout.pp)
+    memory = list(simulated_memory(timeline, stage, simulation.timeline))
+    return step_trace(timeline, memory, {stage: simulation.rank}, about(profile, cluster, layout))
+
+
+def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoint, ...]) -> Iterator[MemorySample]:
+    """Yield the points of the last simulated step, laid evenly over the phases that the timeline has.
+
+    A simulation has no times. Each forward and backward is that of its micro batch; DeepSpeed's step after every other
+    micro batch than the last does nothing.
+    """
+    last = [point for point in points if point.step == points[-1].step]
+    phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]
+    spans = sorted((span for span in timeline.spans if span.stage == stage), key=lambda span: span.start_s)
+    drawn = [(name, list(of)) for name, of in groupby(spans, key=lambda span: span.phase)]
+    for name in ("forward", "backward", "step"):
+        mine = [of for phase, of in phases if phase == name]
+        times = [(min(s.start_s for s in of), max(s.end_s for s in of)) for phase, of in drawn if phase == name]
+        for moments, (start_s, end_s) in zip(mine[-len(times) :], times[-len(mine) :], strict=True):
+            for n, point in enumerate(moments):
+                yield MemorySample(stage, start_s + n / len(moments) * (end_s - start_s), point.bytes)
+
+
+def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
+    run, layout = job.run, job.layout
+    image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}" if isinstance(inputs, ImageInputs) else None
+    wanted = ProfileRequest(
+        model=run.model,
+        precision=job.precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=run.seq_len,
+        image=image,
+        model_args=dict(run.model_args),
+        checkpointings=(bool(run.activation_checkpointing),),
+        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp)))),
+        loss_chunk=run.loss_chunk,
+    )
+    return get_profile(wanted, report)[0]

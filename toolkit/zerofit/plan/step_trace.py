@@ -1,0 +1,120 @@
+"""A step that was forecast, in the Chrome trace format: opens in Perfetto and chrome://tracing.
+
+The format: "Trace Event Format" of the Chromium project; times are microseconds, kept to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+from zerofit.plan.memory import LayerMoment
+from zerofit.plan.step_timeline import Span, StepTimeline
+from zerofit.plan.time import Stream
+
+STREAMS: tuple[str, ...] = ("host", *(stream for stream in get_args(Stream) if stream != "host"))
+Event = dict[str, Any]
+
+
+class MemorySample(NamedTuple):
+    """Bytes alive on a stage's rank from a moment of the step on, by kind."""
+
+    stage: int
+    at_s: float
+    bytes: Mapping[str, float]
+
+
+def step_trace(
+    timeline: StepTimeline, memory: Iterable[MemorySample], ranks: Mapping[int, int], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the trace of the rank that `ranks` names for each stage: a process each, its streams as threads.
+
+    `about` says in "otherData" what was forecast.
+    """
+    spans = [span for span in timeline.spans if span.stage in ranks]
+    events = [*_names(spans, ranks), *_span_events(spans, ranks)]
+    events += [
+        {"ph": "C", "name": "memory", "pid": ranks[one.stage], "ts": _us(one.at_s), "args": dict(one.bytes)}
+        for one in memory
+        if one.stage in ranks
+    ]
+    other = {"made_by": "zerofit", "step_s": timeline.step_s, **about}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMoment]) -> list[MemorySample]:
+    """Place what is alive in a stage's layers where the timeline has them, and that of the step at its begin.
+
+    Between two layers that are known the others lie evenly.
+    """
+    known: defaultdict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
+    for moment in moments:
+        known[moment.phase][moment.layer] = moment.bytes
+    spans = sorted((s for s in timeline.spans if s.stage == stage), key=lambda span: span.start_s)
+    spans = [span for span in spans if span.phase == "step" or (span.module and span.stream in ("compute", "host"))]
+    layers = {module: layer for layer, module in enumerate(dict.fromkeys(s.module for s in spans if s.module))}
+    found, before = [], None
+    for span in spans:
+        place = (span.phase, span.micro_batch, span.module)
+        if place != before:
+            found.append(MemorySample(stage, span.start_s, _between(known[span.phase], layers.get(span.module, -1))))
+        before = place
+    if -1 in known["backward"]:  # after its last layer
+        end_s = max(span.end_s for span in spans if span.phase == "backward")
+        found.append(MemorySample(stage, end_s, known["backward"][-1]))
+    return sorted(found, key=lambda sample: sample.at_s)
+
+
+def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:
+    """Return the bytes of a layer: known, or on the line between the nearest that are."""
+    if layer in known:
+        return known[layer]
+    below = max((one for one in known if -1 < one < layer), default=None)
+    above = min((one for one in known if one > layer), default=None)
+    if below is None or above is None:
+        return known.get(-1, {})
+    share = (layer - below) / (above - below)
+    kinds = dict.fromkeys([*known[below], *known[above]])
+    return {k: (1 - share) * known[below].get(k, 0) + share * known[above].get(k, 0) for k in kinds}
+
+
+def _names(spans: Iterable[Span], ranks: Mapping[int, int]) -> Iterator[Event]:
+    """Yield what processes and threads are called, and their order."""
+    used = {(span.stage, span.stream) for span in spans}
+    for stage, rank in ranks.items():
+        words = f"rank {rank}" + (f" (stage {stage})" if len(ranks) > 1 else "")
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": words}}
+        for number, stream in enumerate(STREAMS, start=1):
+            if (stage, stream) in used:
+                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}}
+                order = {"sort_index": number}
+                yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": order}
+
+
+def _span_events(spans: Iterable[Span], ranks: Mapping[int, int]) -> Iterator[Event]:
+    """Yield complete events; where the same moment was rounded to two, none begins before the one before it ends."""
+    ends_us: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        start_us = max(_us(span.start_s), ends_us[span.stage, span.stream])
+        end_us = ends_us[span.stage, span.stream] = max(_us(span.end_s), start_us)
+        amounts = {"bytes": round(span.bytes), "flops": round(span.flops)}
+        yield {
+            "ph": "X",
+            "name": f"{span.module}: {span.kind}" if span.module else span.kind,
+            "cat": span.phase,
+            "pid": ranks[span.stage],
+            "tid": STREAMS.index(span.stream) + 1,
+            "ts": start_us,
+            "dur": round(end_us - start_us, 3),
+            "args": {
+                "module": span.module,
+                "kind": span.kind,
+                "micro_batch": span.micro_batch,
+                **{name: amount for name, amount in amounts.items() if amount},
+            },
+        }
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
