@@ -36,7 +36,7 @@ SAVE = "save"  # the phase in which the trained model is written
 # fields of a run on which memory does not depend, so that one simulation serves runs that differ in them
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
-_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer"}
+_INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
 
 
 @dataclass(frozen=True, kw_only=True)

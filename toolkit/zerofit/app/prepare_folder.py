@@ -32,6 +32,7 @@ from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, R
 MODEL = ("model", "model_args")
 SAME_RUN = (*MODEL, "loss", "data", "text_field", "tokenizer", "image_size", "seq_len", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
+UNREMARKABLE |= {"profile", "profile_ranks"}
 
 
 Gate = Callable[[RunRequest, ResolvedJob, Path], MemoryForecast | None]

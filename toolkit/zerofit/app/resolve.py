@@ -28,6 +28,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
+from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
 from zerofit.train.probe import fed_with, models_say, task_of
@@ -100,6 +101,7 @@ def resolve_job(
     steps = decision.run.steps or ASSUMED_STEPS
     if opened.data and inputs == "data":
         steps = _steps(decision, opened.data, problems)
+    _check_profiled(asked, decision.layout.world_size, steps, problems)
     decision = with_recipe(decision, kind_of(source, task), opened.facts, steps)
     written = documented_config(document.config)
     ds_config = resolve(written, decision, opened.facts, at, steps, problems)
@@ -259,3 +261,16 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
     if run.steps:
         return run.steps
     return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
+
+
+def _check_profiled(asked: RunRequest, ranks: int, steps: int, problems: Problems) -> None:
+    """Refuse to profile what the run does not have."""
+    if asked.run.profile is None:
+        return
+    last_step, last_rank = Numbers.parse(asked.run.profile).last, Numbers.parse(asked.run.profile_ranks).last
+    if last_step > steps:
+        message = f"step {last_step} is to be profiled, and the run has {steps}"
+        problems.add("bad-value", message, f"name steps from 1 to {steps}", asked.place("profile"))
+    if last_rank >= ranks:
+        message = f"rank {last_rank} is to be profiled, and the run has {ranks}"
+        problems.add("bad-value", message, f"name ranks from 0 to {ranks - 1}", asked.place("profile_ranks"))

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zerofit.app.requests import read_request
 from zerofit.app.supervision import TrainingResult
-from zerofit.cli.answer import answer
-from zerofit.cli.console import EventConsole, answer_watched, make_table, out
+from zerofit.cli.answer import BAD_INPUT, answer, fail
+from zerofit.cli.console import EventConsole, answer_watched, make_table
+from zerofit.cli.console import out as stdout
 from zerofit.cli.options import ANYWAY, AS_JSON, PATH, given, run_options
+from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event
 from zerofit.spec.units import shown_bytes
+
+if TYPE_CHECKING:
+    from zerofit.report.trace_comparison import TraceComparison
+
+ROWS = 12  # of a comparison of traces
 
 # `zerofit train` alone: small enough for two CPU cores and four minutes
 DEFAULT_JOB = {
@@ -110,15 +117,43 @@ def _show_models(result: dict[str, Any]) -> None:
     table = make_table("name", "kind", "parameters", "source", right=(2,))
     for row in result["models"]:
         table.add_row(row["name"], row["kind"], f"{row['parameters']:,}", row["source"])
-    out().print(table)
+    stdout().print(table)
 
 
 @click.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=PATH)
-@click.option("--out", type=PATH, default=Path("runs.png"), help="picture to write [runs.png]")
+@click.argument("runs", metavar="[RUN...]", nargs=-1, type=PATH)
+@click.option("--trace", "traces", type=PATH, multiple=True, help="a forecast's and a measured trace, in place of runs")
+@click.option("--out", type=PATH, help="picture to write [runs.png, of traces trace.png]")
 @AS_JSON
-def plot(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
-    """Draw loss, throughput and memory of run folders into one PNG."""
-    from zerofit.report.plot import draw
+def plot(runs: tuple[Path, ...], traces: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+    """Draw loss, throughput and memory of run folders into one PNG; or a forecast step beside a measured one.
 
-    answer(lambda: draw(list(runs), out), as_json, lambda result: click.echo(result["picture"]))
+    With --trace FORECAST --trace MEASURED (of `zerofit plan` or `simulate` --trace, and of `zerofit train --profile`):
+    the seconds of a step by module and kind, what was most off first.
+    """
+    from zerofit.report.plot import draw
+    from zerofit.report.trace_comparison import compare_traces
+
+    if bool(runs) == bool(traces):
+        hint = "zerofit plot RUN..., or --trace FORECAST --trace MEASURED"
+        problem = Problem(kind="usage", message="name run folders, or two traces", hint=hint, where="RUN, --trace")
+        fail([problem], BAD_INPUT, as_json)
+    if traces:
+        answer(lambda: compare_traces(traces, out or Path("trace.png")), as_json, _show_traces)
+    else:
+        pictures = out or Path("runs.png")
+        answer(lambda: draw(list(runs), pictures), as_json, lambda result: click.echo(result["picture"]))
+
+
+def _show_traces(found: TraceComparison) -> None:
+    ratio = found.measured_step_s / found.forecast_step_s
+    console = stdout()
+    console.print(f"a step took {found.measured_step_s:.3g} s, {ratio:.3g} times its forecast")
+    table = make_table("busy in a step", "forecast", "measured", "off", right=(1, 2, 3))
+    for row in found.rows[:ROWS]:
+        milliseconds = (row.forecast_s, row.measured_s, row.off_s)
+        table.add_row(
+            row.what, *(f"{1e3 * one:{sign}.3f} ms" for one, sign in zip(milliseconds, ("", "", "+"), strict=True))
+        )
+    console.print(table)
+    click.echo(found.picture)

@@ -36,7 +36,7 @@ def step_trace(
     events = [*_names(spans, ranks), *_span_events(spans, ranks)]
     events += [
         {"ph": "C", "name": "memory", "pid": ranks[one.stage], "ts": _us(one.at_s), "args": dict(one.bytes)}
-        for one in memory
+        for one in sorted(memory, key=lambda sample: sample.at_s)
         if one.stage in ranks
     ]
     other = {"made_by": "zerofit", "step_s": timeline.step_s, **about}
@@ -63,7 +63,7 @@ def layer_memory(timeline: StepTimeline, stage: int, moments: Sequence[LayerMome
     if -1 in known["backward"]:  # after its last layer
         end_s = max(span.end_s for span in spans if span.phase == "backward")
         found.append(MemorySample(stage, end_s, known["backward"][-1]))
-    return sorted(found, key=lambda sample: sample.at_s)
+    return found
 
 
 def _between(known: Mapping[int, Mapping[str, float]], layer: int) -> Mapping[str, float]:

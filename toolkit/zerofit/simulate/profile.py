@@ -16,10 +16,11 @@ from zerofit.models.build import forward_logits, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
-from zerofit.simulate.traced_model import TracedModel, make_subject, watched
+from zerofit.simulate.traced_model import TracedModel, make_subject
 from zerofit.spec.model_facts import Precision, Task
 from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
 from zerofit.train.loss import weighted_cross_entropy

@@ -5,10 +5,7 @@ A rank's shard of a transformers model is as DeepSpeed's AutoTP makes it (deepsp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +15,12 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.hf import make_config
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import as_layers
+from zerofit.models.sections import ModelSection, block_list, block_sections, stage_sections
 from zerofit.train.build import batch_norm_in_fp32
 
 # linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
 _ROWS = ("o_proj", "down_proj", "output.dense")
 TRACED_BLOCKS = 2  # the first may make what all share, so the second stands for all
-Mark = Callable[[int, Any], None]  # of a unit that begins, and the tensors it gets
-
-
-@dataclass(frozen=True, kw_only=True)
-class TracedSection:
-    """A stretch of the forward whose costs are told apart; it begins where `start` is called or has returned."""
-
-    name: str
-    start: nn.Module | None  # None: begins with the model
-    after: bool = False  # begins when `start` has returned
-    count: int = 1  # how many such follow each other in the real model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +28,7 @@ class TracedModel:
     """A model on the meta device that is ready to be traced."""
 
     model: nn.Module
-    units: list[TracedSection]
+    units: list[ModelSection]
     config: Any = None  # transformers' config of the whole model
 
 
@@ -58,7 +44,7 @@ def make_subject(
     small: dict[str, Any] = {**args, "num_hidden_layers": TRACED_BLOCKS} if blocks else args
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
-    found = _block_list(model) if config is not None else None
+    found = block_list(model) if config is not None else None
     if tp > 1:
         if found is None:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
@@ -67,30 +53,8 @@ def make_subject(
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             parameter.data = parameter.data.to(dtype)
         batch_norm_in_fp32(model)
-    units = _block_units(found, blocks) if found else _stage_units(model)
+    units = block_sections(found, blocks) if found else stage_sections(model)
     return TracedModel(model=model.train(), units=units, config=config)
-
-
-@contextmanager
-def watched(units: list[TracedSection], begin: Mark) -> Iterator[None]:
-    """Call `begin(unit, its inputs)` as the units of a forward begin."""
-    handles = []
-
-    def hook(index: int, module: nn.Module, *tensors: Any) -> None:
-        begin(index, tensors[-1])  # the inputs before a unit, the outputs after one
-
-    for index, unit in enumerate(units):
-        if unit.start is None:
-            continue
-        if unit.after:
-            handles.append(unit.start.register_forward_hook(partial(hook, index)))
-        else:
-            handles.append(unit.start.register_forward_pre_hook(partial(hook, index)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _equal_blocks(config: Any) -> int | None:
@@ -101,44 +65,6 @@ def _equal_blocks(config: Any) -> int | None:
     if count is None or count <= TRACED_BLOCKS or len(kinds) > 1 or mixed:
         return None
     return count
-
-
-def _block_list(model: nn.Module) -> nn.ModuleList | None:
-    count = getattr(model.config, "num_hidden_layers", None)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return next((m for m in lists if len({type(block) for block in m}) == 1), None)
-
-
-def _block_units(blocks: nn.ModuleList, count: int | None) -> list[TracedSection]:
-    """Return embedding, blocks, head; with `count` equal blocks the last one of the traced stands for all of them."""
-    units = [TracedSection(name="embedding", start=None)]
-    counts = [0] * (len(blocks) - 1) + [count] if count else [1] * len(blocks)
-    units += [TracedSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
-    return [*units, TracedSection(name="head", start=blocks[-1], after=True)]
-
-
-def _stage_units(model: nn.Module) -> list[TracedSection]:
-    """Return what a pipeline would cut, else the model's own children; each begins at its first module."""
-    try:
-        layers = [(layer.name, list(layer.names.values())) for layer in as_layers(model)]
-    except ModelError:
-        layers = [(name, [f"{name}.{p}" for p, _ in child.named_parameters()]) for name, child in _children(model)]
-    units = []
-    inside = dict(model.named_modules())
-    for name, paths in layers:
-        if paths:
-            # the layer's own module where the model calls it as such, else the module of its first parameter
-            module = inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
-            units.append(TracedSection(name=name, start=module if units else None))
-    return units or [TracedSection(name="model", start=None)]
-
-
-def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in model.named_children():
-        if isinstance(child, nn.Sequential):
-            yield from ((f"{name}.{inner}", module) for inner, module in child.named_children())
-        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield name, child
 
 
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:

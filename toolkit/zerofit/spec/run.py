@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
 
 
@@ -39,7 +40,13 @@ def _option(default: Any, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, **limits)
 
 
+def _numbers(text: str) -> str:
+    Numbers.parse(text)
+    return text
+
+
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
+Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_numbers)]
 
 
 class Run(BaseModel):
@@ -137,6 +144,10 @@ class Run(BaseModel):
     callbacks: tuple[str, ...] = _option(
         (), "package.module:Class of a zerofit.train.callbacks.Callback; may be repeated"
     )
+    profile: Chosen | None = _option(
+        None, "steps that torch.profiler traces into the run folder, like 3-5; the first steps are slower than the rest"
+    )
+    profile_ranks: Chosen = _option("0", "ranks that --profile traces, like 0,8 or 0-3")
     tensorboard: bool = _option(False, "write TensorBoard events into the run folder")
     wandb: str | None = _option(None, "Weights & Biases project to log to")
     output: Path | None = _option(None, "run folder (default runs/MODEL-DATA-TIME)")

@@ -40,10 +40,15 @@ class RunFolder:
     model = property(lambda self: self.path / "model")
     model_parts = property(lambda self: self.path / ".model-parts")  # of pipeline stages, until rank 0 has them
     tensorboard = property(lambda self: self.path / "tensorboard")
+    traces = property(lambda self: self.path / "traces")  # of profiled steps
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of everything that one rank and the libraries in it print."""
         return self.logs / f"rank-{rank}.log"
+
+    def rank_trace(self, rank: int) -> Path:
+        """Return the file of torch.profiler's trace of one rank's chosen steps."""
+        return self.traces / f"rank-{rank}.json"
 
     def rank_stacks(self, rank: int) -> Path:
         """Return the file of one rank's stack traces, taken when something had gone wrong."""

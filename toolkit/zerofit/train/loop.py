@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ from zerofit.spec.run_folder import Job
 from zerofit.train.callbacks import Callback, EventLog, overridden
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.metrics import MetricsRecorder
+from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import StopRequests
 from zerofit.train.trainer import Batch, EngineTrainer
 
@@ -52,6 +54,7 @@ class Loop:
     progress: RankProgress
     save: Callable[[int, dict[str, Any], bool], Problem | None]  # of `zerofit.train.saver.Saver`
     callbacks: Sequence[Callback] = ()
+    profile: StepProfile | None = None  # of chosen steps of this rank
 
     def run(self) -> LoopResult:
         """Train all steps, or until asked to stop."""
@@ -61,13 +64,17 @@ class Loop:
             return self._train()
         finally:
             gc.unfreeze()
+            if self.profile:
+                self.profile.close()
 
     def _train(self) -> LoopResult:
         job, trainer, every = self.job, self.trainer, self.job.run.eval_every
         figures: dict[str, float] = {}
         for step, batches, indices in self.steps():
             lr = trainer.engine.get_lr()[0]
-            self.record(step, trainer.train_step(batches), indices, lr)
+            with self.profile.step(step + 1) if self.profile else nullcontext():
+                losses = trainer.train_step(batches)
+            self.record(step, losses, indices, lr)
             if step + 1 == job.steps or (every and (step + 1) % every == 0):
                 figures = self.evaluate(step)
             if self.save_and_stop(step + 1):

@@ -29,6 +29,7 @@ from zerofit.spec.files import write_json
 from zerofit.spec.measured import ForecastFigure, memory_figures
 from zerofit.spec.mesh import RankCoords, coords_of
 from zerofit.spec.model_facts import is_text
+from zerofit.spec.profiling import Numbers
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
@@ -41,6 +42,7 @@ from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
+from zerofit.train.step_profile import StepProfile
 from zerofit.train.stop_signals import SignalNotes, StopRequests
 from zerofit.train.trainer import EngineTrainer
 
@@ -101,6 +103,7 @@ class RankRun:
             progress=progress,
             save=self._saver.save,
             callbacks=callbacks,
+            profile=_profile_of(job, self.rank, self.trainer, folder),
         )
 
     def run(self) -> dict[str, Any]:
@@ -143,6 +146,14 @@ class RankRun:
         if recorder.step_s is not None:
             figures["step_s"] = ForecastFigure(measured=recorder.step_s, forecast=job.step_s)
         return figures
+
+
+def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) -> StepProfile | None:
+    """Return the profile of the chosen steps; None on ranks that were not chosen."""
+    if job.run.profile is None or rank not in Numbers.parse(job.run.profile_ranks):
+        return None
+    in_sections = isinstance(trainer, ZeroTrainer) and not job.run.compile  # hooks would cut compiled graphs
+    return StepProfile(trainer, Numbers.parse(job.run.profile), folder.rank_trace(rank), in_sections)
 
 
 def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | None) -> EngineTrainer:

@@ -42,7 +42,7 @@ KNOBS: dict[str, tuple[type, ...]] = {
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # fields of the run that a trial does without
 QUIET = {"save_every": "0", "eval_every": 0, "eval_samples": 1, "epochs": None}
-QUIET |= {"callbacks": [], "tensorboard": False, "wandb": None}
+QUIET |= {"callbacks": [], "tensorboard": False, "wandb": None, "profile": None}
 ENDLESS = 10**9  # steps: a trial is stopped when enough is known
 ALL = 10**6  # layouts
 

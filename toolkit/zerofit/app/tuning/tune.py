@@ -31,7 +31,7 @@ FREE = {
     *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline", "sequence_parallel"),
     *("activation_checkpointing", "precision", "global_batch", "compile", "steps", "epochs", "output", "resume"),
     *("seed", "lr", "log_every", "eval_every", "eval_samples", "save_every", "save_async", "keep_last", "keep_every"),
-    *("callbacks", "tensorboard", "wandb", "ds_config", "warmup_steps", "schedule"),
+    *("callbacks", "tensorboard", "wandb", "profile", "profile_ranks", "ds_config", "warmup_steps", "schedule"),
     *("weight_decay", "heartbeat_timeout"),
 }
 

@@ -1,0 +1,82 @@
+"""torch.profiler's trace of chosen steps and ranks, of a real run on two CPU ranks, read back beside its forecast."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from zerofit.cli.main import main
+from zerofit.report.traces import COLLECTIVES, HOST, Part, read_trace
+from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+ASKED = {"model": "llama-tiny", "model_args": TINY, "data": "synthetic", "seq_len": 32, "micro_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(pools, tmp_path_factory):
+    how = {
+        **ASKED,
+        "steps": 5,
+        "gradient_accumulation_steps": 2,
+        "ds_config": "zero2",
+        "activation_checkpointing": True,
+    }
+    return pools(2).train(tmp_path_factory.mktemp("profiled") / "run", **how, profile="2-3", profile_ranks="1")
+
+
+def test_the_chosen_ranks_write_the_chosen_steps(trained):
+    assert [path.name for path in trained.folder.traces.iterdir()] == ["rank-1.json"]
+    events = json.loads(trained.folder.rank_trace(1).read_text())["traceEvents"]
+    assert sorted(e["name"] for e in events if e["name"].startswith(STEP_MARK)) == [f"{STEP_MARK}2", f"{STEP_MARK}3"]
+    marks = [e for e in events if e["name"].startswith(SECTION_MARK)]
+    layers = ["embedding", *(f"block.{n}" for n in range(3)), "head"]
+    expected = [f"forward|{name}" for name in layers] + [f"backward|{name}" for name in layers[::-1]]
+    found = [e["name"].removeprefix(SECTION_MARK) for e in sorted(marks, key=lambda event: event["ts"])]
+    found = [name for name in found if not name.startswith(("step", "|"))]
+    assert found == 4 * expected  # two steps of two micro batches; recomputing marks nothing
+
+
+def test_a_run_is_the_same_with_a_profile(trained, pools, tmp_path):
+    how = {
+        **ASKED,
+        "steps": 5,
+        "gradient_accumulation_steps": 2,
+        "ds_config": "zero2",
+        "activation_checkpointing": True,
+    }
+    assert pools(2).train(tmp_path / "run", **how).losses == trained.losses
+
+
+def test_what_is_read_back_adds_up_to_the_step(trained):
+    trace = read_trace(trained.folder.rank_trace(1))
+    assert not trace.forecast and not trace.on_device
+    own_s = sum(seconds for part, seconds in trace.parts.items() if part.kind not in COLLECTIVES)
+    assert 0.9 * trace.step_s < own_s <= trace.step_s
+    for kind in ("product", HOST, "elementwise"):
+        assert trace.parts[Part("block", kind)] > 0
+    assert trace.parts[Part("head", "product")] > 0 and trace.parts[Part("", "all-reduce")] > 0
+    assert trace.parts[Part("", "Adam")] > 0
+
+
+def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):
+    forecast, picture = tmp_path / "forecast.json", tmp_path / "both.png"
+    words = ["--model-args", json.dumps(TINY), "--seq-len", "32", "--gpus", "2", "--gpu", "cpu", "--micro-batch", "2"]
+    words += ["--gradient-accumulation-steps", "2", "--zero-stage", "2", "--activation-checkpointing"]
+    planned = CliRunner().invoke(main, ["plan", "llama-tiny", *words, "--trace", str(forecast), "--json"])
+    assert planned.exit_code == 0, planned.output
+    measured = str(trained.folder.rank_trace(1))
+    drawn = ["plot", "--trace", measured, "--trace", str(forecast), "--out", str(picture), "--json"]
+    found = json.loads(CliRunner().invoke(main, drawn).stdout.splitlines()[-1])
+    assert picture.stat().st_size > 0
+    step_s = json.loads(planned.stdout.splitlines()[-1])["layouts"][0]["step_s"]
+    assert found["forecast_step_s"] == pytest.approx(step_s)
+    assert found["measured_step_s"] == read_trace(trained.folder.rank_trace(1)).step_s
+    off = [abs(row["off_s"]) for row in found["rows"]]
+    assert off == sorted(off, reverse=True)
+    products = next(row for row in found["rows"] if (row["module"], row["kind"]) == ("block", "product"))
+    assert products["forecast_s"] > 0 and products["off_s"] == products["measured_s"] - products["forecast_s"]
+    shown = CliRunner().invoke(main, drawn[:-1]).stdout
+    assert "times its forecast" in shown and "block: product" in shown

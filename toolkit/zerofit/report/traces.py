@@ -1,0 +1,171 @@
+"""Traces of steps read back: a forecast one of zerofit's, or a measured one of torch.profiler's."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
+
+Event = dict[str, Any]
+HOST, OPTIMIZER = "launches and hooks", "Adam"
+KINDS = (  # what a name contains; the first that matches holds
+    ("all-gather", r"all_?gather"),
+    ("reduce-scatter", r"reduce_?scatter"),
+    ("all-reduce", r"all_?reduce"),
+    ("all-to-all", r"all_?to_?all"),
+    ("send", r"\b(send|recv)"),
+    ("attention", r"attention|flash|fmha"),
+    ("convolution", r"conv(olution|2d|1d)|cudnn|implicit"),
+    ("product", r"::(mm|bmm|addmm|baddbmm|matmul|linear)$|gemm|cutlass|cublas|xmma"),
+    ("normalisation", r"norm"),
+    ("embedding", r"embedding|index_select"),
+    ("copy", r"copy|memcpy|memset|::to$|::cat$|::fill_|::zero_"),
+)
+NOTHING_COMPUTED = (
+    "_?(as_strided|view|view_as|slice|narrow|select|transpose|t|reshape|detach|expand|squeeze|unsqueeze|permute|chunk|"
+    "split|empty|empty_like|empty_strided|resolve_conj|resolve_neg|alias|item|result_type|unsafe_view|has_\\w+)"
+)
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send")
+FORECAST_KINDS = {  # of the timeline, as a profiler tells them
+    "launches": HOST,
+    "all-gather of stepped parameters": "all-gather",
+    **dict.fromkeys(("fetch", "accumulated gradients", "gradients in float32", "stepped parameters"), "copy"),
+}
+
+
+class Part(NamedTuple):
+    """What a step spends its time on: equal layers are one module."""
+
+    module: str  # "block", "" outside of the model
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadTrace:
+    """Busy seconds of one rank in one step, of all streams, by module and kind."""
+
+    forecast: bool
+    on_device: bool  # the host's own time is left out, as it runs ahead
+    step_s: float
+    parts: Mapping[Part, float]
+
+
+def read_trace(path: Path) -> ReadTrace:
+    """Read either kind of trace. Raises UserError."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from None
+    if trace.get("otherData", {}).get("made_by") == "zerofit":
+        return _read_forecast(events, trace["otherData"])
+    steps = [event for event in events if event["name"].startswith(STEP_MARK)]
+    if not steps:
+        raise _unreadable(path, "it has no steps that `zerofit train --profile` has marked")
+    return _read_measured(events, steps)
+
+
+def _unreadable(path: Path, why: str) -> UserError:
+    message = f"{path} is no trace of steps: {why}"
+    hint = "name what --trace of `zerofit plan` or `simulate` has written, and traces/rank-N.json of a run folder"
+    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where="--trace"))
+
+
+def _read_forecast(events: Iterable[Event], about: Mapping[str, Any]) -> ReadTrace:
+    """Add up a forecast; of a pipeline the first rank's."""
+    events = list(events)
+    first = min(event["pid"] for event in events)
+    parts: defaultdict[Part, float] = defaultdict(float)
+    for event in events:
+        if event["pid"] == first:
+            kind: str = event["args"]["kind"]
+            kind = FORECAST_KINDS.get(kind, kind)
+            parts[_part(event["args"]["module"], kind)] += event["dur"] / 1e6
+    return ReadTrace(forecast=True, on_device=about["gpu"] != "cpu", step_s=about["step_s"], parts=parts)
+
+
+def _read_measured(events: list[Event], steps: list[Event]) -> ReadTrace:
+    """Add up torch.profiler's kernels; where there are none, its ops without those within them, and what is between."""
+    start, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    marks = _Marks(events)
+    launched = {e["args"]["correlation"]: e for e in events if "correlation" in e.get("args", {}) and _is_launch(e)}
+    parts: defaultdict[Part, float] = defaultdict(float)
+    for event in kernels:
+        issued = launched.get(event.get("args", {}).get("correlation"), event)
+        if start <= issued["ts"] <= end:
+            parts[marks.part(kind_of(event["name"]), issued["ts"])] += event["dur"] / 1e6
+    if not kernels:
+        for kind, at, own_us in _own_times([event for event in events if start <= event["ts"] <= end], steps):
+            parts[marks.part(kind, at)] += own_us / 1e6
+    mean = {part: seconds / len(steps) for part, seconds in parts.items()}
+    return ReadTrace(forecast=False, on_device=bool(kernels), step_s=(end - start) / 1e6 / len(steps), parts=mean)
+
+
+def _is_launch(event: Event) -> bool:
+    return event.get("cat") in ("cuda_runtime", "cuda_driver")
+
+
+class _Marks:
+    """Where phases and sections of the model begin."""
+
+    def __init__(self, events: Iterable[Event]):
+        found = sorted((e["ts"], e["name"]) for e in events if e["name"].startswith(SECTION_MARK))
+        self._moments = [at for at, _ in found]
+        self._places = [tuple(name.split("|")[1:3]) for _, name in found]
+
+    def part(self, kind: str, at: float) -> Part:
+        """Return what a kernel or op of this kind belongs to that was issued at this moment."""
+        before = bisect_right(self._moments, at)
+        phase, module = self._places[before - 1] if before else ("", "")
+        return _part(module, OPTIMIZER if phase == "step" and kind not in COLLECTIVES else kind)
+
+
+def _part(module: str, kind: str) -> Part:
+    """Return the part that equal blocks have in common; collectives are issued ahead of the modules they are for."""
+    return Part("" if kind in COLLECTIVES else re.sub(r"^block\.\d+$", "block", module), kind)
+
+
+def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
+    """Yield kinds with moments and microseconds: of collectives, and of the thread that trains, one after the other.
+
+    Of ops within ops the inner ones count; what is between them is Python's.
+    """
+    yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
+    mine = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] == steps[0]["tid"]]
+    within: list[tuple[str, float]] = []  # kind and end of the ops that are open, the innermost last
+    at = 0.0
+    for event in sorted([*mine, *steps], key=lambda e: (e["ts"], -e["dur"])):
+        while within and within[-1][1] <= event["ts"]:
+            kind, end = within.pop()
+            yield kind, at, max(0.0, end - at)
+            at = max(at, end)
+        if within:
+            yield within[-1][0], at, event["ts"] - at
+        at = event["ts"]
+        within.append((_kind_of_op(event["name"]), event["ts"] + event["dur"]))
+    for kind, end in reversed(within):
+        yield kind, at, max(0.0, end - at)
+        at = max(at, end)
+
+
+def _kind_of_op(name: str) -> str:
+    """Return the kind of a CPU's op; what computes nothing, and what is not torch's own, belongs to the host."""
+    return HOST if not name.startswith("aten::") or re.fullmatch(NOTHING_COMPUTED, name[6:]) else kind_of(name)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel or op by its name.
+
+    >>> kind_of("aten::addmm"), kind_of("ncclDevKernel_AllGather_RING_LL"), kind_of("aten::mul")
+    ('product', 'all-gather', 'elementwise')
+    """
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "elementwise")

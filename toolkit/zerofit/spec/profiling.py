@@ -1,0 +1,44 @@
+"""What is profiled of a training: numbers of steps and ranks, and the marks in torch.profiler's traces."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from zerofit.spec.errors import Problem, UserError
+
+STEP_MARK = "zerofit step "  # with the step's number (1-based); it lasts as long as the step
+SECTION_MARK = "zerofit section|"  # with a phase, "|" and a module: what follows belongs to it, until the next mark
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Whole numbers that a user has named: "7", "3-5", "0,8-11"."""
+
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Numbers:
+        """Read them. Raises UserError.
+
+        >>> numbers = Numbers.parse("3-5,9")
+        >>> 4 in numbers, 6 in numbers, numbers.last
+        (True, False, 9)
+        """
+        ranges = []
+        for word in text.split(","):
+            match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", word)
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+            if last < first:
+                hint = "write numbers and ranges, like 3-5 or 0,8"
+                raise UserError(Problem(kind="bad-value", message=f"got {text!r}", hint=hint))
+            ranges.append(range(first, last + 1))
+        return cls(tuple(ranges))
+
+    def __contains__(self, number: int) -> bool:
+        return any(number in one for one in self.ranges)
+
+    @property
+    def last(self) -> int:
+        """The largest."""
+        return max(one[-1] for one in self.ranges)
