@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from zerofit.cli.main import main
 from zerofit.report.traces import COLLECTIVES, HOST, Part, read_trace
+from zerofit.spec.errors import UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -48,6 +49,12 @@ def test_a_run_is_the_same_with_a_profile(trained, pools, tmp_path):
         "activation_checkpointing": True,
     }
     assert pools(2).train(tmp_path / "run", **how).losses == trained.losses
+
+
+def test_steps_and_ranks_that_the_run_does_not_have_are_refused(pools, tmp_path):
+    with pytest.raises(UserError) as error:
+        pools(2).train(tmp_path / "run", **ASKED, steps=5, profile="4-6", profile_ranks="0,2")
+    assert [problem.where for problem in error.value.problems] == ["--profile", "--profile-ranks"]
 
 
 def test_what_is_read_back_adds_up_to_the_step(trained):
