@@ -159,14 +159,17 @@ def test_models(pools, tmp_path, corpus, references, name, stage):
     agree(trained, get(name))
 
 
-@pytest.mark.parametrize("how", [{"ds_config": "zero1"}, {"ds_config": "zero3"}, {"pipeline": 2}], ids=str)
+FOUR = [{"pipeline": 2, "tensor_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"}]
+
+
+@pytest.mark.parametrize("how", [{"ds_config": "zero1"}, {"ds_config": "zero3"}, {"pipeline": 2}, *FOUR], ids=str)
 def test_weights_out_of_a_pretrained_folder(pools, tmp_path, corpus, references, how):
     plans, get = references
     plan = replace(plans["llama"], model=str(tmp_path / "pretrained"), args={})
     torch.manual_seed(plan.seed)
     weights: Any = build(find("llama-tiny"), plan.inputs, TINY_LLAMA)
     weights.save_pretrained(plan.model)
-    trained = pools(2).train(tmp_path / "run", **options(plan, corpus, **how))
+    trained = pools(4 if how in FOUR else 2).train(tmp_path / "run", **options(plan, corpus, **how))
     agree(trained, get("llama"))
 
 

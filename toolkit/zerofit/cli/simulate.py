@@ -22,6 +22,7 @@ from zerofit.models.inputs import TextInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event
+from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES
 from zerofit.spec.run import RunRequest
 from zerofit.spec.units import shown_bytes
@@ -203,7 +204,8 @@ def show(result: Simulation) -> None:
     """Print phases, the peak and what it is made of, and the verdict; the knobs come when they are known."""
     console = out(WIDTH)
     layout = " x ".join(f"{k} {v}" for k, v in asdict(result.layout).items() if k != "zero_stage" and v > 1) or "dp 1"
-    rank = f", rank {result.rank} of {result.world_size} ({layout}, ZeRO {result.layout.zero_stage})"
+    place = f": {describe_rank(result.rank, result.layout)}" if result.layout.combined else ""
+    rank = f", rank {result.rank} of {result.world_size} ({layout}, ZeRO {result.layout.zero_stage}){place}"
     console.print(Text.assemble("\n", (result.run.model, "bold"), f"{rank} on {result.device}"))
     console.print(_run(result.run) if isinstance(result.run, SimulatedRun) else _seen(result.run))
     console.print(_phases(result))
