@@ -25,12 +25,14 @@ def trained(pools, tmp_path_factory):
         "ds_config": "zero2",
         "activation_checkpointing": True,
     }
-    return pools(2).train(tmp_path_factory.mktemp("profiled") / "run", **how, profile="2-3", profile_ranks="1")
+    return pools(2).train(tmp_path_factory.mktemp("profiled") / "run", **how, profile="2-3,5", profile_ranks="1")
 
 
 def test_the_chosen_ranks_write_the_chosen_steps(trained):
-    assert [path.name for path in trained.folder.traces.iterdir()] == ["rank-1.json"]
-    events = json.loads(trained.folder.rank_trace(1).read_text())["traceEvents"]
+    names = ["rank-1-step-2.json", "rank-1-step-5.json"]
+    assert sorted(path.name for path in trained.folder.traces.iterdir()) == names
+    assert f'"{STEP_MARK}5"' in trained.folder.rank_trace(1, 5).read_text()
+    events = json.loads(trained.folder.rank_trace(1, 2).read_text())["traceEvents"]
     assert sorted(e["name"] for e in events if e["name"].startswith(STEP_MARK)) == [f"{STEP_MARK}2", f"{STEP_MARK}3"]
     marks = [e for e in events if e["name"].startswith(SECTION_MARK)]
     layers = ["embedding", *(f"block.{n}" for n in range(3)), "head"]
@@ -58,7 +60,7 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_refused(pools, tmp_path)
 
 
 def test_what_is_read_back_adds_up_to_the_step(trained):
-    trace = read_trace(trained.folder.rank_trace(1))
+    trace = read_trace(trained.folder.rank_trace(1, 2))
     assert not trace.forecast and not trace.on_device
     own_s = sum(seconds for part, seconds in trace.parts.items() if part.kind not in COLLECTIVES)
     assert 0.9 * trace.step_s < own_s <= trace.step_s
@@ -74,13 +76,13 @@ def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):
     words += ["--gradient-accumulation-steps", "2", "--zero-stage", "2", "--activation-checkpointing"]
     planned = CliRunner().invoke(main, ["plan", "llama-tiny", *words, "--trace", str(forecast), "--json"])
     assert planned.exit_code == 0, planned.output
-    measured = str(trained.folder.rank_trace(1))
+    measured = str(trained.folder.rank_trace(1, 2))
     drawn = ["plot", "--trace", measured, "--trace", str(forecast), "--out", str(picture), "--json"]
     found = json.loads(CliRunner().invoke(main, drawn).stdout.splitlines()[-1])
     assert picture.stat().st_size > 0
     step_s = json.loads(planned.stdout.splitlines()[-1])["layouts"][0]["step_s"]
     assert found["forecast_step_s"] == pytest.approx(step_s)
-    assert found["measured_step_s"] == read_trace(trained.folder.rank_trace(1)).step_s
+    assert found["measured_step_s"] == read_trace(trained.folder.rank_trace(1, 2)).step_s
     off = [abs(row["off_s"]) for row in found["rows"]]
     assert off == sorted(off, reverse=True)
     products = next(row for row in found["rows"] if (row["module"], row["kind"]) == ("block", "product"))

@@ -46,9 +46,9 @@ class RunFolder:
         """Return the log of everything that one rank and the libraries in it print."""
         return self.logs / f"rank-{rank}.log"
 
-    def rank_trace(self, rank: int) -> Path:
-        """Return the file of torch.profiler's trace of one rank's chosen steps."""
-        return self.traces / f"rank-{rank}.json"
+    def rank_trace(self, rank: int, step: int) -> Path:
+        """Return the file of torch.profiler's trace of steps in a row on one rank, the first of them `step` (1-based)."""
+        return self.traces / f"rank-{rank}-step-{step}.json"
 
     def rank_stacks(self, rank: int) -> Path:
         """Return the file of one rank's stack traces, taken when something had gone wrong."""

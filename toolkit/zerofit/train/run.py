@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def _profile_of(job: Job, rank: int, trainer: EngineTrainer, folder: RunFolder) 
     if job.run.profile is None or rank not in Numbers.parse(job.run.profile_ranks):
         return None
     in_sections = isinstance(trainer, ZeroTrainer) and not job.run.compile  # hooks would cut compiled graphs
-    return StepProfile(trainer, Numbers.parse(job.run.profile), folder.rank_trace(rank), in_sections)
+    return StepProfile(trainer, Numbers.parse(job.run.profile), partial(folder.rank_trace, rank), in_sections)
 
 
 def _make_trainer(job: Job, coords: RankCoords, data: Data, model: nn.Module | None) -> EngineTrainer:

@@ -21,13 +21,19 @@ from zerofit.train.trainer import EngineTrainer
 
 
 class StepProfile:
-    """The trace of one rank's chosen steps, written once the last of them is done, or the run ends."""
+    """The traces of one rank's chosen steps: a file for steps in a row, written once the last of them is done.
 
-    def __init__(self, trainer: EngineTrainer, steps: Numbers, path: Path, in_sections: bool):
-        """Profile `steps` (1-based) into a file; `in_sections`: the engine's module is the model itself, as built."""
-        self._trainer, self._steps, self._path = trainer, steps, path
+    A run that ends before writes what there is.
+    """
+
+    def __init__(self, trainer: EngineTrainer, steps: Numbers, file: Callable[[int], Path], in_sections: bool):
+        """Profile `steps` (1-based); `file` names the trace by its first step.
+
+        `in_sections`: the engine's module is the model itself, as built.
+        """
+        self._trainer, self._steps, self._file = trainer, steps, file
         self._in_sections = in_sections
-        self._running: profile | None = None
+        self._running: tuple[profile, Path] | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -37,7 +43,7 @@ class StepProfile:
             yield
             return
         if self._running is None:
-            self._begin()
+            self._begin(number)
         with record_function(f"{STEP_MARK}{number}"), self._marked():
             yield
         if number == self._steps.last:
@@ -46,17 +52,18 @@ class StepProfile:
     def close(self) -> None:
         """Write the trace, if there is one under way."""
         if self._running is not None:
-            self._running.stop()
-            self._running.export_chrome_trace(str(self._path))
+            running, file = self._running
+            running.stop()
+            running.export_chrome_trace(str(file))
             self._running = None
 
-    def _begin(self) -> None:
-        activities = [ProfilerActivity.CPU]
+    def _begin(self, number: int) -> None:
+        activities, file = [ProfilerActivity.CPU], self._file(number)
         if self._trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._running = profile(activities=activities, profile_memory=True)
-        self._running.start()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._running = profile(activities=activities, profile_memory=True), file
+        self._running[0].start()
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
