@@ -47,7 +47,7 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
     def rank_trace(self, rank: int, step: int) -> Path:
-        """Return the file of torch.profiler's trace of steps in a row on one rank, the first of them `step` (1-based)."""
+        """Return the file of torch.profiler's trace of steps in a row of one rank, from `step` (1-based) on."""
         return self.traces / f"rank-{rank}-step-{step}.json"
 
     def rank_stacks(self, rank: int) -> Path:
