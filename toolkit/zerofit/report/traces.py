@@ -75,9 +75,7 @@ def read_trace(path: Path) -> ReadTrace:
 
 def _unreadable(path: Path, why: str) -> UserError:
     message = f"{path} is no trace of steps: {why}"
-    hint = (
-        "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
-    )
+    hint = "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
     return UserError(Problem(kind="bad-trace", message=message, hint=hint, where="--trace"))
 
 
