@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
-from zerofit.models.hf import make_config, max_positions, transformers_model
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.hf import transformers_model
+from zerofit.models.hf_config import make_config, max_positions
+from zerofit.models.inputs import ImageInputs, Inputs, NamedInput, NamedInputs, tensors_of
+from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
-from zerofit.spec.model_facts import is_text
+from zerofit.spec.model_facts import gives_loss, is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+TRIED = 2  # samples of a trial: one may be computed otherwise
+# transformers compares the number of images with their places in a text: without values there is nothing to compare
+UNCHECKED = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"}
+# of a forward that gives a loss, where it has them
+_LOSS_OPTIONS = {"use_cache": False, "return_loss": True}
 
 
 def build(
@@ -51,6 +60,9 @@ def build(
         raise ModelError("model-task", f"{source.name} classifies images, the data is text", "take other --data")
     if is_text(source.task) and isinstance(inputs, ImageInputs):
         raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
+    if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
+        message = f"{source.name} ({source.task}) is fed other tensors than the data has"
+        raise ModelError("model-task", message, "take --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     if stored is None:
         model = make()
@@ -87,13 +99,45 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
         return getattr(out, "logits", out), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
-    if _takes_use_cache(type(inner)):
+    if "use_cache" in _arguments(type(inner)):
         extra["use_cache"] = False
     out = model(input_ids=x, **extra)
     aux = getattr(out, "aux_loss", None)
     if aux is None or not inner.training:
         return out.logits, None
     return out.logits, cast("PreTrainedModel", inner).config.router_aux_loss_coef * aux
+
+
+def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss that a transformers model gives for a batch of named inputs (see `empty_batch`).
+
+    The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called.
+    """
+    inner = getattr(model, "module", model)
+    inner = getattr(inner, "_orig_mod", inner)
+    named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
+    extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
+    return model(**named, **extra).loss
+
+
+def batch_keys(inputs: Inputs) -> list[str]:
+    """Return what a batch calls the tensors of its samples: "inputs", their own names, "labels"."""
+    return ["inputs", *(one.name for one in tensors_of(inputs)[1:-1]), "labels"]
+
+
+def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.zeros) -> dict[str, Tensor]:
+    """Return a batch of `count` samples without data, on the current default device, as loaders name its tensors.
+
+    float32, and int64 of ids; what samples always begin with is there.
+    """
+    return {key: _empty(one, count, make) for key, one in zip(batch_keys(inputs), tensors_of(inputs), strict=True)}
+
+
+def _empty(one: NamedInput, count: int, make: Callable[..., Tensor]) -> Tensor:
+    made = make(count, *one.shape, dtype=torch.float32 if one.ids is None else torch.long)
+    if one.first is not None:
+        made[:, : one.first[1]] = one.first[0]
+    return made
 
 
 def output_part(output: Any, name: str) -> Tensor:
@@ -111,11 +155,13 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
     Raises ModelError("model-shape") unless the model takes these inputs and gives fit logits. FLOPs are multiply-adds
     times two, counted op by op by torch's own counter.
     """
+    with torch.device("meta"):
+        batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in empty_batch(inputs, TRIED).items()}
     if isinstance(inputs, ImageInputs):
-        x = torch.zeros(2, inputs.channels, inputs.size, inputs.size, device="meta", dtype=torch.bfloat16)
-        got, knob = f"images of shape {tuple(x.shape[1:])}", "--image-size"
+        got, knob = f"images of shape {tuple(batch['inputs'].shape[1:])}", "--image-size"
+    elif isinstance(inputs, NamedInputs):
+        got, knob = ", ".join(f"{one.name} of shape {one.shape}" for one in inputs.tensors), "--seq-len or --input"
     else:
-        x = torch.zeros(2, inputs.seq_len, dtype=torch.long, device="meta")
         got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
     # in bf16, since the grouped products of mixtures of experts have no other type on meta
     trial = copy.deepcopy(model).bfloat16().eval()
@@ -124,21 +170,25 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         # fakes take time to import, and only transformers asks whether tensors have values
         fakes = fake_tensors() if source.family == "transformers" else nullcontext()
         with fakes, counter, torch.no_grad():
-            logits, _ = forward_logits(trial, x)
+            if isinstance(inputs, NamedInputs):
+                logits = None
+                forward_loss(trial, inputs, batch)
+            else:
+                logits, _ = forward_logits(trial, batch["inputs"])
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs) else inputs.vocab_size
-    if source.task != "gan" and logits.shape[-1] < classes:
+    if logits is not None and source.task != "gan" and logits.shape[-1] < classes:
         message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
-    return counter.get_total_flops() // len(x) or None
+    return counter.get_total_flops() // TRIED or None
 
 
 @cache
-def _takes_use_cache(cls: type[nn.Module]) -> bool:
-    return "use_cache" in inspect.signature(cls.forward).parameters
+def _arguments(cls: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
@@ -156,7 +206,7 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with patch.dict(os.environ, UNCHECKED), mamba_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         log.setLevel(level)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zerofit.models.presets import PRESETS, shape_on_hub
+from zerofit.models.hub_names import shape_on_hub
+from zerofit.models.presets import PRESETS
 from zerofit.spec.model_facts import Task
 
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
@@ -103,32 +104,55 @@ def torchvision_names() -> list[str]:
 
 def config_task(config: dict[str, Any], where: str) -> Task:
     """Return the task of a transformers config: by its architecture's name, else by what its model_type can be."""
-    for architecture in (config.get("architectures") or [])[:1]:
-        for ending, task in ARCHITECTURE_ENDINGS.items():
-            if architecture.endswith(ending):
-                return task
-    task = _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
-    _refuse_half(config, where)
+    named = (config.get("architectures") or [None])[0]
+    for ending, task in ARCHITECTURE_ENDINGS.items():
+        if named is not None and named.endswith(ending):
+            return task
+    task = _named_task(config, named) or _task_of_model_type(config.get("model_type"), bool(config.get("is_decoder")))
+    _refuse_half(config, where, task)
     if task is None:
         got = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         raise ModelError(
             "model-config",
-            f"{where}: {got} is not a causal language model, masked language model or image classifier of transformers",
-            'set "architectures" in the config, e.g. ["LlamaForCausalLM"], or pass package.module:callable',
+            f"{where}: {got} is not a language model (causal, masked, with an encoder), image classifier, speech "
+            "recogniser like Whisper, pair of image and text encoders like CLIP or model like LLaVA of transformers",
+            'set "architectures" in the config, e.g. ["LlamaForCausalLM"], pass package.module:callable, or simulate '
+            "the script that trains it (zerofit simulate -- COMMAND)",
         )
     return task
 
 
-def _refuse_half(config: dict[str, Any], where: str) -> None:
-    """Raise a ModelError for an encoder with a decoder of which only the decoder would be built."""
+def _refuse_half(config: dict[str, Any], where: str, task: Task | None) -> None:
+    """Raise a ModelError for a model of which only the decoder would be built."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
     named, decoder = (config.get("architectures") or [""])[0], DECODERS.get(config.get("model_type"))
-    if not named.endswith("ForConditionalGeneration") or decoder in (None, named):
+    if task != "causal-lm" or not named.endswith("ForConditionalGeneration") or decoder in (None, named):
         return
     message = f"{where}: {named} has an encoder, and as a causal language model only its decoder is built ({decoder})"
     hint = f'simulate the script that trains it (zerofit simulate -- COMMAND), or set "architectures" to ["{decoder}"]'
     raise ModelError("model-config", message, hint)
+
+
+def _named_task(config: dict[str, Any], architecture: str | None) -> Task | None:
+    """Return the task of a model that gives its own loss; None for other models, and other heads of such a one."""
+    from transformers.models.auto import modeling_auto as auto
+
+    model_type = config.get("model_type")
+    task = NAMED_TASKS.get(model_type or "")
+    if task is None and model_type in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and _has_decoder(config):
+        task = "seq2seq-lm"
+    if task is None:
+        return None
+    whole = getattr(auto, HEADS[task])[model_type]
+    return task if architecture in (None, whole, auto.MODEL_MAPPING_NAMES.get(model_type)) else None
+
+
+def _has_decoder(config: dict[str, Any]) -> bool:
+    """Return whether an encoder feeds a decoder, as the config says or transformers has it for the kind."""
+    from transformers import CONFIG_MAPPING
+
+    return bool(config.get("is_encoder_decoder", CONFIG_MAPPING[config["model_type"]]().is_encoder_decoder))
 
 
 def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None:
@@ -196,6 +220,21 @@ ARCHITECTURE_ENDINGS: dict[str, Task] = {
     "LMHeadModel": "causal-lm",
     "ForMaskedLM": "masked-lm",
     "ForImageClassification": "image",
+}
+
+# model types beside the encoder-decoders of text; `models.named_inputs` knows what each is fed
+NAMED_TASKS: dict[str, Task] = {
+    "whisper": "speech",
+    "clip": "image-text-pairs",
+    "siglip": "image-text-pairs",
+    "llava": "image-text",
+}
+
+HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model type (models/auto/modeling_auto.py)
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "image-text-pairs": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 
 OWN: dict[str, Task] = {

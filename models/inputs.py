@@ -26,13 +26,45 @@ class TextInputs:
     mask_id: int | None = None  # the id that masked-LM training puts in place of a token
 
 
-Inputs = ImageInputs | TextInputs
+@dataclass(frozen=True, kw_only=True)
+class NamedInput:
+    """One tensor that a model's forward takes by name, as a sample has it."""
 
-_KINDS: dict[str, type[TextInputs] | type[ImageInputs]] = {"text": TextInputs, "image": ImageInputs}
+    name: str  # of the forward's argument
+    shape: tuple[int, ...]  # without the batch
+    ids: int | None = None  # int64 ids below this number; None: float32
+    first: tuple[int, int] | None = None  # an id, and how often a sample of ids begins with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedInputs:
+    """Tensors by name, of a model that gives its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
+
+    tensors: tuple[NamedInput, ...]  # the first is what a batch calls "inputs", the last its "labels"
+    vocab_size: int
+    seq_len: int  # tokens of a sample: an encoder's where text goes into one, else the text's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fed:
+    """What a user has said of the inputs; None where the model's config decides."""
+
+    image: tuple[int, int] | None = None  # channels, pixels of a side
+    decoder: int | None = None  # tokens of the decoder
+    frames: int | None = None  # of a spectrogram
+
+    def given(self) -> list[str]:
+        """Return the names of what was said."""
+        return [name for name, value in vars(self).items() if value is not None]
+
+
+Inputs = ImageInputs | TextInputs | NamedInputs
+
+_KINDS: dict[str, type[Inputs]] = {"text": TextInputs, "image": ImageInputs, "named": NamedInputs}
 
 
 def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
-    """Return inputs as JSON: their fields, and "kind", "text" or "image"."""
+    """Return inputs as JSON: their fields, and "kind": "text", "image" or "named"."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
@@ -41,5 +73,16 @@ def inputs_from_dict(value: Any) -> Inputs:
     """Return the inputs that `inputs_to_dict` described. Raises ValueError for anything else."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"inputs are of kind text or image, not {kind!r}")
+        raise ValueError(f"inputs are of kind {', '.join(_KINDS)}, not {kind!r}")
     return TypeAdapter(_KINDS[kind]).validate_python(value)
+
+
+def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
+    """Return the tensors of a sample, the first one "inputs" and the last one "labels" in a batch."""
+    if isinstance(inputs, NamedInputs):
+        return inputs.tensors
+    if isinstance(inputs, ImageInputs):
+        pixels = (inputs.channels, inputs.size, inputs.size)
+        return NamedInput(name="pixel_values", shape=pixels), NamedInput(name="labels", shape=(), ids=inputs.classes)
+    tokens = {"shape": (inputs.seq_len,), "ids": inputs.vocab_size}
+    return NamedInput(name="input_ids", **tokens), NamedInput(name="labels", **tokens)

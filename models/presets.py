@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerofit.models.named_input_presets import NAMED_INPUT_PRESETS
+
 
 def _shape(width: int, layers: int, heads: int, mlp: int, kv_heads: int | None = None) -> dict[str, Any]:
     """Name the sizes of a model's blocks as most configs do."""
@@ -130,6 +132,36 @@ def _vit16(width: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
+def _dinov2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    """Describe DINOv2: Oquab et al., 2023, table 16; config.json of facebook/dinov2-*. The head is of a classifier."""
+    return {
+        "model_type": "dinov2",
+        "architectures": ["Dinov2ForImageClassification"],
+        **_shape(width, layers, heads, 4 * width),
+        "mlp_ratio": 4,
+        "image_size": 518,
+        "patch_size": 14,
+        "num_channels": 3,
+        "num_labels": 1000,
+    }
+
+
+def _mamba(width: int, layers: int) -> dict[str, Any]:
+    """Describe Mamba: Gu and Dao, 2023, table 12; config.json of state-spaces/mamba-*-hf."""
+    return {
+        "model_type": "mamba",
+        "architectures": ["MambaForCausalLM"],
+        "vocab_size": 50280,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "expand": 2,
+        "time_step_rank": width // 16,
+        "residual_in_fp32": True,
+    }
+
+
 _SMALL_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 
 # ours: bytes on two CPU cores; 260 ids are the 256 bytes and 4 special tokens
@@ -202,6 +234,38 @@ _DEEPSEEK_V2_LITE = {
     "eos_token_id": 100001,
 }
 
+# config.json of google/gemma-3-1b-pt; Gemma Team, 2025, table 1
+_GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 262144,
+    **_shape(1152, 26, 4, 6912, kv_heads=1),
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+# config.json of microsoft/phi-4; Abdin et al., 2024, section 3
+_PHI_4 = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "vocab_size": 100352,
+    **_shape(5120, 40, 40, 17920, kv_heads=10),
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+    "pad_token_id": 100257,
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -236,35 +300,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bert-large": _bert(1024, 24, 16),
     "vit-b-16-hf": _vit16(768, 12, 12),
     "vit-l-16-hf": _vit16(1024, 24, 16),
+    "dinov2-small": _dinov2(384, 12, 6),
+    "dinov2-base": _dinov2(768, 12, 12),
+    "dinov2-large": _dinov2(1024, 24, 16),
+    "gemma-3-1b": _GEMMA_3_1B,
+    "phi-4": _PHI_4,
+    "mamba-130m": _mamba(768, 24),
+    "mamba-370m": _mamba(1024, 48),
+    "mamba-790m": _mamba(1536, 48),
+    "mamba-1.4b": _mamba(2048, 48),
+    "mamba-2.8b": _mamba(2560, 64),
+    **NAMED_INPUT_PRESETS,
 }
-
-_OWNERS = {"gpt2": "openai-community", "llama": "meta-llama", "qwen": "Qwen"}
-_ELSEWHERE = {  # repositories on the hub whose names are not their owner's and the preset's
-    "mistralai/mistral-7b-v0.3": "mistral-7b",
-    "mistralai/mistral-7b-instruct-v0.3": "mistral-7b",
-    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
-    "deepseek-ai/deepseek-v2-lite": "deepseek-v2-lite",
-    "google-bert/bert-base-uncased": "bert-base",
-    "google-bert/bert-large-uncased": "bert-large",
-    "google/vit-base-patch16-224": "vit-b-16-hf",
-    "google/vit-large-patch16-224": "vit-l-16-hf",
-}
-_TUNED = ("-instruct", "-chat", "-base", "-hf")  # of the same shape
-
-
-def shape_on_hub(repository: str) -> str | None:
-    """Return the preset that has the shape of a repository on the hub ("Qwen/Qwen3-8B"); None where none has.
-
-    >>> shape_on_hub("meta-llama/Llama-3.1-8B-Instruct"), shape_on_hub("mistralai/Mistral-7B-v0.1")
-    ('llama-3.1-8b', None)
-    """
-    name = repository.lower().replace("meta-llama/meta-", "meta-llama/")
-    while True:
-        owner, _, model = name.partition("/")
-        belongs = any(model.startswith(start) and owner == whose.lower() for start, whose in _OWNERS.items())
-        if name in _ELSEWHERE or (belongs and model in PRESETS):
-            return _ELSEWHERE.get(name, model)
-        shorter = next((name.removesuffix(end) for end in _TUNED if name.endswith(end)), None)
-        if shorter is None:
-            return None
-        name = shorter

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from zerofit.models.build import empty_batch, fake_tensors, forward_logits, forward_loss
 from zerofit.models.catalog import ModelError
+from zerofit.models.depth import Path, depths
+from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
+
+# the modules of the models that a config has within
+_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower")}
 
 Mark = Callable[[int, Any], None]  # of a section that begins, and the tensors it gets
 
@@ -51,8 +58,9 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
 
 def sections_of(model: nn.Module) -> list[ModelSection]:
     """Return the sections of a whole model, each once."""
-    found = block_list(model) if hasattr(model, "config") else None
-    return block_sections(found) if found else stage_sections(model)
+    found = block_lists(model, None) if hasattr(model, "config") else []
+    # of an encoder and a decoder only their inputs show which runs first
+    return block_sections([(found[0][0], None)]) if len(found) == 1 else stage_sections(model)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
@@ -69,19 +77,74 @@ def numbered(names: Sequence[str]) -> list[str]:
     return found
 
 
-def block_list(model: Any) -> nn.ModuleList | None:
-    """Return the blocks of a transformers model; None where they are not of one class."""
-    count = getattr(model.config, "num_hidden_layers", None)
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    return next((m for m in lists if len({type(block) for block in m}) == 1), None)
+def block_lists(model: Any, inputs: Inputs | None) -> list[tuple[nn.ModuleList, Path]]:
+    """Return the lists of blocks of one class in the order in which a forward runs them, and where each is counted."""
+    known, found = depths(model.config), []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer, _, _ in found)
+        if not isinstance(module, nn.ModuleList) or inside or len({type(block) for block in module}) != 1:
+            continue
+        # a config has the depth of its encoder first; a model within a model has a name like its config's
+        path = next((path for path, count in known.items() if count == len(module) and _is_of(name, path)), None)
+        if path is not None:
+            found.append((name, module, path))
+    lists = [(module, path) for _, module, path in found]
+    return lists if len(lists) < 2 or inputs is None else _as_run(model, inputs, lists)
 
 
-def block_sections(blocks: nn.ModuleList, count: int | None = None) -> list[ModelSection]:
-    """Return embedding, blocks, head; with `count` equal blocks the last one of the traced stands for all of them."""
-    sections = [ModelSection(name="embedding", start=None)]
-    counts = [0] * (len(blocks) - 1) + [count] if count else [1] * len(blocks)
-    sections += [ModelSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
-    return [*sections, ModelSection(name="head", start=blocks[-1], after=True)]
+def _is_of(name: str, path: Path) -> bool:
+    """Return whether a module's name can be that of the layers that a path in the config counts."""
+    inside, key = set(name.split(".")), path[-1]
+    if len(path) > 1:
+        return bool(inside & set(_WITHIN[path[0]]))
+    if "decoder" in inside or "encoder" in inside:
+        return key == "num_hidden_layers" or ("decoder" in inside) == (key in ("decoder_layers", "num_decoder_layers"))
+    return key == "num_hidden_layers"
+
+
+def _as_run(
+    model: nn.Module, inputs: Inputs, lists: list[tuple[nn.ModuleList, Path]]
+) -> list[tuple[nn.ModuleList, Path]]:
+    """Return the lists that a forward runs, in its order."""
+    ran: list[int] = []
+    handles = [
+        blocks[0].register_forward_pre_hook(lambda *_, index=index: ran.append(index))
+        for index, (blocks, _) in enumerate(lists)
+    ]
+    try:
+        with torch.device("meta"), torch.no_grad(), fake_tensors():
+            batch = empty_batch(inputs, 1)
+            if isinstance(inputs, NamedInputs):
+                forward_loss(model, inputs, batch)
+            else:
+                forward_logits(model, batch["inputs"])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [lists[index] for index in dict.fromkeys(ran)]
+
+
+def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelSection]:
+    """Return embedding, blocks, head, and what lies between two lists of blocks.
+
+    Of a list that stands for a number of equal blocks the last one of the traced stands for all of them.
+    """
+    sections, before = [ModelSection(name="embedding", start=None)], None
+    for blocks, count in lists:
+        if before is not None:
+            sections.append(ModelSection(name="between", start=before[-1], after=True))
+        counts = _counts(blocks, count) if count else [1] * len(blocks)
+        sections += [ModelSection(name="block", start=block, count=n) for block, n in zip(blocks, counts, strict=True)]
+        before = blocks
+    assert before is not None  # the caller has some
+    return [*sections, ModelSection(name="head", start=before[-1], after=True)]
+
+
+def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
+    """Return how many blocks each stands for: the last for all, unless the first has more (T5's has the positions)."""
+    first, last = (sum(p.numel() for p in block.parameters()) for block in (blocks[0], blocks[-1]))
+    alone = int(first != last)
+    return [alone] + [0] * (len(blocks) - 2) + [count - alone]
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:

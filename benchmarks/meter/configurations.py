@@ -24,6 +24,12 @@ from zerofit.spec.run import load_run
 
 STEPS = 3
 
+_HALF = {"layers": 3, "attention_heads": 4, "ffn_dim": 384}
+_HALVES = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in _HALF.items()}
+_TOWER = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
+_WORDS = {**_TOWER, "vocab_size": 2048}
+_VISION = {**_TOWER, "image_size": 64, "patch_size": 16}
+
 # large enough for tens of megabytes, small enough for four ranks on two cores (VGG-11 has its published 129 million
 # parameters, LeNet its 62 thousand)
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,6 +71,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnet18": {"model": "resnet18", "image_size": 64},
     "vgg11": {"model": "vgg11", "image_size": 32},
     "lenet": {"model": "lenet", "image_size": 28},
+    "t5": {
+        "model": "t5-small",
+        "seq_len": 64,
+        "model_args": {"vocab_size": 2048, "d_model": 192, "d_ff": 768, "num_layers": 4, "num_decoder_layers": 3},
+    },
+    "bart": {"model": "bart-base", "seq_len": 64, "model_args": {"vocab_size": 2048, "d_model": 96, **_HALVES}},
+    "whisper": {
+        "model": "whisper-tiny",
+        "seq_len": 32,
+        "model_args": {
+            "vocab_size": 2048,
+            "d_model": 96,
+            "max_source_positions": 100,
+            **_HALVES,
+            **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"), 0),
+        },
+    },
+    "clip": {
+        "model": "clip-vit-base-patch32",
+        "seq_len": 32,
+        "model_args": {"text_config": {**_WORDS, "eos_token_id": 1}, "vision_config": _VISION},
+    },
+    "siglip": {
+        "model": "siglip-base-patch16-224",
+        "seq_len": 32,
+        "model_args": {"text_config": {**_WORDS, "projection_size": 96}, "vision_config": _VISION},
+    },
+    "llava": {
+        "model": "llava-1.5-7b",
+        "seq_len": 64,
+        "model_args": {"image_token_index": 7, "text_config": _WORDS, "vision_config": _VISION},
+    },
+    "dinov2": {"model": "dinov2-small", "image_size": 56, "model_args": {**_TOWER, "mlp_ratio": 4}},
 }
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
 WORDS: dict[str, dict[str, Any]] = {
@@ -157,6 +196,20 @@ lenet zero3 fp32 mb2 ga2 ckpt x2
 lenet zero3 fp32 mb2 ga2 ckpt offload x1
 lenet zero0 bf16 mb2 ga2 pp2 x2
 lenet zero1 fp32 mb2 ckpt pp2 x2
+t5 zero1 fp32 mb2 offload x1
+t5 zero2 bf16 mb8 x2
+t5 zero3 bf16 mb2 ckpt x2
+bart zero2 fp32 mb2 ga2 x2
+bart zero2 bf16 mb8 x2
+whisper zero2 bf16 mb2 x2
+whisper zero3 fp32 mb2 ckpt x2
+clip zero1 bf16 mb8 x2
+clip zero3 fp32 mb2 x2
+siglip zero2 fp32 mb8 ckpt x2
+siglip zero3 bf16 mb2 offload-all x2
+llava zero2 bf16 mb2 ckpt x2
+llava zero3 fp32 mb2 x2
+dinov2 zero2 bf16 mb8 x2
 """.strip().splitlines()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from zerofit.app.tuning.job import TuneJob
 from zerofit.data import open_data
 from zerofit.launch.host import environment, this_machine
-from zerofit.models.inputs import TextInputs
+from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter
 
 PEER = Path(__file__).with_name("peer.py")
@@ -59,6 +59,7 @@ def _arguments(job: TuneJob) -> list[str]:
     args = ["--model", run.model, "--model-args", json.dumps(dict(run.model_args))]
     if isinstance(inputs, TextInputs):
         return [*args, "--seq-len", str(inputs.seq_len), "--classes", str(inputs.vocab_size)]
+    assert isinstance(inputs, ImageInputs)  # AutoTuning is compared on models of images and of text
     return [*args, "--image", f"{inputs.channels}x{inputs.size}x{inputs.size}", "--classes", str(inputs.classes)]
 
 

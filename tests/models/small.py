@@ -42,6 +42,35 @@ TRANSFORMERS: dict[str, tuple[str, dict]] = {
     "vit": ("vit-b-16-hf", _ENCODER),
 }
 
+_TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_VISION = {**_TOWER, "image_size": 16, "patch_size": 8}
+_HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+_HALVES = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in _HALF.items()}
+_IDS = dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+
+# models that give their own loss, and Mamba: --model-args
+NAMED: dict[str, dict] = {
+    "t5-small": {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4}
+    | {"num_layers": 2, "num_decoder_layers": 3},
+    "bart-base": {"vocab_size": 64, "d_model": 32, **_HALVES, **_IDS},
+    "whisper-tiny": {"vocab_size": 64, "d_model": 32, "max_source_positions": 20, **_HALVES, **_IDS},
+    "clip-vit-base-patch32": {
+        "projection_dim": 24,
+        "text_config": {**_TOWER, "vocab_size": 64, "max_position_embeddings": 16, "eos_token_id": 1},
+        "vision_config": _VISION,
+    },
+    "siglip-base-patch16-224": {
+        "text_config": {**_TOWER, "vocab_size": 64, "max_position_embeddings": 16, "projection_size": 32},
+        "vision_config": _VISION,
+    },
+    "llava-1.5-7b": {
+        "image_token_index": 7,
+        "text_config": {**_TOWER, "vocab_size": 64},
+        "vision_config": _VISION,
+    },
+    "mamba-130m": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "time_step_rank": 2},
+}
+
 CNNS = ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18", "resnet50", "vgg11_bn"]
 
 

@@ -45,6 +45,27 @@ PUBLISHED = {
     "bert-large": 335_174_458,
     "vit-b-16-hf": 86_567_656,
     "vit-l-16-hf": 304_326_632,
+    "phi-4": 14_659_507_200,
+    "gemma-3-1b": 999_885_952,
+    "mamba-130m": 129_135_360,
+    "mamba-2.8b": 2_768_345_600,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "bart-base": 139_420_416,
+    "bart-large": 406_291_456,
+    "whisper-tiny": 37_760_640,
+    "whisper-base": 72_593_920,
+    "whisper-small": 241_734_912,
+    "whisper-medium": 763_857_920,
+    "whisper-large-v3": 1_543_490_560,
+    "clip-vit-base-patch32": 151_277_313,
+    "clip-vit-base-patch16": 149_620_737,
+    "clip-vit-large-patch14": 427_616_513,
+    "siglip-base-patch16-224": 203_155_970,
+    "llava-1.5-7b": 7_063_427_072,
     "lenet": 61_706,
     "resnet18-small": 11_173_962,
 }
@@ -94,6 +115,17 @@ def test_the_table_holds_every_name(rows):
         ("mistralai/Mistral-7B-v0.1", None),  # another vocabulary
         ("somebody/Llama-3.1-8B", None),  # whose it is, nobody knows
         ("openai-community/gpt2", "gpt2"),
+        ("google-t5/t5-base", "t5-base"),
+        ("facebook/bart-base", "bart-base"),
+        ("openai/whisper-small", "whisper-small"),
+        ("openai/whisper-small.en", None),  # another vocabulary
+        ("openai/clip-vit-base-patch32", "clip-vit-base-patch32"),
+        ("google/siglip-base-patch16-224", "siglip-base-patch16-224"),
+        ("llava-hf/llava-1.5-7b-hf", "llava-1.5-7b"),
+        ("state-spaces/mamba-130m-hf", "mamba-130m"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("facebook/dinov2-base", "dinov2-base"),
+        ("microsoft/phi-4", "phi-4"),
     ],
 )
 def test_repositories_have_the_shapes_of_presets(repository, shape, monkeypatch, tmp_path):
@@ -113,9 +145,9 @@ def test_a_config_in_the_hubs_cache_is_a_shape(monkeypatch):
 
 
 def test_half_a_model_is_refused(tmp_path):
-    """Of an encoder with a decoder transformers' causal language model is the decoder alone."""
+    """Of a model of several parts transformers' causal language model can be the decoder alone."""
     file = tmp_path / "config.json"
-    file.write_text('{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}')
+    file.write_text('{"model_type": "musicgen", "architectures": ["MusicgenForConditionalGeneration"]}')
     with pytest.raises(ModelError, match="only its decoder is built"):
         find(str(file))
     file.write_text('{"model_type": "whisper", "architectures": ["WhisperForCausalLM"]}')
@@ -155,6 +187,14 @@ def test_what_a_name_means(name, family, origin, task):
         ({"model_type": "bert", "is_decoder": True}, "causal-lm"),
         ({"model_type": "llama"}, "causal-lm"),
         ({"model_type": "convnext"}, "image"),
+        ({"model_type": "t5"}, "seq2seq-lm"),
+        ({"model_type": "bart", "architectures": ["BartModel"]}, "seq2seq-lm"),
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "speech"),
+        ({"model_type": "clip"}, "image-text-pairs"),
+        ({"model_type": "siglip", "architectures": ["SiglipModel"]}, "image-text-pairs"),
+        ({"model_type": "clip", "architectures": ["CLIPForImageClassification"]}, "image"),
+        ({"model_type": "llava"}, "image-text"),
+        ({"model_type": "mamba"}, "causal-lm"),
     ],
 )
 def test_the_task_of_a_config(tmp_path, config, task):
@@ -186,7 +226,7 @@ def test_unknown_names_get_the_nearest(name, hint):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"hidden_size": 3}', '{"model_type": "t5"}', '{"model_type": "nonsense"}']
+    "text", ["{", "[]", '{"hidden_size": 3}', '{"model_type": "wav2vec2"}', '{"model_type": "nonsense"}']
 )
 def test_a_config_of_no_use(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

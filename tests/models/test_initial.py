@@ -2,19 +2,31 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForZeroShotImageClassification,
+)
 from transformers.initialization import no_init_weights
 
-from tests.models.small import TRANSFORMERS, inputs_of
+from tests.models.small import NAMED, TRANSFORMERS, inputs_of
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.hf import make_config
+from zerofit.models.hf_config import make_config
 from zerofit.models.layers import as_layers, materialise
 
 AUTO = {
     "causal-lm": AutoModelForCausalLM,
     "masked-lm": AutoModelForMaskedLM,
     "image": AutoModelForImageClassification,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+    "speech": AutoModelForSpeechSeq2Seq,
+    "image-text-pairs": AutoModelForZeroShotImageClassification,
+    "image-text": AutoModelForImageTextToText,
 }
 
 
@@ -53,6 +65,20 @@ def test_the_whole_model(case):
     for model in (built, materialise(meta(case), 21), materialise(meta(case), 21, set(expected.state_dict()))):
         same(dict(model.named_parameters()), dict(expected.named_parameters()))
         same(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_models_that_give_their_own_loss(name):
+    source, args = find(name), NAMED[name]
+    with no_init_weights():
+        expected = AUTO[source.task].from_config(make_config(source, None, args), dtype=torch.float32)
+    torch.manual_seed(21)
+    expected.initialize_weights()
+    expected.tie_weights()
+    torch.manual_seed(21)
+    built = build(source, None, args)
+    same(dict(built.named_parameters()), dict(expected.named_parameters()))
+    same(dict(built.named_buffers()), dict(expected.named_buffers()))
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS)

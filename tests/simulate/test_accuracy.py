@@ -22,6 +22,10 @@ CONFIGURATIONS = (
     "gpt2 zero1 bf16 mb2 ckpt offload x2",
     "lenet zero3 fp32 mb2 ga2 ckpt x2",
     "bert zero1 bf16 mb2 pp2 x2",
+    "t5 zero3 bf16 mb2 ckpt x2",
+    "whisper zero2 bf16 mb2 x2",
+    "clip zero3 fp32 mb2 x2",
+    "llava zero2 bf16 mb2 ckpt x2",
 )
 
 

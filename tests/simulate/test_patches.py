@@ -30,6 +30,7 @@ class Reason(NamedTuple):
 FAKE_IMPLS, C10D = "torch._subclasses.fake_impls", "torch.distributed.distributed_c10d"
 ZERO_UTILS, ZERO_INIT = "deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters"
 MASKING, BUILDER = "transformers.masking_utils", "deepspeed.ops.op_builder.builder"
+MAMBA = "transformers.models.mamba.modeling_mamba"
 OPTIMIZER, FOREACH = "torch.optim.optimizer", "torch.utils._foreach_utils"
 FAKE_TENSOR = "torch._subclasses.fake_tensor"
 CPU_INFO = "cpu_info = get_cpu_info()"
@@ -57,6 +58,17 @@ PATCHES = {
     "packed_samples": (
         [f"{MASKING}:find_packed_sequence_indices"],
         [Reason(MASKING, "find_packed_sequence_indices", "position_ids", "(packed_sequence_mask[:, -1] == 0).all()")],
+    ),
+    "no_padding": (
+        [f"{MASKING}:fast_all"],
+        [Reason(MASKING, "fast_all", "tensor", "return tensor.sum() == tensor.numel()")],
+    ),
+    "state_space": (
+        [f"{MAMBA}:mamba_inner_fn", f"{MAMBA}:mamba_selective_scan"],
+        [
+            Reason(MAMBA, "mamba_inner_fn", "xz conv1d_weight conv1d_bias x_proj_weight", "return None"),
+            Reason(MAMBA, "mamba_selective_scan", "hidden_states dt A B C D z", "for index in range(seq_len):"),
+        ],
     ),
     "foreach_types": (
         [f"{OPTIMIZER}:_foreach_supported_types", f"{FOREACH}:_foreach_supported_types"],

@@ -140,7 +140,7 @@ def _model(model: str | PretrainedConfig | PreTrainedModel) -> tuple[str, Pretra
             source = find(model)
             if source.family != "transformers":
                 return model, None
-            from zerofit.models.hf import make_config
+            from zerofit.models.hf_config import make_config
 
             return model, make_config(source, None, {})
         except ModelError as error:

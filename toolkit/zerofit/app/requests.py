@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.models.catalog import ModelSource
-from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TextInputs
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
@@ -54,7 +54,13 @@ def assumed_inputs(
     source: ModelSource, task: Task, seq_len: int | None, image: str | None, model_args: dict[str, Any]
 ) -> Inputs:
     """Return the model's published images, those of `--input`, or tokens of its whole vocabulary. Raises UserError."""
-    from zerofit.models.hf import make_config
+    if gives_loss(task):
+        from zerofit.models.named_inputs import named_inputs
+        from zerofit.train.probe import models_say
+
+        with models_say("--input"):
+            return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())
+    from zerofit.models.hf_config import make_config
     from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS
 
     if task == "image":
@@ -68,11 +74,36 @@ def assumed_inputs(
     return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN)
 
 
+def input_option(inputs: Inputs | None) -> str | None:
+    """Return the `--input` that describes what a model is fed, as `parse_input` reads it; None for tokens alone."""
+    if isinstance(inputs, ImageInputs):
+        return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
+    for one in inputs.tensors if isinstance(inputs, NamedInputs) else ():
+        if one.name == "pixel_values":
+            return "image:" + "x".join(map(str, one.shape))
+        if one.name == "input_features":
+            return f"frames:{one.shape[1]}"
+    return f"decoder:{inputs.tensors[-1].shape[0]}" if isinstance(inputs, NamedInputs) else None
+
+
 def parse_image(text: str) -> tuple[int, int]:
     """Return channels and pixels of "image:3x224x224". Raises UserError."""
-    parts = text.removeprefix("image:").split("x")
-    if len(parts) == 3 and all(p.isdigit() and int(p) for p in parts) and parts[1] == parts[2]:
-        return int(parts[0]), int(parts[1])
-    message = f"{text!r} is not a valid input"
-    hint = "write channels, height and width of square images: image:3x224x224"
-    raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    fed = parse_input(text)
+    if fed.image is None:
+        message, hint = f"the model is fed images, got {text!r}", "image:3x224x224, for one"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    return fed.image
+
+
+def parse_input(text: str) -> Fed:
+    """Return what `--input` says: "image:3x224x224", "decoder:128" or "frames:3000". Raises UserError."""
+    kind, _, value = text.rpartition(":")
+    parts = value.split("x")
+    if all(part.isdigit() and int(part) for part in parts):
+        if kind in ("image", "") and len(parts) == 3 and parts[1] == parts[2]:
+            return Fed(image=(int(parts[0]), int(parts[1])))
+        if kind in ("decoder", "frames") and len(parts) == 1:
+            return Fed(decoder=int(value)) if kind == "decoder" else Fed(frames=int(value))
+    hint = "channels, height and width of square images (image:3x224x224), a decoder's tokens (decoder:128) or "
+    hint += "a spectrogram's frames (frames:3000)"
+    raise UserError(Problem(kind="bad-value", message=f"{text!r} is not a valid input", hint=hint, where="--input"))

@@ -110,8 +110,8 @@ class Session:
         for step, batches, indices in run.loop.steps():
             self._losses, lr = [], trainer.engine.get_lr()[0]
             for batch in batches:
-                inputs, labels, _ = trainer.to_device(batch)
-                yield {"inputs": inputs, "labels": labels, "indices": batch["indices"]}
+                inputs, labels, extra = trainer.to_device(batch)
+                yield {"inputs": inputs, "labels": labels, **extra, "indices": batch["indices"]}
             if len(self._losses) != run.job.batch.accumulation:
                 got = f"{len(self._losses)} losses for {run.job.batch.accumulation} micro batches"
                 raise RuntimeError(f"step {step + 1} has {got}: call session.step(loss) once after each engine.step()")

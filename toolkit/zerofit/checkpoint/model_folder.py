@@ -135,6 +135,8 @@ class TensorFile:
         Raises UserError "overflow" where a number has none in the narrower type.
         """
         offset, entry = self._places[name]
+        if not entry.shape:
+            tensor = tensor.reshape(())  # an engine holds a number as a vector of one
         assert tuple(tensor.shape) == entry.shape, f"{name} is {tuple(tensor.shape)}, not {entry.shape}"
         with self.path.open("r+b") as file:
             file.seek(offset)

@@ -22,6 +22,12 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="print one JSON object as the last line")
+INPUT = click.option(
+    "--input",
+    "image",
+    metavar="KIND:SIZE",
+    help="what a model is fed beside tokens, where no --data is named: image:CxHxW, decoder:TOKENS or frames:N",
+)
 ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit into the memory that is free, too")
 TRUST_MODEL_CODE = click.option(
     "--trust-model-code",

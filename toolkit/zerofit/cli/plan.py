@@ -11,7 +11,17 @@ import click
 
 from zerofit.cli.answer import answer
 from zerofit.cli.console import EventConsole
-from zerofit.cli.options import AS_JSON, HARDWARE, PATH, add_options, clusters, given, hardware_options, run_options
+from zerofit.cli.options import (
+    AS_JSON,
+    HARDWARE,
+    INPUT,
+    PATH,
+    add_options,
+    clusters,
+    given,
+    hardware_options,
+    run_options,
+)
 from zerofit.cli.plan_show import show
 from zerofit.plan.layout import OFFLOADS
 from zerofit.spec.errors import Problems
@@ -49,7 +59,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.argument("model", required=False)
 @hardware_options(*HARDWARE, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own; several to compare")
 @click.option("--nvme-path", default="/local_nvme", show_default=True, help="where the disks are, for --write")
-@click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed")
+@INPUT
 @click.option("--profile", type=PATH, help="plan from a stored profile, without torch")
 @click.option("--from", "tuned", type=PATH, help=FROM_HELP)
 @click.option("--measured", metavar="SPEED", help=MEASURED_HELP)

@@ -17,8 +17,8 @@ from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole, make_table, out
-from zerofit.cli.options import AS_JSON, PATH, clusters, given, hardware_options, run_options
-from zerofit.models.inputs import TextInputs
+from zerofit.cli.options import AS_JSON, INPUT, PATH, clusters, given, hardware_options, run_options
+from zerofit.models.inputs import ImageInputs, NamedInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event
@@ -62,7 +62,7 @@ class CommandAfterDashes(click.Command):
     *HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own (default: this machine)"
 )
 @click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
-@click.option("--input", "image", metavar="image:CxHxW", help="what an image model is fed, where no --data is named")
+@INPUT
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
@@ -247,8 +247,10 @@ def show(result: Simulation) -> None:
 def _run(run: SimulatedRun) -> str:
     """Return what was simulated, in the words of the flags."""
     fed, size = run.input, f"{run.seq_len} tokens"
-    if not isinstance(fed, TextInputs):
+    if isinstance(fed, ImageInputs):
         size = f"{fed.channels}x{fed.size}x{fed.size}"
+    if isinstance(fed, NamedInputs):
+        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape))}" for one in fed.tensors)
     words = [str(run.precision), f"micro batch {run.micro_batch}", f"accumulation {run.gradient_accumulation_steps}"]
     words += [size, run.optimizer or "the JSON's optimizer"]
     words += ["activation checkpointing"] if run.activation_checkpointing else []

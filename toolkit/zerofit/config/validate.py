@@ -116,7 +116,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         )
     if run.loss == "mse" and not facts.own:
         problems.add("loss", f"--loss mse on {run.model}, which gives logits of classes", "leave --loss out", "--loss")
-    if run.loss_chunk and (run.loss == "mse" or facts.task == "gan" or (facts.own and run.loss is None)):
+    if run.loss_chunk and (run.loss == "mse" or not facts.gives_logits or (facts.own and run.loss is None)):
         problems.add(
             "loss",
             f"--loss-chunk {run.loss_chunk} cuts up the cross entropy of logits, which is not what {run.model} is "

@@ -10,7 +10,7 @@ from zerofit.data.base import Data, Dataset
 from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
-from zerofit.data.synthetic import open_synthetic_images, open_synthetic_text
+from zerofit.data.synthetic import open_synthetic_images, open_synthetic_named, open_synthetic_text
 from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.text_sources import Source, open_jsonl, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
@@ -18,7 +18,7 @@ from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, is_text
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_text
 from zerofit.spec.run import Run
 
 
@@ -64,7 +64,9 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 
 def default_data(task: Task) -> str:
-    """Return the data of a run that names none: present on every machine, learnable in minutes."""
+    """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
+    if gives_loss(task):
+        return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
 
@@ -102,6 +104,10 @@ def _path_hint(data: str) -> str:
 def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
     word, media = split_name(data)[0], "text" if is_text(task) else "image"
+    if gives_loss(task) and word != "synthetic":
+        message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
+        hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
+        raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
         message = f"--data {data} holds no {'images' if media == 'image' else 'text'}"
@@ -122,6 +128,8 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     if not is_text(task):
         return IMAGE_SOURCES[word](name, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
+    if gives_loss(task):
+        return open_synthetic_named(name, run, task, length)
     if word == "synthetic":
         return open_synthetic_text(name, run, task, length)
     problems = Problems()

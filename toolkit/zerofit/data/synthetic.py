@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset, ImageDataset, Integers
 from zerofit.data.hashing import cell_hashes, sample_hashes
 from zerofit.data.text import mask_tokens, masked_count
-from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.models.catalog import find
+from zerofit.models.inputs import Fed, ImageInputs, NamedInput, NamedInputs, TextInputs
+from zerofit.models.named_inputs import named_inputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Task
 from zerofit.spec.run import Run
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
 POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
@@ -41,6 +48,17 @@ def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
         inputs=TextInputs(vocab_size=vocab, seq_len=seq_len, mask_id=mask_id),
         unigram_entropy_nats=float(np.log(used)),
     )
+
+
+def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
+    """Open noise in the shapes that the model of a run is fed: ids, pixels, spectrograms. It measures, nothing more."""
+    if ":" in name:
+        message, hint = f"--data {name}: the model has its own vocabulary", "--data synthetic"
+        raise UserError(Problem(kind="data-argument", message=message, hint=hint, where="--data"))
+    fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
+    inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
+    make = partial(SyntheticNamed, inputs=inputs, seed=run.seed)
+    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
 
 
 def _size(name: str, default: int, what: str) -> int:
@@ -131,3 +149,42 @@ class SyntheticText(Dataset):
         """Count every token, or the masked ones."""
         each = self.seq_len if self.mask_id is None else int(masked_count(np.array(self.seq_len)))
         return len(indices) * each
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticNamed(Dataset):
+    """Noise of a model's own shapes; sample i is a pure function of (seed, first + i)."""
+
+    n: int
+    first: int
+    inputs: NamedInputs
+    seed: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """Return the model's tensors: the first as "inputs", the last as "labels", others by their names."""
+        from zerofit.models.build import batch_keys
+
+        numbers = np.asarray(indices) + self.first
+        made = enumerate(zip(batch_keys(self.inputs), self.inputs.tensors, strict=True))
+        return {key: self._noise(one, numbers, place) for place, (key, one) in made}
+
+    def _noise(self, one: NamedInput, numbers: np.ndarray, place: int) -> torch.Tensor:
+        """Return ids, or float32 between -1 and 1, of (samples, *shape)."""
+        import torch
+
+        hashes = cell_hashes(numbers, math.prod(one.shape), 4 * self.seed + place).reshape(-1, *one.shape)
+        if one.ids is None:
+            return torch.from_numpy((hashes >> np.uint64(40)).astype(np.float32) / 2**23 - 1)
+        ids = (hashes % np.uint64(one.ids)).astype(np.int64)
+        if one.first is not None:
+            fixed, count = one.first
+            ids[ids == fixed] = fixed - 1
+            ids[:, :count] = fixed
+        return torch.from_numpy(ids)
+
+    def targets(self, indices: Integers) -> int:
+        """Count the labels of each sample."""
+        return len(indices) * math.prod(self.inputs.tensors[-1].shape)

@@ -22,11 +22,11 @@ from zerofit.checkpoint.model_folder import (
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
 from zerofit.models.catalog import ModelError, ModelSource, find
-from zerofit.models.hf import make_config, max_positions
+from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.model_facts import Task
+from zerofit.spec.model_facts import Task, gives_loss
 
 MODEL = "model"  # the trained model in a run's folder
 IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
@@ -100,6 +100,10 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
 def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
     source = find(str(folder.absolute()))  # a folder may have the name of a model
     assert source.task != "custom"  # see catalog.config_task
+    if gives_loss(source.task):
+        message = f"{folder} holds a model of the task {source.task}, which `zerofit eval` and `generate` do not feed"
+        hint = "take transformers' own pipelines; the folder is one that they read"
+        raise UserError(Problem(kind="model-task", message=message, hint=hint, where="CKPT"))
     config = make_config(source, None, {})
     longest = None if source.task == "image" else max_positions(config)
     inputs = info.inputs if info and source.task == "image" else _inputs(source, config, longest)

@@ -134,7 +134,7 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
         if degree <= cluster.gpus:
             yield Degrees(tp=degree)
             yield Degrees(sp=degree)
-        if request.pipelines and degree <= layers and ":" not in profile.model:
+        if request.pipelines and profile.pipelines and degree <= layers:
             yield Degrees(pp=degree)
 
 
@@ -273,8 +273,8 @@ def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Prob
 
 def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
     layers = sum(layer.count for layer in profile.layers)
-    if ":" in profile.model:
-        message = f"--pipeline {pp} needs a model that is a list of layers, which {profile.model} is not"
+    if not profile.pipelines:
+        message = f"--pipeline {pp} needs a model that can be cut into stages, which {profile.model} is not"
         return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
     if pp <= layers:
         return None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zerofit.models.build import UNCHECKED
+from zerofit.models.state_space import mamba_kernels
+
 # transformers looks at the values of positions for packed samples (there are none), and keeps a mask when it believes
-# to be traced; without padding it then passes no mask, and attention gets is_causal
-MASKING = {"find_packed_sequence_indices": lambda position_ids: None, "is_tracing": lambda *_, **__: False}
+# to be traced; without padding (BART makes a mask of ones by itself) it passes none, and attention gets is_causal
+MASKING = {
+    "find_packed_sequence_indices": lambda position_ids: None,
+    "is_tracing": lambda *_, **__: False,
+    "fast_all": lambda tensor: True,
+}
 FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
@@ -30,9 +38,11 @@ def as_on(device: str, sp: int = 1) -> Iterator[None]:
     if sp > 1:
         attention = _ulysses(attention, sp)
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, UNCHECKED))
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", attention))
         if device == "cuda":
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
+            stack.enter_context(mamba_kernels())
         masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
         for name, stand_in in MASKING.items():
             if hasattr(masking_utils, name):

@@ -44,7 +44,8 @@ def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[K
     if not run.activation_checkpointing:
         fields = {"activation_checkpointing": True}
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
-    if run.loss_chunk is None and is_text(job.facts.task) and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
+    cuts = run.loss_chunk is None and is_text(job.facts.task) and job.facts.gives_logits
+    if cuts and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
         found.append(Knob(change=f"--loss-chunk {CHUNK}", fields={"loss_chunk": CHUNK}, config=written))
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     if named in PLAIN:

@@ -229,5 +229,5 @@ def _buffers_bytes(model: nn.Module, mine: set[int], rest: bool) -> int:
 def _is_tied(model: Any) -> bool:
     if not hasattr(model, "get_output_embeddings"):
         return False
-    out, into = model.get_output_embeddings(), model.get_input_embeddings()
-    return out is not None and getattr(out, "weight", None) is getattr(into, "weight", 0)
+    out = model.get_output_embeddings()
+    return out is not None and getattr(out, "weight", None) is getattr(model.get_input_embeddings(), "weight", 0)

@@ -17,6 +17,7 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_kernels import MASKING, cuda_attention
@@ -101,6 +102,21 @@ def packed_samples() -> None:
     from transformers import masking_utils
 
     replace_in(masking_utils, "find_packed_sequence_indices", MASKING["find_packed_sequence_indices"])
+
+
+def no_padding() -> None:
+    """Let a mask of ones, which BART makes by itself, be found to hide nothing. (transformers.masking_utils)"""
+    from transformers import masking_utils
+
+    replace_in(masking_utils, "fast_all", MASKING["fast_all"])
+
+
+def state_space() -> None:
+    """Take what mamba_ssm's kernels make and keep; transformers without them scans token by token.
+
+    (transformers.models.mamba.modeling_mamba)
+    """
+    install_mamba_kernels()
 
 
 def foreach_types() -> None:
@@ -196,9 +212,22 @@ def weight_files() -> None:
     replace_in(modeling_utils, "safe_open", WeightFile)
 
 
+def data_setter() -> None:
+    """Let `parameter.data = t` take over t's device, and forget a value that was known before. (torch.Tensor.data)"""
+    data: Any = torch._C.TensorBase.data  # its descriptor
+
+    def set_data(self: FakeTensor, value: Any) -> None:
+        data.__set__(self, value)
+        self.constant = None
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
+
+
 # of scripts, too
 ALWAYS = (module_apply, tracing, foreach_types, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
-EVERYWHERE = (*ALWAYS, packed_samples)
+EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter)
 
 
 def tensor_constructor() -> None:
@@ -258,18 +287,6 @@ def backend_keys() -> None:
     replace_in(torch.Tensor, "_make_subclass", staticmethod(make_subclass))
 
 
-def data_setter() -> None:
-    """Let `parameter.data = t` take over t's device, as with real tensors. (torch.Tensor.data)"""
-    data: Any = torch._C.TensorBase.data  # its descriptor
-
-    def set_data(self: FakeTensor, value: Any) -> None:
-        data.__set__(self, value)
-        if isinstance(value, FakeTensor):
-            self.fake_device = value.fake_device
-
-    replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
-
-
 def attention() -> None:
     """Take CUDA's flash kernel, as a GPU does; an unknown device would get attention made of plain products.
 
@@ -302,7 +319,7 @@ def autocast() -> None:
 
 
 OF_GPUS = (constants, backend_keys, attention)  # of scripts, too
-ON_GPU = (*OF_GPUS, tensor_constructor, data_setter, autocast)
+ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast)
 
 
 def apply_all(gpu: bool, meter: AllocationTracker) -> None:

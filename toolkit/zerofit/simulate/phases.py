@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import deepspeed
-import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.build import empty_batch
+from zerofit.models.inputs import Inputs
 from zerofit.simulate.record import RankPhase
 from zerofit.spec.mesh import coords_of
 from zerofit.spec.run_folder import Job
@@ -110,21 +110,10 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, l
 
 
 def empty_batches(job: Job, inputs: Inputs) -> Iterator[dict[str, Any]]:
-    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`.
-
-    Inputs are float32 (micro, channels, size, size) or int64 (micro, seq_len); labels int64 (micro,) or (micro,
-    seq_len).
-    """
-    micro = job.batch.micro
+    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`."""
     while True:
-        if isinstance(inputs, ImageInputs):
-            x = torch.zeros(micro, inputs.channels, inputs.size, inputs.size)
-            labels, targets = torch.zeros(micro, dtype=torch.long), 1
-        else:
-            x = torch.zeros(micro, inputs.seq_len, dtype=torch.long)
-            labels, targets = torch.zeros(micro, inputs.seq_len, dtype=torch.long), inputs.seq_len
-        batch = {"inputs": x, "labels": labels, "weight": job.layout.sp / (micro * targets)}
-        del x, labels
+        batch: dict[str, Any] = empty_batch(inputs, job.batch.micro)
+        batch["weight"] = job.layout.sp / batch["labels"].numel()
         yield batch
         del batch
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zerofit.models.build import forward_logits, output_part
+from zerofit.models.build import empty_batch, forward_logits, forward_loss, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, tensors_of
+from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
@@ -57,37 +59,32 @@ def profile_model(
     wanted = list(dict.fromkeys(settings))
     if all(one.tp > 1 for one in wanted):  # the whole layers are needed beside their shards
         wanted.append(wanted[0]._replace(tp=1))
-    layers: tuple[LayerRun, ...] = ()
-    costs: dict[str, tuple[LayerCost, ...]] = {}
-    config: Any = None  # transformers' of the whole model
-    for one in wanted:
-        config, layers_here, costs_here = _traced(source, task, inputs, args, one, device)
-        costs[setting(one.precision, one.checkpointing, one.tp, one.sp)] = costs_here
-        layers = layers_here if one.tp == 1 or not layers else layers
+    traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
+    subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp == 1)
+    costs = {setting(one.precision, one.checkpointing, one.tp, one.sp): here for one, (_, _, here) in traced.items()}
+    config = subject.config
     heads = getattr(config, "num_attention_heads", None)
-    if isinstance(inputs, ImageInputs):
-        seq_len, sample_bytes = None, 4 * inputs.channels * inputs.size**2 + 8  # float32 pixels, one int64 label
-    else:
-        seq_len, sample_bytes = inputs.seq_len, 16 * inputs.seq_len  # int64 token ids and labels
+    tensors = tensors_of(inputs)
     return Profile(
         model=source.name,
         task=task,
-        seq_len=seq_len,
+        seq_len=getattr(inputs, "seq_len", None),
         layers=_with_shares(layers, costs),
         costs=costs,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
-        sample_bytes=sample_bytes,
+        sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
         model_type=getattr(config, "model_type", None),
+        pipelines=source.family != "custom" and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
 
 
 def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
-) -> tuple[Any, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
-    """Return the model's config, its layers and their costs in one setting."""
+) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
+    """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp)
     with as_on(device, one.sp):
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
@@ -95,7 +92,15 @@ def _traced(
     layers = tuple(layer_of(subject, few, unit) for unit in units)
     costs = tuple(cost_of(subject, (few, more), unit) for unit in units)
     pairs = zip(costs, layers, strict=True)
-    return subject.config, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+    return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+
+
+def _is_list_of_layers(model: nn.Module) -> bool:
+    try:
+        as_layers(model)
+    except ModelError:
+        return False
+    return True
 
 
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
@@ -152,10 +157,10 @@ def _run(
     try:
         with recorder, watched(subject.units, begin), torch.device("meta"):
             recorder.mark("forward", 0)
-            x, labels, kept = _batch(inputs, count, one, device)
-            loss = _loss(model, x, labels, task, one, recorder)
+            batch, kept = _batch(inputs, count, one, device)
+            loss = _loss(model, batch, inputs, task, one, recorder)
             passing = False
-            del x
+            del batch
             recorder.mark("backward", last)
             loss.backward()
             del kept
@@ -169,21 +174,24 @@ def _run(
     return recorder
 
 
-def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return inputs, labels, and what else of the batch lives through the step (train/engines.py, _inputs).
+def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the batch, and what else of it lives through the step (train/engines.py, to_device).
 
     Images lie in float32 in the batch; where host and device are one, they stay beside the cast ones.
     """
-    if isinstance(inputs, ImageInputs):
-        images = torch.empty(count, inputs.channels, inputs.size, inputs.size)
-        labels = torch.empty(count, dtype=torch.long)
-        return images.to(one.dtype), labels, images if device == "cpu" else None
-    tokens = torch.empty(count, inputs.seq_len // one.sp, dtype=torch.long)
-    return tokens, torch.empty_like(tokens), None
+    if isinstance(inputs, TextInputs):
+        inputs = replace(inputs, seq_len=inputs.seq_len // one.sp)
+    made = empty_batch(inputs, count, torch.empty)
+    cast = {key: t.to(one.dtype) if t.is_floating_point() else t for key, t in made.items()}
+    return cast, [t for t in made.values() if t.is_floating_point()] if device == "cpu" else []
 
 
-def _loss(model: Any, x: Tensor, labels: Tensor, task: Task, one: TraceSetting, recorder: ProfileRecorder) -> Tensor:
-    extra = {}
+def _loss(
+    model: Any, batch: dict[str, Tensor], inputs: Inputs, task: Task, one: TraceSetting, recorder: ProfileRecorder
+) -> Tensor:
+    if isinstance(inputs, NamedInputs):
+        return forward_loss(model, inputs, batch)
+    x, labels, extra = batch["inputs"], batch["labels"], {}
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
     if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # gives its own loss

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zerofit.models.build import build
+from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
@@ -34,7 +34,6 @@ from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
 from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts, SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
-from zerofit.train.build import example
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
@@ -110,7 +109,7 @@ def _set_environment(target: SimulationTarget) -> None:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_DEACTIVATE_ASYNC_LOAD": "1",  # threads know nothing of fakes
-    }
+    } | UNCHECKED
 
 
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> PhaseLog:
@@ -158,7 +157,7 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
         model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
-        x = example(inputs, driver.job.batch.micro)
+        x = empty_batch(inputs, driver.job.batch.micro)["inputs"]
     x = x.to(dtype) if x.is_floating_point() else x
     if layout.sp > 1:
         x = x[:, own_tokens(x.shape[1], layout, driver.coords)]

@@ -17,7 +17,8 @@ import torch
 from zerofit.check.dotted import get
 from zerofit.models.build import build, parameter_count
 from zerofit.models.catalog import find
-from zerofit.models.hf import make_config
+from zerofit.models.depth import depths, with_depths
+from zerofit.models.hf_config import make_config
 from zerofit.simulate.host_memory import extended, highest
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import (
@@ -82,7 +83,7 @@ def _simulated(
         records.append(outcome)
     if counts is None:
         return SimulatedRank(target=target, record=records[0])
-    record, error = _extrapolated(records, counts, _layers(target) or 0)
+    record, error = _extrapolated(records, counts, _layers(target))
     if abs(error) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
     return SimulatedRank(target=target, record=record, layers=counts, check_error=error)
@@ -95,7 +96,7 @@ def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     reached its limit, if it does so in the whole model.
     """
     total = _layers(target)
-    if total is None or target.job.layout.pp > 1:
+    if not total or target.job.layout.pp > 1:
         return None
     first = max(FEWEST, *(1 + math.ceil(limit) for limit in _limits(target, total)))
     counts = (first, first + STEP, first + 2 * STEP)
@@ -103,9 +104,13 @@ def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
 
 
 def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
-    """Return the target with a model of fewer layers, its DeepSpeed JSON unchanged."""
-    run = target.job.run
-    fewer = run.model_copy(update={"model_args": {**run.model_args, "num_hidden_layers": count}})
+    """Return the target with a model of fewer layers, its DeepSpeed JSON unchanged.
+
+    Of an encoder and a decoder both have fewer, or the deeper one alone.
+    """
+    run, deep = target.job.run, _depths(target)
+    wanted = {path: count for path, layers in deep.items() if layers == max(deep.values())}
+    fewer = run.model_copy(update={"model_args": with_depths(run.model_args, wanted)})
     return replace(target, job=replace(target.job, run=fewer))
 
 
@@ -194,12 +199,16 @@ def _rows(few: list[Row], more: list[Row], figures: tuple[str, ...], line: Line)
     ]
 
 
-def _layers(target: SimulationTarget) -> int | None:
+def _layers(target: SimulationTarget) -> int:
+    """Return how many layers can be left out of a model: those of its deepest part; 0 where nobody knows."""
+    return max(_depths(target).values(), default=0)
+
+
+def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
     source = find(target.job.run.model)
     if source.family != "transformers":
-        return None
-    config = make_config(source, target.inputs, dict(target.job.run.model_args))
-    return getattr(config, "num_hidden_layers", None)
+        return {}
+    return depths(make_config(source, target.inputs, dict(target.job.run.model_args)))
 
 
 def _limits(target: SimulationTarget, total: int) -> list[float]:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.hf import make_config
+from zerofit.models.depth import Path, depths, part, with_depths
+from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
-from zerofit.models.sections import ModelSection, block_list, block_sections, stage_sections
+from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.train.build import batch_norm_in_fp32
 
 # linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
@@ -40,31 +41,33 @@ def make_subject(
     Raises ModelError where it has no tensor parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    blocks = _equal_blocks(config)
-    small: dict[str, Any] = {**args, "num_hidden_layers": TRACED_BLOCKS} if blocks else args
+    equal = _equal_blocks(config) if config is not None else {}
+    small = with_depths(args, dict.fromkeys(equal, TRACED_BLOCKS))
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
-    found = block_list(model) if config is not None else None
+    found = block_lists(model, inputs) if config is not None else []
     if tp > 1:
-        if found is None:
+        if len(found) != 1:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
-        _shard(model, found, tp)
+        _shard(model, found[0][0], tp)
     if dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             parameter.data = parameter.data.to(dtype)
         batch_norm_in_fp32(model)
-    units = block_sections(found, blocks) if found else stage_sections(model)
+    equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
+    units = block_sections(equal_lists) if found else stage_sections(model)
     return TracedModel(model=model.train(), units=units, config=config)
 
 
-def _equal_blocks(config: Any) -> int | None:
-    """Return how many equal blocks a config stands for; None where they differ, or are too few to leave any out."""
-    count = getattr(config, "num_hidden_layers", None)
+def _equal_blocks(config: Any) -> dict[Path, int]:
+    """Return how many equal blocks stand where in a config; none that differ, or are too few to leave any out."""
+    return {path: count for path, count in depths(config).items() if _are_equal(part(config, path), count)}
+
+
+def _are_equal(config: Any, count: int) -> bool:
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     mixed = any(getattr(config, key, None) for key in ("first_k_dense_replace", "mlp_only_layers"))
-    if count is None or count <= TRACED_BLOCKS or len(kinds) > 1 or mixed:
-        return None
-    return count
+    return count > TRACED_BLOCKS and len(kinds) <= 1 and not mixed
 
 
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:

@@ -6,15 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Task = Literal["image", "causal-lm", "masked-lm", "gan"]
+Task = Literal["image", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs", "image-text"]
 
 IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
 DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what the model takes where that is less
 
 
 def is_text(task: str) -> bool:
-    """Return whether a task reads tokens; the others read images."""
-    return task in ("causal-lm", "masked-lm")
+    """Return whether a task has tokens in its samples; the others have images alone."""
+    return task in ("causal-lm", "masked-lm") or gives_loss(task)
+
+
+def gives_loss(task: str) -> bool:
+    """Return whether a task's models are fed several tensors by name, and give their own loss, as transformers' do."""
+    return task in ("seq2seq-lm", "speech", "image-text-pairs", "image-text")
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -44,6 +49,11 @@ class ModelFacts:
     model_type: str | None = None  # transformers' model_type
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
     own: bool = False  # the user's own model
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether the loss is computed here, from the model's logits."""
+        return self.task != "gan" and not gives_loss(self.task)
 
     def weight_bytes(self, precision: str) -> int:
         """Return the bytes of all weights as they are trained and saved."""

@@ -110,6 +110,7 @@ class Profile:
     hidden_size: int | None = None
     sample_bytes: int = 0  # of one sample and its labels, as they wait on the host
     model_type: str | None = None
+    pipelines: bool = True  # whether a pipeline can cut it
     versions: dict[str, str] = field(default_factory=dict)
 
     @property

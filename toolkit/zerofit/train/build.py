@@ -6,8 +6,10 @@ import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.zero import Init
 from torch import Tensor, nn
 
 from zerofit.check.dotted import get
@@ -16,7 +18,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource, find
 from zerofit.models.deferred import Stored
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.inputs import Inputs
 from zerofit.spec.run_folder import Job
 from zerofit.train.process_group import rank_device
 
@@ -32,6 +34,8 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
         stored = None if partitioned else stored_by_engine(job)
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
+    for parameter in model.parameters():
+        _as_vector(parameter)
     if job.precision != "fp32":
         batch_norm_in_fp32(model)
     return model
@@ -47,6 +51,15 @@ def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[s
     """Build the run's model with its initial weights, of which those named in `keep` are stored (None: all)."""
     torch.manual_seed(job.run.seed)
     return build(find(job.run.model), inputs, dict(job.run.model_args), stored=stored, keep=keep)
+
+
+def _as_vector(parameter: nn.Parameter) -> None:
+    """Give a number (the temperature of CLIP) one dimension: DeepSpeed broadcasts parameters as bytes, and fails on it.
+
+    (runtime/engine.py:2054, runtime/zero/partition_parameters.py:1204)
+    """
+    if not parameter.dim():
+        parameter.data = parameter.data.reshape(1)
 
 
 def stored_by_engine(job: Job) -> Stored:
@@ -71,9 +84,15 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> I
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    def zero_init_param(self: Init, parameter: nn.Parameter) -> None:
+        _as_vector(parameter)
+        original(self, parameter)
+
+    original: Any = Init._zero_init_param
     alive = HfDeepSpeedConfig(ds_config)  # transformers itself keeps no more than a weak reference
     try:
-        yield True
+        with patch.object(Init, "_zero_init_param", zero_init_param):
+            yield True
     finally:
         unset_hf_deepspeed_config()
         del alive
@@ -121,10 +140,3 @@ def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> 
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one
-
-
-def example(inputs: Inputs, count: int) -> Tensor:
-    """Make a batch of zeros as the data are: float32 (count, channels, size, size) or int64 (count, seq_len)."""
-    if isinstance(inputs, ImageInputs):
-        return torch.zeros(count, inputs.channels, inputs.size, inputs.size)
-    return torch.zeros(count, inputs.seq_len, dtype=torch.long)

@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.data import Data
-from zerofit.models.build import forward_logits, output_part
+from zerofit.models.build import batch_keys, forward_logits, forward_loss, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
@@ -210,6 +210,7 @@ class ZeroTrainer(EngineTrainer):
                 batch_norm_in_fp32(model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
+        self._named = inputs if isinstance(inputs, NamedInputs) else None
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
         self._excess = _sequence_parallel_excess(job)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
@@ -265,6 +266,8 @@ class ZeroTrainer(EngineTrainer):
 
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
+        if self._named:
+            return forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
         logits, aux = self._logits(x, extra)
@@ -275,8 +278,8 @@ class ZeroTrainer(EngineTrainer):
 
     def _eval_counts(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
-        if self._own_loss:
-            return self._own_eval(x, labels)
+        if self._own_loss or self._named:
+            return self._own_eval(x, labels, extra)
         logits, _ = self._logits(x, extra)
         if self.job.run.loss == "mse":
             real = labels.reshape(-1) != IGNORE_INDEX
@@ -288,15 +291,18 @@ class ZeroTrainer(EngineTrainer):
         logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
-    def _own_eval(self, x: Tensor, labels: Tensor) -> Tensor:
+    def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
         """Return the model's own mean loss over samples that are no padding; every rank runs a forward in any case."""
         real = (labels.reshape(len(labels), -1) != IGNORE_INDEX).any(dim=1)
         count = real.sum().double()
         if not real.any():
             real, labels = torch.ones_like(real), labels.clamp_min(0)
-        return torch.stack(
-            [output_part(self._call_own(x[real], labels[real]), "loss").double() * count, count, count * 0]
-        )
+        if self._named:
+            rest = {key: t[real] for key, t in extra.items()}
+            loss = forward_loss(self.engine, self._named, {"inputs": x[real], "labels": labels[real], **rest})
+        else:
+            loss = output_part(self._call_own(x[real], labels[real]), "loss")
+        return torch.stack([loss.double() * count, count, count * 0])
 
     def _call_own(self, x: Tensor, labels: Tensor) -> Any:
         if self.job.facts.task == "causal-lm":
@@ -305,16 +311,21 @@ class ZeroTrainer(EngineTrainer):
         return self.engine(x, labels=labels)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return inputs and labels on this rank's device; under sequence parallelism its slice, with positions."""
-        x = batch["inputs"].to(self.device, non_blocking=True)
-        labels = batch["labels"].to(self.device, non_blocking=True)
-        if x.is_floating_point():
-            x = x.to(DTYPES[self.job.precision])
+        """Return inputs and labels on this rank's device, and what else a batch of named inputs has.
+
+        Under sequence parallelism they are the rank's slice, with positions.
+        """
+        keys = batch_keys(self._named) if self._named else ["inputs", "labels"]
+        x, *others, labels = (self._moved(batch[key]) for key in keys)
         if self.job.layout.sp == 1:
-            return x, labels, {}
+            return x, labels, dict(zip(keys[1:-1], others, strict=True))
         mine = own_tokens(x.shape[1], self.job.layout, self.coords)
         positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
         return x[:, mine], labels[:, mine], {"position_ids": positions}
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self.device, non_blocking=True)
+        return moved.to(DTYPES[self.job.precision]) if moved.is_floating_point() else moved
 
 
 def _one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:

@@ -18,14 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zerofit.models.build import build
+from zerofit.models.build import build, empty_batch
 from zerofit.models.catalog import find
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job
-from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, example, stored_by_engine
+from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
@@ -242,7 +242,7 @@ def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:
     if dist.get_rank() == 0:
         torch.manual_seed(job.run.seed)
         device, dtype = rank_device(), DTYPES[job.precision]
-        x = example(inputs, job.batch.micro).to(device)
+        x = empty_batch(inputs, job.batch.micro)["inputs"].to(device)
         x = x.to(dtype) if x.is_floating_point() else x
         for layer in as_layers(build(source, inputs, dict(job.run.model_args))):
             layer.module.to(device=device, dtype=dtype)

@@ -52,7 +52,7 @@ def probe(
         task=task,
         parameters=parameter_count(model),
         largest_parameter=largest,
-        hidden_size=getattr(config, "hidden_size", None) or math.isqrt(largest),
+        hidden_size=_hidden_size(config) or math.isqrt(largest),
         forward_flops=flops,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -60,6 +60,12 @@ def probe(
         layers=layers,
         own=source.family == "custom",
     )
+
+
+def _hidden_size(config: Any) -> int | None:
+    """Return a transformers model's width, of its text where it has several, as transformers fills "auto" with it."""
+    text = getattr(config, "text_config", None)
+    return getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
 
 
 def task_of(source: ModelSource, run: Run) -> Task:

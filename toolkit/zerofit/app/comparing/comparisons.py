@@ -29,6 +29,7 @@ from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.host import this_machine
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.model_facts import Task, gives_loss
 from zerofit.spec.run import Run, RunRequest
 
 ScaleLr = Literal["none", "linear", "sqrt"]
@@ -263,9 +264,7 @@ def _resolve(
     problems.raise_if_any()
     assert found
     source, task = found
-    if has_accuracy and task == "gan":
-        hint = "take a classifier or a language model"
-        raise UserError(Problem(kind="model-task", message=f"{run.model} has no accuracy", hint=hint, where="MODEL"))
+    _refuse_task(run.model, task, has_accuracy)
     opened = open_model(asked, source, task, usual_seq_len=COMPARE_SEQ_LEN, report=report)
     assert opened.data
     if len(opened.data.train) < job.global_batch:
@@ -275,6 +274,18 @@ def _resolve(
     problems.raise_if_any()
     settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
     return replace(job, **settled), opened.facts.parameters
+
+
+def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
+    """Raise a UserError for a model that is not compared here."""
+    if gives_loss(task):
+        message = f"{model} ({task}) gives a loss of its own, and strategies are compared on logits"
+        hint = "take a classifier or a language model; `zerofit tune` compares layouts of this one"
+    elif has_accuracy and task == "gan":
+        message, hint = f"{model} has no accuracy", "take a classifier or a language model"
+    else:
+        return
+    raise UserError(Problem(kind="model-task", message=message, hint=hint, where="MODEL"))
 
 
 def _code(model: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def options_of(
 def _chunks(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[tuple[int | None, int | None]]:
     """Return the chunks of the loss that may be taken, and what each is profiled with: a sample's targets at most."""
     run, facts = resolved.job.run, resolved.job.facts
-    able = is_text(facts.task) and run.loss != "mse" and not (facts.own and run.loss is None)
+    able = is_text(facts.task) and facts.gives_logits and run.loss != "mse" and not (facts.own and run.loss is None)
     chunks = [given["loss_chunk"]] if "loss_chunk" in given else [None, CHUNK] if able else [None]
     return [(chunk, chunk and min(chunk, run.seq_len or chunk)) for chunk in chunks]
 

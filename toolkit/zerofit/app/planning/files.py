@@ -15,7 +15,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.space import stage3_sizes
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import write_json, write_text
-from zerofit.spec.model_facts import bucket_elements
+from zerofit.spec.model_facts import bucket_elements, gives_loss
 from zerofit.spec.profile import Profile
 
 NAMES = ("ds_config.json", "run.yaml")
@@ -79,6 +79,8 @@ def data_line(profile: Profile, image: str | None) -> str:
     if profile.task == "image":
         size = f"{image.rpartition(':')[2]} images" if image else "images"
         return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
+    if gives_loss(profile.task):
+        return f"# data: synthetic   # {profile.task} models are trained on nothing else here, to measure them\n"
     return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
 
 
@@ -91,7 +93,7 @@ def run_fields(
         "model": str(path.absolute()) if path.exists() else profile.model,
         **({"model_args": model_args} if model_args else {}),
         **({"seq_len": profile.seq_len} if profile.seq_len else {}),
-        **({"image_size": int(image.rpartition("x")[2])} if image else {}),
+        **({"image_size": int(image.rpartition("x")[2])} if image and "x" in image else {}),
         "optimizer": "adamw",  # whose states were planned for
         **layout_fields(layout),
     }

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
 from zerofit.launch.hostfile import Host
-from zerofit.models.inputs import ImageInputs
 from zerofit.plan.space import Degrees
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
@@ -36,15 +36,13 @@ def profile_of(
     loss_chunk: int | None = None,
 ) -> Profile:
     """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
-    run, inputs, image = resolved.job.run, resolved.inputs, None
-    if resolved.job.facts.task == "image" and isinstance(inputs, ImageInputs):
-        image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
+    run, inputs = resolved.job.run, resolved.inputs
     request = ProfileRequest(
         model=run.model,
         precision=precision,
         device="cpu" if cluster.on_cpu else "cuda",
         seq_len=run.seq_len,
-        image=image,
+        image=input_option(inputs),
         model_args=dict(run.model_args),
         degrees=degrees,
         loss_chunk=loss_chunk,

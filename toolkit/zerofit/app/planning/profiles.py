@@ -131,7 +131,7 @@ def _deepspeed_quiet() -> Iterator[None]:
 
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
     """Return what the model is fed, and the degrees that are asked for, or worth it, and possible for such a model."""
-    from zerofit.models.hf import make_config, max_positions
+    from zerofit.models.hf_config import make_config, max_positions
 
     has_config = source.family == "transformers" and task != "image"
     config = make_config(source, None, wanted.model_args) if has_config else None

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
-from zerofit.app.requests import parse_image
+from zerofit.app.requests import parse_input
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.model_facts import gives_loss
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, load_run
 from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
@@ -132,7 +133,7 @@ class PlanningRequest:
         if self.tuned and self.measured:
             problems.add("usage", "--from and --measured both correct step times", "give one", "--from, --measured")
         if self.image:
-            problems.attempt(lambda: parse_image(self.image or ""))
+            problems.attempt(lambda: parse_input(self.image or ""))
         if self.tuned:
             problems.attempt(lambda: self.corrections)
         problems.raise_if_any()
@@ -156,7 +157,7 @@ class PlanningRequest:
         if profile.seq_len is None and self.work and self.work.tokens:
             message = f"{profile.model} takes images, and --tokens are of text"
             problems.add("flag", message, "say --samples instead", "--tokens")
-        if profile.seq_len is not None and self.image:
+        if profile.seq_len is not None and self.image and not gives_loss(profile.task):
             message = f"{profile.model} takes tokens, and --input is for images"
             problems.add("flag", message, "leave it out; --seq-len sets how many tokens", "--input")
         problems.raise_if_any()

@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import product
 
 from zerofit.app.planning.profiles import ProfileRequest, kept_profile
+from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
-from zerofit.models.inputs import ImageInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.space import Degrees
@@ -42,7 +42,7 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run
     key = setting(job.precision, run.activation_checkpointing, layout.tp, layout.sp)
-    image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}" if isinstance(inputs, ImageInputs) else None
+    image = input_option(inputs)
     asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp))))
     for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
         wanted = ProfileRequest(

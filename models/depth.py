@@ -1,0 +1,49 @@
+"""The numbers of layers in a transformers config, wherever they stand, and the same model with fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Path = tuple[str, ...]  # of keys in a config
+
+DEPTH = "num_hidden_layers"
+# an encoder's and a decoder's, by what kinds of models call them
+_BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers", "num_decoder_layers")
+
+
+def depths(config: Any) -> dict[Path, int]:
+    """Return the numbers of layers that a config names; of two models in one, or of an encoder and a decoder, each.
+
+    An encoder of images whose features are taken from one of its inner layers (LLaVA) is not among them: with fewer
+    layers another one would be taken.
+    """
+    within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
+    if hasattr(config, "vision_feature_layer"):
+        within = ["text_config"]
+    if within:
+        found = {(name, DEPTH): getattr(getattr(config, name), DEPTH, None) for name in within}
+    elif getattr(config, "is_encoder_decoder", False):
+        found = {(name,): getattr(config, name, None) for name in _BOTH}
+    else:
+        found = {(DEPTH,): getattr(config, DEPTH, None)}
+    return {path: count for path, count in found.items() if isinstance(count, int)}
+
+
+def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:
+    """Return model args with these numbers of layers."""
+    made = dict(args)
+    for path, count in wanted.items():
+        *within, key = path
+        for name in within:
+            made = {**made, name: {**made.get(name, {}), key: count}}
+        if not within:
+            made[key] = count
+    return made
+
+
+def part(config: Any, path: Path) -> Any:
+    """Return the config that a path's last key stands in."""
+    for name in path[:-1]:
+        config = getattr(config, name)
+    return config

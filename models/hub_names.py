@@ -1,0 +1,50 @@
+"""Repositories on the hub that have the shape of a preset."""
+
+from __future__ import annotations
+
+from zerofit.models.presets import PRESETS
+
+_OWNERS = {  # by the beginning of a preset's name
+    "gpt2": "openai-community",
+    "llama": "meta-llama",
+    "qwen": "Qwen",
+    "t5": "google-t5",
+    "bart": "facebook",
+    "dinov2": "facebook",
+    "whisper": "openai",
+    "clip": "openai",
+    "siglip": "google",
+    "gemma": "google",
+    "llava": "llava-hf",
+    "mamba": "state-spaces",
+    "phi": "microsoft",
+}
+_ELSEWHERE = {  # repositories on the hub whose names are not their owner's and the preset's
+    "mistralai/mistral-7b-v0.3": "mistral-7b",
+    "mistralai/mistral-7b-instruct-v0.3": "mistral-7b",
+    "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "deepseek-ai/deepseek-v2-lite": "deepseek-v2-lite",
+    "google-bert/bert-base-uncased": "bert-base",
+    "google-bert/bert-large-uncased": "bert-large",
+    "google/vit-base-patch16-224": "vit-b-16-hf",
+    "google/vit-large-patch16-224": "vit-l-16-hf",
+}
+_TUNED = ("-instruct", "-chat", "-base", "-hf", "-it", "-pt")  # of the same shape
+
+
+def shape_on_hub(repository: str) -> str | None:
+    """Return the preset that has the shape of a repository on the hub ("Qwen/Qwen3-8B"); None where none has.
+
+    >>> shape_on_hub("meta-llama/Llama-3.1-8B-Instruct"), shape_on_hub("mistralai/Mistral-7B-v0.1")
+    ('llama-3.1-8b', None)
+    """
+    name = repository.lower().replace("meta-llama/meta-", "meta-llama/")
+    while True:
+        owner, _, model = name.partition("/")
+        belongs = any(model.startswith(start) and owner == whose.lower() for start, whose in _OWNERS.items())
+        if name in _ELSEWHERE or (belongs and model in PRESETS):
+            return _ELSEWHERE.get(name, model)
+        shorter = next((name.removesuffix(end) for end in _TUNED if name.endswith(end)), None)
+        if shorter is None:
+            return None
+        name = shorter

@@ -1,0 +1,76 @@
+"""What a model that gives its own loss is fed: its tensors by name, made from its config.
+
+An encoder-decoder gets tokens for both sides, Whisper spectrograms, a pair of encoders images and their texts, and a
+model with images in its text their pixels and a place for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.hf_config import FRAMES_A_POSITION, make_config
+from zerofit.models.inputs import Fed, NamedInput, NamedInputs
+
+
+def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
+    """Return the tensors of a model whose task gives a loss, `seq_len` tokens a sample. Raises ModelError."""
+    takes, make = TASKS[source.task]
+    for name in fed.given():
+        if name != takes:
+            message = f"{source.name} ({source.task}) is not fed {name}"
+            raise ModelError("model-inputs", message, f"it takes --input {takes}:..., and --seq-len")
+    config = make_config(source, None, dict(args))
+    tensors = make(source.name, config, seq_len, fed)
+    return NamedInputs(tensors=tensors, vocab_size=config.get_text_config().vocab_size, seq_len=seq_len)
+
+
+def _text(name: str, config: Any, length: int, first: tuple[int, int] | None = None) -> NamedInput:
+    return NamedInput(name=name, shape=(length,), ids=config.get_text_config().vocab_size, first=first)
+
+
+def _seq2seq(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """Tokens of the encoder, and labels, of which the model makes its decoder's inputs."""
+    return _text("input_ids", config, seq_len), _text("labels", config, fed.decoder or seq_len)
+
+
+def _speech(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    frames = fed.frames or FRAMES_A_POSITION * config.max_source_positions
+    if frames % FRAMES_A_POSITION:
+        message = f"{name} halves the frames of a spectrogram, got {frames}"
+        raise ModelError("model-inputs", message, f"--input frames:{frames + 1}")
+    spectrogram = NamedInput(name="input_features", shape=(config.num_mel_bins, frames))
+    return spectrogram, _text("labels", config, seq_len)
+
+
+def _pixels(name: str, config: Any, fed: Fed) -> NamedInput:
+    channels, pixels = fed.image or (config.vision_config.num_channels, config.vision_config.image_size)
+    return NamedInput(name="pixel_values", shape=(channels, pixels, pixels))
+
+
+def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """An image and its text, which is what the image is labelled with."""
+    return _pixels(name, config, fed), _text("input_ids", config, seq_len)
+
+
+def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """Text that begins with an image: one token a patch, whose places the image's features take."""
+    pixels = _pixels(name, config, fed)
+    patches = (pixels.shape[1] // config.vision_config.patch_size) ** 2
+    patches += config.vision_feature_select_strategy == "full"  # the class token's too
+    if patches >= seq_len:
+        message = f"{name}: an image takes {patches} of the {seq_len} tokens of a sample"
+        raise ModelError("model-inputs", message, f"--seq-len of more than {patches}, or smaller images with --input")
+    tokens = _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
+    return tokens, pixels, _text("labels", config, seq_len)
+
+
+# by task: what `--input` can set beside the tokens, and the maker
+Maker = Callable[[str, Any, int, Fed], tuple[NamedInput, ...]]
+TASKS: dict[str, tuple[str, Maker]] = {
+    "seq2seq-lm": ("decoder", _seq2seq),
+    "speech": ("frames", _speech),
+    "image-text-pairs": ("image", _pairs),
+    "image-text": ("image", _image_text),
+}

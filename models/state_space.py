@@ -1,0 +1,197 @@
+"""Mamba's kernels where there are none: what mamba_ssm and causal_conv1d allocate and keep, without their values.
+
+Without these packages transformers runs a Mamba token by token, which nobody trains with on a GPU. The stand-ins make
+the same tensors in the same order as mamba_ssm/ops/selective_scan_interface.py (2.2) and csrc/selective_scan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK = 2048  # tokens between two states that the scan keeps
+_INNER = ("transformers.models.mamba.modeling_mamba",)
+_SCANS = (*_INNER, "transformers.models.falcon_mamba.modeling_falcon_mamba", "transformers.models.jamba.modeling_jamba")
+
+
+@contextmanager
+def mamba_kernels() -> Iterator[None]:
+    """Let transformers' Mambas that are imported take the stand-ins."""
+    with ExitStack() as stack:
+        for module, name, function in _places():
+            stack.enter_context(patch.object(module, name, function))
+        yield
+
+
+def install_mamba_kernels() -> None:
+    """Do so for the rest of this process."""
+    for name in _SCANS:
+        importlib.import_module(name)
+    for module, name, function in _places():
+        setattr(module, name, function)
+
+
+def _places() -> list[tuple[Any, str, Any]]:
+    stand_ins = [(name, "mamba_inner_fn", inner) for name in _INNER]
+    stand_ins += [(name, "mamba_selective_scan", selective_scan) for name in _SCANS]
+    loaded = [(sys.modules.get(module), name, function) for module, name, function in stand_ins]
+    return [(module, name, function) for module, name, function in loaded if hasattr(module, name)]
+
+
+def inner(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: None = None,
+    C: None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Stand in for mamba_inner_fn: convolution, scan, gate and output of (batch, 2 x dim, length) as one node.
+
+    Gives (batch, length, hidden_size).
+    """
+    weights = (conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias)
+    return _Inner.apply(xz, *weights, A, D, delta_bias)
+
+
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """Stand in for selective_scan_fn of (batch, dim, length); B and C are (batch, states, length)."""
+    out, states = _Scan.apply(hidden_states, dt, A, B, C, D, z, delta_bias)
+    return (out, states[:, :, -1, 1::2]) if return_last_state else out
+
+
+def _states(u: Tensor, A: Tensor) -> Tensor:
+    """Return the states that the scan keeps: two of each chunk."""
+    return torch.zeros(u.shape[0], u.shape[1], -(-u.shape[2] // CHUNK), 2 * A.shape[1], dtype=A.dtype, device=u.device)
+
+
+def _last_dense(tensor: Tensor | None) -> Any:
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _scan_gradients(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients of u, delta, A, B and C; those of B and C are summed in float32."""
+    du, ddelta, dA = torch.empty_like(u), torch.empty_like(delta), torch.zeros_like(A)
+    dB, dC = torch.zeros_like(B, dtype=torch.float32), torch.zeros_like(C, dtype=torch.float32)
+    return du, ddelta, dA, dB.to(B.dtype), dC.to(C.dtype)
+
+
+def _like(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)
+
+
+class _Scan(torch.autograd.Function):
+    """SelectiveScanFn: keeps its inputs, the states of chunks, and its output before the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *more: Tensor | None) -> Any:
+        u, delta, B, C = (_last_dense(t) for t in (u, delta, B, C))
+        D, z, bias = (_last_dense(t) for t in more)
+        out, states = torch.empty_like(delta), _states(u, A)
+        gated = out if z is None else torch.empty_like(z)
+        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, states, out)
+        ctx.mark_non_differentiable(states)
+        return gated, states
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        u, delta, A, B, C, D, z, bias, _, _ = ctx.saved_tensors
+        _last_dense(grads[0])
+        return (*_scan_gradients(u, delta, A, B, C), _like(D), None if z is None else torch.empty_like(z), _like(bias))
+
+
+class _Inner(torch.autograd.Function):
+    """MambaInnerFn: keeps what enters it, the projections and the scan's output; the rest is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, xz: Tensor, *tensors: Any) -> Tensor:
+        _, _, x_proj, delta_proj, out_proj, out_bias, A, _, _ = tensors
+        batch, _, length = xz.shape
+        rank, states = delta_proj.shape[1], A.shape[1]
+        xz = _last_dense(xz)
+        x, z = xz.chunk(2, dim=1)
+        convolved = torch.empty_like(x)
+        projected = functional.linear(convolved.transpose(1, 2).reshape(batch * length, -1), x_proj)
+        delta = _delta(delta_proj, projected, batch)
+        B, C = (_of_states(t, batch) for t in (projected[:, rank : rank + states], projected[:, -states:]))
+        out, kept, gated = torch.empty_like(delta), _states(x, A), torch.empty_like(z)
+        del convolved, delta
+        ctx.save_for_backward(xz, projected, B, C, kept, out, *tensors)
+        return functional.linear(gated.transpose(1, 2), out_proj, out_bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        xz, projected, B, C, _, out, conv, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, D, bias = (
+            ctx.saved_tensors
+        )
+        batch, _, length = xz.shape
+        rank, states = delta_proj.shape[1], A.shape[1]
+        grad = _last_dense(grads[0])
+        x, _ = xz.chunk(2, dim=1)
+        convolved = torch.empty_like(x)
+        delta = _delta(delta_proj, projected, batch)
+        dxz = torch.empty_like(xz)
+        flat = grad.permute(2, 0, 1).reshape(grad.shape[2], batch * length)
+        dout = (out_proj.t() @ flat).reshape(-1, batch, length).permute(1, 0, 2)
+        again = torch.empty_like(out)  # the gated output
+        du, ddelta, dA, dB, dC = _scan_gradients(convolved, delta, A, B, C)
+        dD, dbias = _like(D), _like(bias)
+        dout_proj = torch.einsum("eB,dB->ed", flat, _flat(again))
+        dout_bias = None if out_bias is None else grad.sum(dim=(0, 1))
+        dprojected = torch.empty_like(projected)
+        dprojected[:, rank : rank + states] = dB.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        dprojected[:, -states:] = dC.squeeze(1).transpose(1, 2).reshape(-1, states).contiguous()
+        del dB, dC
+        ddelta = _flat(ddelta)
+        ddelta_proj = torch.einsum("dB,Br->dr", ddelta, projected[:, :rank])
+        dprojected[:, :rank] = torch.einsum("dB,dr->Br", ddelta, delta_proj)
+        du = _flat(du)
+        dx_proj = torch.einsum("Br,Bd->rd", dprojected, convolved.transpose(1, 2).reshape(batch * length, -1))
+        du.addmm_(x_proj.t(), dprojected.t())
+        du = du.reshape(-1, batch, length).permute(1, 0, 2)
+        du = _last_dense(du)
+        del dout
+        return dxz, _like(conv), _like(conv_bias), dx_proj, ddelta_proj, dout_proj, dout_bias, dA, dD, dbias
+
+
+def _delta(delta_proj: Tensor, projected: Tensor, batch: int) -> Tensor:
+    """Return the time steps (batch, dim, length), whose memory has dim first."""
+    made = delta_proj @ projected[:, : delta_proj.shape[1]].t()
+    return made.reshape(made.shape[0], batch, -1).permute(1, 0, 2)
+
+
+def _of_states(projected: Tensor, batch: int) -> Tensor:
+    """Turn (batch x length, states) to (batch, 1, states, length)."""
+    return projected.reshape(batch, -1, projected.shape[1]).transpose(1, 2).unsqueeze(1).contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Turn (batch, dim, length) to (dim, batch x length); a copy where memory is not in that order."""
+    return tensor.permute(1, 0, 2).reshape(tensor.shape[1], -1)

@@ -1,0 +1,71 @@
+"""Models that are fed several tensors by name, as commands take and refuse them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.models.small import NAMED
+from zerofit.cli.main import main
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import find
+
+L4 = ["--gpus", "2", "--gpu", "l4"]
+
+
+def ask(*args: object, code: int = 0) -> dict:
+    done = CliRunner().invoke(main, [*map(str, args), "--json"])
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def refused(*args: object) -> str:
+    answer = ask(*args, code=2)
+    return " ".join(problem["message"] for problem in answer.get("errors") or [answer["error"]])
+
+
+def small(name: str, **more: object) -> list[object]:
+    return [name, "--model-args", json.dumps({**NAMED[name], **more})]
+
+
+@pytest.fixture(scope="module")
+def run(pools, tmp_path_factory) -> Path:
+    """A training of CLIP of two steps on made-up images and texts."""
+    more = {"data": "synthetic", "seq_len": 8, "micro_batch": 4, "steps": 2, "eval_samples": 8, "ds_config": "zero3"}
+    name = "clip-vit-base-patch32"
+    return (
+        pools(2).train(tmp_path_factory.mktemp("run") / "run", model=name, model_args=NAMED[name], **more).folder.path
+    )
+
+
+def test_made_up_tensors_train_a_model(run):
+    """A loss over four pairs, of weights that know nothing: about ln 4."""
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert losses and all(abs(loss - math.log(4)) < 2 for loss in losses)
+
+
+def test_a_trained_model_is_not_fed_by_commands_that_want_logits(run):
+    assert "image-text-pairs" in refused("eval", run / "model")
+    assert "image-text-pairs" in refused("generate", run / "model", "--prompt", "a")
+
+
+def test_what_is_refused():
+    assert "made-up tensors only" in refused("train", "t5-small", "--data", "pysource", "--ranks", 1)
+    assert "gives a loss of its own" in refused("compare", "strategies", "t5-small", "--ranks", 1, "--output", "out")
+    assert "is not fed frames" in refused("simulate", "t5-small", "--input", "frames:300", *L4)
+    assert "decoder:x" in refused("simulate", "t5-small", "--input", "decoder:x", *L4)
+    assert "takes 576 of the 256 tokens" in refused("plan", "llava-1.5-7b", "--seq-len", 256, *L4)
+    assert "cannot be cut" in refused("simulate", *small("t5-small"), "--pipeline", 2, *L4)
+
+
+@pytest.mark.parametrize("name", ["t5-small", "llava-1.5-7b", "mamba-130m"])
+def test_a_plan_has_no_pipelines_and_says_why(name, cache):
+    found = ask("plan", *small(name), "--seq-len", 16, *L4, "--top", 100)
+    assert found["layouts"] and {layout["pp"] for layout in found["layouts"]} == {1}
+    assert found["parameters"] == parameter_count(build(find(name), None, NAMED[name]))
+    assert "cut into stages" in refused("plan", *small(name), "--seq-len", 16, *L4, "--pipeline", 2)
