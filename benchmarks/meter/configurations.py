@@ -103,6 +103,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "seq_len": 64,
         "model_args": {"image_token_index": 7, "text_config": _WORDS, "vision_config": _VISION},
     },
+    "mamba": {
+        "model": "mamba-130m",
+        "seq_len": 32,
+        "model_args": {"vocab_size": 2048, "hidden_size": 192, "num_hidden_layers": 3},
+    },
     "dinov2": {"model": "dinov2-small", "image_size": 56, "model_args": {**_TOWER, "mlp_ratio": 4}},
 }
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
@@ -200,7 +205,7 @@ t5 zero1 fp32 mb2 offload x1
 t5 zero2 bf16 mb8 x2
 t5 zero3 bf16 mb2 ckpt x2
 bart zero2 fp32 mb2 ga2 x2
-bart zero2 bf16 mb8 x2
+bart zero3 bf16 mb8 x2
 whisper zero2 bf16 mb2 x2
 whisper zero3 fp32 mb2 ckpt x2
 clip zero1 bf16 mb8 x2
@@ -209,6 +214,8 @@ siglip zero2 fp32 mb8 ckpt x2
 siglip zero3 bf16 mb2 offload-all x2
 llava zero2 bf16 mb2 ckpt x2
 llava zero3 fp32 mb2 x2
+mamba zero1 fp32 mb2 x2
+mamba zero2 bf16 mb2 x2
 dinov2 zero2 bf16 mb8 x2
 """.strip().splitlines()
 

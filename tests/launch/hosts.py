@@ -51,6 +51,11 @@ class Node:
     wire: str  # the bridge's end of its cable
     sshd: subprocess.Popen[bytes] | None = None
 
+    @property
+    def scratch(self) -> Path:
+        """Where its sessions keep temporary files; short, as sockets' names are limited."""
+        return Path("/tmp") / self.space
+
     def pids(self) -> list[int]:
         """Processes in its namespace, but for sshd itself."""
         found = [int(pid) for pid in run("ip", "netns", "pids", self.space).split()]
@@ -153,7 +158,8 @@ def start_sshd(node: Node, place: Path, over: Mapping[Path, Path] | None = None)
     """Start (or start again) the ssh server of a host; `over`: files that its sessions see in place of others."""
     Path("/run/sshd").mkdir(exist_ok=True)
     sshd = shutil.which("sshd", path=os.environ["PATH"] + SBIN)
-    server = [str(sshd), "-D", "-e", "-f", str(place / "sshd_config")]
+    node.scratch.mkdir(exist_ok=True)  # of its own: two of Open MPI's daemons at once fail over one session folder
+    server = [str(sshd), "-D", "-e", "-f", str(place / "sshd_config"), "-o", f"SetEnv=TMPDIR={node.scratch}"]
     if over:  # `ip netns exec` gives it a mount namespace of its own
         mounts = [f"mount --bind {shlex.quote(str(fake))} {shlex.quote(str(real))}" for real, fake in over.items()]
         server = ["sh", "-c", " && ".join([*mounts, f"exec {shlex.join(server)}"])]
@@ -202,6 +208,7 @@ def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
                     os.kill(int(pid), signal.SIGKILL)
             if node.sshd:
                 node.sshd.wait()
+            shutil.rmtree(node.scratch, ignore_errors=True)
             subprocess.run(["ip", "netns", "del", node.space], check=False, capture_output=True)
             subprocess.run(["ip", "link", "del", node.wire], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
