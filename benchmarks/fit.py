@@ -24,6 +24,7 @@ from zerofit.app.tuning.job import TuneJob
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.profile import NOTHING_SAVED
 from zerofit.spec.run import Run, RunRequest
 
 SWEEPS = Path(__file__).parent / "results" / "tune_regret.json"
@@ -40,7 +41,7 @@ def compare(sweep: dict[str, Any]) -> dict[str, Any]:
     found = [
         LayoutOption(
             layout=one.layout,
-            loss_chunk=None,
+            savings=NOTHING_SAVED,
             memory=memory(one.layout),
             samples_per_s=float(f"{one.layout.global_batch / one.forecast_step_s:.3g}"),
         )

@@ -1,4 +1,4 @@
-"""Does training in more than one parallel dimension follow one process of plain PyTorch?
+"""Does training in more than one parallel dimension, or with spread experts, follow one process of plain PyTorch?
 
     python -m benchmarks.layouts [--ranks 4 8] [--only WORD] [--output benchmarks/results/layouts.json]
 
@@ -19,12 +19,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-from safetensors.torch import load_file
+import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from tests.ranks.pool import RankPool
 from tests.train.reference import Plan, follow, relative_difference, text_windows, write_corpus
@@ -43,6 +45,39 @@ MODELS = {
     "qwen3 tied": {"model_type": "qwen3", **SHAPE, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **SHAPE, "sliding_window": None},
 }
+# transformers computes the router's own loss per micro batch: one process would have another
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+MIXTURES = {
+    "mixtral": {"model_type": "mixtral", **SHAPE, **EXPERTS, "num_local_experts": 4, "sliding_window": None},
+    "qwen3 moe": {
+        "model_type": "qwen3_moe",
+        **SHAPE,
+        **EXPERTS,
+        "num_experts": 8,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "deepseek v2": {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **SHAPE,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+}
 OPTIMIZERS = {
     "SGD": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},  # clipped at each step: a wrong norm or scale shows at once
     "AdamW": {"optimizer": "adamw", "lr": 1e-3, "clip": 0.5},
@@ -53,11 +88,20 @@ DEGREES = {
     8: [(2, 2, 1, 2), (2, 1, 2, 2), (1, 2, 2, 2), (2, 2, 2, 1), (4, 2, 1, 1), (2, 4, 1, 1), (1, 4, 2, 1), (1, 2, 4, 1)],
     16: [(2, 2, 2, 2), (4, 2, 1, 2), (2, 4, 2, 1), (1, 4, 2, 2), (4, 4, 1, 1), (4, 1, 4, 1)],
 }
+# expert parallel degrees by sequence and data parallel ones
+SPREAD = {4: {(1, 4): (2, 4), (2, 2): (2, 4), (4, 1): (2,)}}
 MORE = {
     "checkpointing": {"activation_checkpointing": True},
     "chunked loss": {"loss_chunk": 16},
     "micro batch 1": {"micro_batch": 1},
 }
+LONG: dict[str, dict[str, Any]] = {  # for long sequences; none of these sizes divides the tokens of a rank
+    "loss in chunks": {"loss_chunk": 20},
+    "MLPs in tiles": {"mlp_chunk": 6},
+    "checkpoints on the host": {"activation_offload": True},
+}
+LONG["all three"] = LONG["loss in chunks"] | LONG["MLPs in tiles"] | LONG["checkpoints on the host"]
+LONG_DEGREES = [(1, 1, 1, 2), (1, 1, 2, 1)]
 AXES = ("PP", "TP", "SP", "DP")
 
 
@@ -73,15 +117,36 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All layouts with each model and optimizer, then what changes how a step is made."""
+    """What is for long sequences on 2 ranks; all layouts with each model and optimizer, then what changes a step."""
+    for degrees in LONG_DEGREES:
+        for stage in range(4):
+            for model, (word, options) in product(("llama", "llama tied"), LONG.items()):
+                yield _case(2, degrees, stage, model, "SGD", word, options)
+            yield _case(2, degrees, stage, "qwen3 tied", "AdamW", "all three", LONG["all three"])
     for ranks, layouts in DEGREES.items():
         for degrees in layouts:
             for stage in (0, 1) if degrees[0] > 1 else (0, 1, 2, 3):
                 for model in MODELS:
                     for optimizer in OPTIMIZERS:
                         yield _case(ranks, degrees, stage, model, optimizer)
-            for word, options in MORE.items():
+            for word, options in {**MORE, "all three": LONG["all three"]}.items():
                 yield _case(ranks, degrees, 1, "qwen3 tied", "SGD", word, options)
+        yield from _spread(ranks)
+
+
+def _spread(ranks: int) -> Iterator[Case]:
+    """Yield layouts of spread experts: Mixtral in all, the other mixtures in the first and at accumulation 1."""
+    for (sequence, data), spreads in SPREAD.get(ranks, {}).items():
+        for expert, stage in product(spreads, (1, 2, 3)):
+            degrees, more = (1, 1, sequence, data), {"expert_parallel": expert}
+            for optimizer in OPTIMIZERS:
+                yield _case(ranks, degrees, stage, "mixtral", optimizer, f"EP{expert}", more)
+            for model in ("qwen3 moe", "deepseek v2") if sequence == 1 else ():
+                yield _case(ranks, degrees, stage, model, "SGD", f"EP{expert}", more | {"micro_batch": 1})
+    for word, options in MORE.items():
+        if ranks in SPREAD:
+            more = options | {"expert_parallel": 2}
+            yield _case(ranks, (1, 1, 2, 2), 2, "mixtral", "SGD", f"EP2, {word}", more)
 
 
 def _case(
@@ -116,12 +181,11 @@ class Layouts:
             trained = self._pool_of(case.ranks).train(self._output(), **self._options(case))
         except UserError as error:
             return {"case": case.name, "ranks": case.ranks, "refused": str(error)}
-        own = load_file(trained.folder.model / "model.safetensors")
-        theirs = {name: tensor for name, tensor in weights.items() if name in own}  # of tied weights one is saved
+        own = AutoModelForCausalLM.from_pretrained(trained.folder.model, dtype="auto").state_dict()
         apart = {
             "loss": _apart(trained.losses, losses),
             "norm": _apart([step["grad_norm"] for step in trained.steps], norms),
-            "weights": relative_difference(own, theirs),
+            "weights": relative_difference(own, weights),
         }
         agrees = all(apart[of] <= most for of, most in (("loss", LOSS), ("norm", NORM), ("weights", WEIGHTS)))
         return {"case": case.name, "ranks": case.ranks, "apart": apart, "agrees": agrees}
@@ -136,7 +200,7 @@ class Layouts:
         """The run as the reference sees it."""
         config = self._folder / model.replace(" ", "-") / "config.json"
         config.parent.mkdir(exist_ok=True)
-        config.write_text(json.dumps(MODELS[model]))
+        config.write_text(json.dumps((MODELS | MIXTURES)[model]))
         count, windows = text_windows(self._corpus, SEQ_LEN)
         text = TextInputs(vocab_size=SHAPE["vocab_size"], seq_len=SEQ_LEN)
         plan = Plan(str(config), text, {}, windows, count, global_batch=GLOBAL_BATCH, steps=STEPS)
@@ -191,6 +255,27 @@ def _gradients_doubled(model: nn.Module) -> None:
         p.register_hook(lambda grad: grad * 2)
 
 
+def _half_of_experts(model: nn.Module) -> None:
+    """Divide the gradients of experts by two more ranks than hold them."""
+    for p in model.parameters():
+        if p.dim() == 3:
+            p.register_hook(lambda grad: grad / 2)
+
+
+def _second_expert_dropped(model: nn.Module) -> None:
+    """Send one in eight tokens to its first expert alone, as a full one would."""
+
+    def dropped(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, chosen, scores = given
+        kept = torch.ones_like(scores)
+        kept[::8, 1] = 0
+        return x, chosen, scores * kept
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(dropped)
+
+
 def _clipping(counted: Callable[[list[nn.Parameter]], list[nn.Parameter]]) -> Callable[..., Tensor]:
     """Return a `clip_grad_norm_` that goes by the norm of the parameters that are counted."""
 
@@ -212,16 +297,25 @@ MISCOUNTS: dict[str, Callable[[list[nn.Parameter]], list[nn.Parameter]]] = {
     "clipped by the norm of the first of two stages": lambda all_: all_[: len(all_) // 2],
     "a tied weight counted in both stages": lambda all_: [all_[0], *all_],
 }
+EXPERT_FAULTS: dict[str, Callable[[nn.Module], None]] = {
+    "gradients of experts averaged over ranks that hold other ones": _half_of_experts,
+    "a token's second expert left out": _second_expert_dropped,
+}
+EXPERT_MISCOUNTS: dict[str, Callable[[list[nn.Parameter]], list[nn.Parameter]]] = {
+    "clipped by a norm without experts": lambda all_: [p for p in all_ if p.dim() < 3],
+}
 
 
 def faults(layouts: Layouts) -> Iterator[dict[str, Any]]:
     """Put what a layout may do wrong into the reference; yield how far each fault is from the right one."""
-    plan, right = layouts.plan("qwen3 tied", "SGD"), layouts.follow("qwen3 tied", "SGD")
-    for name, fault in FAULTS.items():
-        yield _seen(name, follow(plan, fault), right)
-    for name, counted in MISCOUNTS.items():
-        with patch.object(nn.utils, "clip_grad_norm_", _clipping(counted)):
-            yield _seen(name, follow(plan), right)
+    kinds = (("qwen3 tied", FAULTS, MISCOUNTS), ("mixtral", EXPERT_FAULTS, EXPERT_MISCOUNTS))
+    for model, changes, miscounts in kinds:
+        plan, right = layouts.plan(model, "SGD"), layouts.follow(model, "SGD")
+        for name, fault in changes.items():
+            yield _seen(name, follow(plan, fault), right)
+        for name, counted in miscounts.items():
+            with patch.object(nn.utils, "clip_grad_norm_", _clipping(counted)):
+                yield _seen(name, follow(plan), right)
 
 
 def _seen(name: str, wrong: tuple, right: tuple) -> dict[str, Any]:
@@ -232,7 +326,8 @@ def _seen(name: str, wrong: tuple, right: tuple) -> dict[str, Any]:
 def main() -> None:
     """Run faults and cases, print each, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8], choices=DEGREES, help="how many (default: 4 8)")
+    ranks = (2, *DEGREES)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], choices=ranks, help="(default: 2 4 8)")
     parser.add_argument("--only", default="", help="only cases whose name this regular expression finds")
     parser.add_argument("--output", type=Path, help="write the table as JSON; cases that it has already are kept")
     arguments = parser.parse_args()

@@ -24,7 +24,18 @@ from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.hf import transformers_model
 from zerofit.models.hf_config import make_config, max_positions
-from zerofit.models.inputs import ImageInputs, Inputs, NamedInput, NamedInputs, tensors_of
+from zerofit.models.inputs import (
+    ImageInputs,
+    Inputs,
+    NamedInput,
+    NamedInputs,
+    TableInputs,
+    TextInputs,
+    are_packed,
+    tensors_of,
+)
+from zerofit.models.packing import refuse_unseparated
+from zerofit.models.partial import name_without_adapters, train_part
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import gives_loss, is_text
@@ -50,20 +61,20 @@ def build(
 ) -> nn.Module:
     """Build the model in fp32 on the current default device (also meta), fitted to its inputs.
 
+    What is not trained (`source.partial`) is frozen, and adapters are added.
+
     Weights are random, drawn from torch's global stream, or a pretrained folder's. `args` override the keys of a
     transformers config, or are keyword arguments of other models. Without inputs a model has its published shape.
     `stored`: cast and move each parameter as soon as it has its values (a user's model that cannot be deferred: after
     it was built, see `why_whole`), so that beside what is stored memory is needed for a layer. `keep`: names of the
     parameters that are stored (None: all); the others are on meta.
     """
-    if source.task in ("image", "gan") and inputs is not None and not isinstance(inputs, ImageInputs):
-        raise ModelError("model-task", f"{source.name} classifies images, the data is text", "take other --data")
-    if is_text(source.task) and isinstance(inputs, ImageInputs):
-        raise ModelError("model-task", f"{source.name} reads text, the data is images", "take other --data")
+    _refuse_inputs(source, inputs)
     if inputs is not None and source.task != "custom" and gives_loss(source.task) != isinstance(inputs, NamedInputs):
         message = f"{source.name} ({source.task}) is fed other tensors than the data has"
         raise ModelError("model-task", message, "take --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
+    keep = keep if keep is None else {name_without_adapters(name) for name in keep}
     if stored is None:
         model = make()
     elif source.family == "transformers":
@@ -75,7 +86,19 @@ def build(
             model = store_parameters(make(), stored, keep)
     if checkpointing:
         _checkpoint(model)
-    return model
+    return model if source.partial is None else train_part(model, source.partial)
+
+
+def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
+    """Raise ModelError("model-task") for inputs of another kind than the model takes."""
+    held = {ImageInputs: "images", TableInputs: "a table", TextInputs: "text"}.get(type(inputs))
+    for taken, does, fits in (
+        (ImageInputs, "classifies images", source.task in ("image", "gan")),
+        (TableInputs, "classifies rows of a table", source.task == "table"),
+        (TextInputs, "reads text", is_text(source.task)),
+    ):
+        if fits and held and not isinstance(inputs, taken):
+            raise ModelError("model-task", f"{source.name} {does}, the data is {held}", "take other --data")
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> str | None:
@@ -125,6 +148,11 @@ def batch_keys(inputs: Inputs) -> list[str]:
     return ["inputs", *(one.name for one in tensors_of(inputs)[1:-1]), "labels"]
 
 
+def extra_inputs(inputs: Inputs | None, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a batch a model takes beside its "inputs", by the names of its forward's arguments."""
+    return {key: batch[key] for key in batch_keys(inputs)[1:-1]} if inputs is not None else {}
+
+
 def empty_batch(inputs: Inputs, count: int, make: Callable[..., Tensor] = torch.zeros) -> dict[str, Tensor]:
     """Return a batch of `count` samples without data, on the current default device, as loaders name its tensors.
 
@@ -159,6 +187,8 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in empty_batch(inputs, TRIED).items()}
     if isinstance(inputs, ImageInputs):
         got, knob = f"images of shape {tuple(batch['inputs'].shape[1:])}", "--image-size"
+    elif isinstance(inputs, TableInputs):
+        got, knob = f"rows of {inputs.features} features", "--data"
     elif isinstance(inputs, NamedInputs):
         got, knob = ", ".join(f"{one.name} of shape {one.shape}" for one in inputs.tensors), "--seq-len or --input"
     else:
@@ -174,12 +204,16 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
                 logits = None
                 forward_loss(trial, inputs, batch)
             else:
-                logits, _ = forward_logits(trial, batch["inputs"])
+                apart = refuse_unseparated(trial, source.name) if are_packed(inputs) else nullcontext()
+                with apart:
+                    logits, _ = forward_logits(trial, batch["inputs"], **extra_inputs(inputs, batch))
+    except ModelError:
+        raise
     except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
-    classes = inputs.classes if isinstance(inputs, ImageInputs) else inputs.vocab_size
+    classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
     if logits is not None and source.task != "gan" and logits.shape[-1] < classes:
         message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
@@ -245,8 +279,7 @@ def source_max_positions(source: ModelSource, args: dict[str, Any]) -> int | Non
 
 def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
     wanted = inputs or PUBLISHED_INPUTS[source.name]
-    assert isinstance(wanted, ImageInputs)  # see build
-    builder = DCGAN if source.family == "gan" else BUILDERS[source.name]
+    builder = cast(Callable[..., nn.Module], DCGAN if source.family == "gan" else BUILDERS[source.name])
     known = [name for name in inspect.signature(builder).parameters if name != "inputs"]
     for key in args:
         if key not in known:
@@ -255,7 +288,8 @@ def _zerofit(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -
     try:
         return builder(wanted, **args)
     except (RuntimeError, TypeError, ZeroDivisionError) as error:
-        message = f"{source.name} cannot be made for {wanted.size}x{wanted.size} images: {error}"
+        fed = f"{wanted.size}x{wanted.size} images" if isinstance(wanted, ImageInputs) else "such a table"
+        message = f"{source.name} cannot be made for {fed}: {error}"
         raise ModelError("model-shape", message, "set --image-size or correct --model-args") from None
 
 

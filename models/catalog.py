@@ -9,13 +9,17 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerofit.models.hub_names import shape_on_hub
 from zerofit.models.presets import PRESETS
 from zerofit.spec.model_facts import Task
+from zerofit.spec.partial_training import PartialTraining
+
+if TYPE_CHECKING:
+    from zerofit.spec.run import Run
 
 Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
 
@@ -40,6 +44,12 @@ class ModelSource:
     origin: str  # "zerofit", "torchvision", "preset", "config.json", "pretrained folder", "package.module:callable"
     task: Task | Literal["custom"]  # what a custom model reads shows when it is built
     path: str | None = None  # the config.json, or the pretrained folder
+    partial: PartialTraining | None = None  # what of the built model is trained; None: all of it
+
+
+def source_of(run: Run) -> ModelSource:
+    """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
+    return replace(find(run.model), partial=run.partial)
 
 
 def find(name: str) -> ModelSource:
@@ -81,7 +91,7 @@ def is_cnn(source: ModelSource) -> bool:
     """Return whether a model is a convolutional network of ours or of torchvision's."""
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
-    return source.name in ("simplecnn", "lenet", "resnet18-small")
+    return source.name in ("simplecnn", "simplecnn-112", "lenet", "lenet-scratch", "resnet18-small")
 
 
 def names_callable(name: str) -> bool:
@@ -186,6 +196,8 @@ def read_config(file: Path) -> dict[str, Any]:
         hint = "name the folder that holds config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
             hint = f"a run folder: take {file.parent}/model (its weights) or {file.parent}/run.json (the run again)"
+        if (file.parent / "adapter_config.json").is_file():
+            hint = f"it holds adapters: `zerofit ckpt export {file.parent} OUT --merge` writes the whole model"
         raise ModelError("unknown-model", f"{file.parent} holds no config.json", hint)
     try:
         config = json.loads(file.read_text())
@@ -239,8 +251,11 @@ HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model
 
 OWN: dict[str, Task] = {
     "simplecnn": "image",
+    "simplecnn-112": "image",
     "lenet": "image",
+    "lenet-scratch": "image",
     "resnet18-small": "image",
     "mlp": "image",
+    "mlp-table": "table",
     "dcgan": "gan",
 }

@@ -18,12 +18,21 @@ class ImageInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableInputs:
+    """Rows of a table with one class label each: float32 (batch, features) and int64 (batch,)."""
+
+    features: int
+    classes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextInputs:
     """Token sequences: int64 (batch, seq_len), ids below vocab_size."""
 
     vocab_size: int  # ids the tokenizer can give, special tokens included
     seq_len: int
     mask_id: int | None = None  # the id that masked-LM training puts in place of a token
+    packed: bool = False  # documents in one sample that must not see each other: position ids say where each begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +61,26 @@ class Fed:
     image: tuple[int, int] | None = None  # channels, pixels of a side
     decoder: int | None = None  # tokens of the decoder
     frames: int | None = None  # of a spectrogram
+    packed: bool | None = None  # a sample of text holds documents that must not see each other
+    features: int | None = None  # columns of a table
 
     def given(self) -> list[str]:
         """Return the names of what was said."""
         return [name for name, value in vars(self).items() if value is not None]
 
 
-Inputs = ImageInputs | TextInputs | NamedInputs
+Inputs = ImageInputs | TableInputs | TextInputs | NamedInputs
 
-_KINDS: dict[str, type[Inputs]] = {"text": TextInputs, "image": ImageInputs, "named": NamedInputs}
+_KINDS: dict[str, type[Inputs]] = {
+    "text": TextInputs,
+    "image": ImageInputs,
+    "table": TableInputs,
+    "named": NamedInputs,
+}
 
 
 def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
-    """Return inputs as JSON: their fields, and "kind": "text", "image" or "named"."""
+    """Return inputs as JSON: their fields, and "kind": "text", "image", "table" or "named"."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
@@ -77,6 +93,11 @@ def inputs_from_dict(value: Any) -> Inputs:
     return TypeAdapter(_KINDS[kind]).validate_python(value)
 
 
+def are_packed(inputs: Inputs | None) -> bool:
+    """Return whether a sample holds documents that must not see each other."""
+    return isinstance(inputs, TextInputs) and inputs.packed
+
+
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
     """Return the tensors of a sample, the first one "inputs" and the last one "labels" in a batch."""
     if isinstance(inputs, NamedInputs):
@@ -84,5 +105,10 @@ def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
     if isinstance(inputs, ImageInputs):
         pixels = (inputs.channels, inputs.size, inputs.size)
         return NamedInput(name="pixel_values", shape=pixels), NamedInput(name="labels", shape=(), ids=inputs.classes)
+    if isinstance(inputs, TableInputs):
+        features = NamedInput(name="features", shape=(inputs.features,))
+        return features, NamedInput(name="labels", shape=(), ids=inputs.classes)
     tokens = {"shape": (inputs.seq_len,), "ids": inputs.vocab_size}
-    return NamedInput(name="input_ids", **tokens), NamedInput(name="labels", **tokens)
+    positions = NamedInput(name="position_ids", shape=(inputs.seq_len,), ids=inputs.seq_len)
+    between = (positions,) if inputs.packed else ()
+    return NamedInput(name="input_ids", **tokens), *between, NamedInput(name="labels", **tokens)

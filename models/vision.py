@@ -1,4 +1,4 @@
-"""Image models: small classifiers of ours, DCGAN, and torchvision's classifiers for other images than ImageNet's."""
+"""Small models of ours for images and tables, DCGAN, and torchvision's classifiers for other images than ImageNet's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
@@ -27,6 +27,16 @@ def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
         conv1=conv_pool(inputs.channels, width),
         conv2=conv_pool(width, 2 * width),
         head=nn.Sequential(nn.Flatten(), nn.Linear(2 * width * side * side, inputs.classes)),
+    )
+
+
+def simplecnn_112(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
+    """Build one 3x3 convolution, a 2x2 max-pool and one linear layer: 2,008,842 parameters on 3x112x112 images."""
+    side = -(-inputs.size // 2)
+    conv = nn.Conv2d(inputs.channels, width, 3, padding=1)
+    return _stages(
+        conv1=nn.Sequential(conv, nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+        head=nn.Sequential(nn.Flatten(), nn.Linear(width * side * side, inputs.classes)),
     )
 
 
@@ -50,6 +60,38 @@ def lenet(inputs: ImageInputs) -> nn.Sequential:
     )
 
 
+def lenet_scratch(inputs: ImageInputs, std: float = 0.01) -> nn.Sequential:
+    """Build the LeNet of "Dive into Deep Learning", chapter on several GPUs: 28x28 gives its 129,068 parameters.
+
+    Two convolutions with average pooling, two linear layers, ReLU; weights are drawn from a normal of standard
+    deviation `std`, biases begin at 0.
+    """
+    side = ((inputs.size - 2) // 2 - 4) // 2
+    if side < 1:
+        message = f"lenet-scratch takes images of 14 pixels and more, got {inputs.size}"
+        raise ModelError("model-shape", message, "set --image-size, e.g. --image-size 28")
+    first, second = nn.Conv2d(inputs.channels, 20, 3), nn.Conv2d(20, 50, 5)
+    model = _stages(
+        conv1=nn.Sequential(first, nn.ReLU(), nn.AvgPool2d(2)),
+        conv2=nn.Sequential(second, nn.ReLU(), nn.AvgPool2d(2)),
+        fc1=nn.Sequential(nn.Flatten(), nn.Linear(50 * side * side, 128), nn.ReLU()),
+        head=nn.Linear(128, inputs.classes),
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.normal_(module.weight, 0.0, std)
+            nn.init.zeros_(module.bias)  # pyright: ignore[reportArgumentType] - all of them have one
+    return model
+
+
+def mlp_table(inputs: TableInputs, hidden: int = 100) -> nn.Sequential:
+    """Build two linear layers on a row of numbers; 10 features and 2 classes give 1,302 parameters."""
+    return _stages(
+        hidden=nn.Sequential(nn.Linear(inputs.features, hidden), nn.ReLU()),
+        head=nn.Linear(hidden, inputs.classes),
+    )
+
+
 def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
     """Build two linear layers on the flattened image."""
     pixels = inputs.channels * inputs.size**2
@@ -62,15 +104,15 @@ def mlp(inputs: ImageInputs, hidden: int = 256) -> nn.Sequential:
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with batch norm around a shortcut (He et al., 2016, figure 2)."""
 
-    def __init__(self, channels_in: int, channels: int, stride: int):
+    def __init__(self, channels_in: int, channels: int, stride: int, bias: bool):
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=bias)
         self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=bias)
         self.bn2 = nn.BatchNorm2d(channels)
         self.shortcut = nn.Identity()
         if stride != 1 or channels_in != channels:
-            projection = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            projection = nn.Conv2d(channels_in, channels, 1, stride, bias=bias)
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,15 +121,18 @@ class ResidualBlock(nn.Module):
         return (self.bn2(self.conv2(out)) + self.shortcut(x)).relu()
 
 
-def resnet18_small(inputs: ImageInputs, width: int = 64) -> nn.Sequential:
-    """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2)."""
-    stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> nn.Sequential:
+    """Build ResNet-18 for small images: a 3x3 stem of stride 1, no max-pool (as in He et al., 2016, section 4.2).
+
+    `bias` gives the convolutions biases, which the batch norms after them make superfluous, as textbooks have it.
+    """
+    stem = nn.Sequential(nn.Conv2d(inputs.channels, width, 3, padding=1, bias=bias), nn.BatchNorm2d(width), nn.ReLU())
     blocks: dict[str, nn.Module] = {}
     channels = width
     for group in range(4):
         for index in range(2):
             stride = 2 if group and not index else 1
-            blocks[f"block{2 * group + index + 1}"] = ResidualBlock(channels, width << group, stride)
+            blocks[f"block{2 * group + index + 1}"] = ResidualBlock(channels, width << group, stride, bias)
             channels = width << group
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, inputs.classes))
     return _stages(stem=stem, **blocks, head=head)
@@ -164,15 +209,21 @@ def _initialise(module: nn.Module) -> None:
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "simplecnn": simplecnn,
+    "simplecnn-112": simplecnn_112,
     "lenet": lenet,
+    "lenet-scratch": lenet_scratch,
     "mlp": mlp,
+    "mlp-table": mlp_table,
     "resnet18-small": resnet18_small,
 }
 
 # for the table of models, and for a model without data
-PUBLISHED_INPUTS: dict[str, ImageInputs] = {
+PUBLISHED_INPUTS: dict[str, ImageInputs | TableInputs] = {
     "simplecnn": ImageInputs(channels=3, size=32, classes=10),
+    "simplecnn-112": ImageInputs(channels=3, size=112, classes=10),
     "lenet": ImageInputs(channels=1, size=28, classes=10),
+    "lenet-scratch": ImageInputs(channels=1, size=28, classes=10),
+    "mlp-table": TableInputs(features=10, classes=2),
     "mlp": ImageInputs(channels=1, size=28, classes=10),
     "resnet18-small": ImageInputs(channels=3, size=32, classes=10),
     "dcgan": ImageInputs(channels=3, size=64, classes=1),

@@ -24,6 +24,7 @@ from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.profile import Savings
 
 from .part import Measure
 from .rank import train
@@ -118,7 +119,7 @@ def _planned(asked: SimulationTarget) -> dict[str, Any]:
         model_args=dict(job.run.model_args),
         checkpointings=(job.run.activation_checkpointing,),
         degrees=(Degrees(),),
-        loss_chunk=job.run.loss_chunk,
+        savings=Savings.of(job.run),
     )
     profile, _ = get_profile(wanted, Reporter())
     timing = Timer(profile, cluster, rates_of(cluster, job.precision, calibration)).step(PlannedLayout.of(job))

@@ -93,9 +93,15 @@ def percent(error: float) -> str:
 
 def compare(name: str, target: SimulationTarget, ranks: Ranks) -> Comparison:
     """Train it for real, simulate and forecast it. Raises RuntimeError where a rank fails."""
+    peaks = real_and_simulated(target, ranks)
+    return Comparison(name=name, peaks=peaks, planned_bytes=ranks.planned(target)["peak_bytes"])
+
+
+def real_and_simulated(target: SimulationTarget, ranks: Ranks) -> tuple[Peak, ...]:
+    """Train it for real and simulate it. Raises RuntimeError where a rank fails."""
     real, simulated = ranks.real(target), ranks.simulated(target)
     without_kernels = [dict(answer["without_kernels"]) for answer in simulated]
-    peaks = [
+    return tuple(
         Peak(
             rank=rank,
             step=step,
@@ -106,8 +112,7 @@ def compare(name: str, target: SimulationTarget, ranks: Ranks) -> Comparison:
         )
         for rank, answer in enumerate(real)
         for step in range(-1, target.steps)
-    ]
-    return Comparison(name=name, peaks=tuple(peaks), planned_bytes=ranks.planned(target)["peak_bytes"])
+    )
 
 
 def _highest(answer: dict[str, Any], step: int) -> dict[str, Any]:

@@ -28,12 +28,19 @@ _HALF = {"layers": 3, "attention_heads": 4, "ffn_dim": 384}
 _HALVES = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in _HALF.items()}
 _TOWER = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
 _WORDS = {**_TOWER, "vocab_size": 2048}
+_SMALL = {"vocab_size": 2048, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _VISION = {**_TOWER, "image_size": 64, "patch_size": 16}
 
 # large enough for tens of megabytes, small enough for four ranks on two cores (VGG-11 has its published 129 million
 # parameters, LeNet its 62 thousand)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model": "llama-tiny", "seq_len": 128, "model_args": {"vocab_size": 2048, "hidden_size": 192}},
+    "mixtral": {
+        "model": "mixtral-tiny",
+        "seq_len": 128,
+        "model_args": {"vocab_size": 2048, "hidden_size": 192, "num_local_experts": 8},
+    },
     "gpt2": {
         "model": "gpt2",
         "seq_len": 128,
@@ -108,18 +115,65 @@ MODELS: dict[str, dict[str, Any]] = {
         "seq_len": 32,
         "model_args": {"vocab_size": 2048, "hidden_size": 192, "num_hidden_layers": 3},
     },
+    "opt": {
+        "model": "opt-350m",  # the one that projects its embeddings
+        "seq_len": 64,
+        "model_args": {**_SMALL, "ffn_dim": 384, "word_embed_proj_dim": 64},
+    },
+    "falcon": {"model": "falcon-7b", "seq_len": 64, "model_args": _SMALL},
+    "olmo2": {"model": "olmo-2-1b", "seq_len": 64, "model_args": {**_WORDS, "num_key_value_heads": 4, **_ENDS}},
+    "gemma2": {
+        "model": "gemma-2-2b",
+        "seq_len": 64,
+        "model_args": {**_WORDS, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 32},
+    },
+    "phi3": {"model": "phi-3-mini", "seq_len": 64, "model_args": {**_WORDS, "num_key_value_heads": 4, **_ENDS}},
+    "gpt-oss": {
+        "model": "gpt-oss-20b",
+        "seq_len": 64,
+        "model_args": {**_WORDS, "num_key_value_heads": 2, "head_dim": 24, "num_local_experts": 4, **_ENDS},
+    },
+    "deepseek-v3": {
+        "model": "deepseek-v3",
+        "seq_len": 64,
+        "model_args": {
+            **_WORDS,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "moe_intermediate_size": 64,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    },
     "dinov2": {"model": "dinov2-small", "image_size": 56, "model_args": {**_TOWER, "mlp_ratio": 4}},
+}
+# with adapters, or a part of them frozen
+MODELS |= {
+    "llama-lora": {**MODELS["llama"], "lora": 8},
+    "llama-dora": {**MODELS["llama"], "lora": 8, "dora": True, "lora_targets": "q_proj,v_proj"},
+    "gpt2-lora": {**MODELS["gpt2"], "lora": 16},
+    "vit-frozen": {**MODELS["vit"], "train": ["classifier", "*.3.*"]},
 }
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
 WORDS: dict[str, dict[str, Any]] = {
     "ga2": {"gradient_accumulation_steps": 2},
     "ckpt": {"activation_checkpointing": True},
-    "chunk": {"loss_chunk": 512},
+    "chunk": {"loss_chunk": 128},
+    "tiles": {"mlp_chunk": 48},
+    "hosted": {"activation_offload": True},
 }
-DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel"}
+DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel", "ep2": "expert_parallel"}
 
-# model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), chunked loss
-# (chunk), offload of the optimizer or of parameters too, pipeline, tensor or sequence parallel degree, ranks
+# model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), loss in chunks
+# (chunk), MLPs in tiles (tiles), checkpoints on the host (hosted), offload of the optimizer or of parameters too,
+# pipeline, tensor, sequence or expert parallel degree, ranks
 NAMES = """
 llama zero0 fp32 mb2 ckpt x2
 llama zero1 fp32 mb2 offload x1
@@ -141,6 +195,11 @@ llama zero1 bf16 mb2 ckpt x2
 llama zero2 fp32 mb8 x4
 llama zero3 fp32 mb2 x4
 llama zero3 bf16 mb2 ckpt x2
+llama zero0 fp32 mb2 chunk x2
+llama zero2 bf16 mb2 tiles x2
+llama zero3 bf16 mb2 chunk tiles hosted x2
+llama zero1 bf16 mb2 ga2 chunk tiles hosted pp2 x2
+llama zero2 fp32 mb2 chunk tiles hosted sp2 x2
 gpt2 zero0 bf16 mb8 ga2 x1
 gpt2 zero1 bf16 mb2 ckpt offload x2
 gpt2 zero2 bf16 mb2 ckpt x2
@@ -217,6 +276,40 @@ llava zero3 fp32 mb2 x2
 mamba zero1 fp32 mb2 x2
 mamba zero2 bf16 mb2 x2
 dinov2 zero2 bf16 mb8 x2
+opt zero1 fp32 mb2 x2
+opt zero3 bf16 mb8 ckpt x2
+falcon zero2 bf16 mb8 x2
+falcon zero3 fp32 mb2 ckpt x2
+olmo2 zero2 bf16 mb8 x2
+olmo2 zero3 bf16 mb2 offload x2
+gemma2 zero1 bf16 mb8 ckpt x2
+gemma2 zero3 fp32 mb2 x2
+phi3 zero2 fp32 mb2 ga2 x2
+phi3 zero3 bf16 mb8 x2
+gpt-oss zero2 bf16 mb8 x2
+gpt-oss zero3 fp32 mb2 ckpt x2
+deepseek-v3 zero2 bf16 mb2 x2
+deepseek-v3 zero3 bf16 mb8 ckpt x2
+llama-lora zero0 fp32 mb2 x2
+llama-lora zero0 bf16 mb2 ckpt x2
+llama-lora zero1 bf16 mb8 x2
+llama-lora zero2 bf16 mb2 ga2 ckpt x2
+llama-lora zero3 fp32 mb2 x2
+llama-lora zero3 bf16 mb2 ckpt x2
+llama-lora zero3 bf16 mb8 x4
+llama-lora zero2 bf16 mb2 offload x2
+llama-lora zero3 bf16 mb2 offload-all x2
+llama-lora zero1 bf16 mb2 pp2 x2
+llama-lora zero0 bf16 mb2 ga2 pp2 x2
+llama-lora zero2 bf16 mb2 sp2 x2
+llama-lora zero3 fp32 mb2 sp2 x2
+llama-dora zero2 bf16 mb2 x2
+gpt2-lora zero1 fp32 mb2 x2
+gpt2-lora zero2 bf16 mb8 ckpt x2
+gpt2-lora zero3 bf16 mb2 x2
+gpt2-lora zero1 bf16 mb2 pp2 x2
+vit-frozen zero2 bf16 mb8 x2
+vit-frozen zero3 fp32 mb2 x2
 """.strip().splitlines()
 
 
@@ -238,7 +331,7 @@ def target(name: str, models: dict[str, dict[str, Any]] = MODELS) -> SimulationT
 def options(name: str, models: dict[str, dict[str, Any]] = MODELS) -> dict[str, Any]:
     """The options of `zerofit train`."""
     model, stage, precision, micro, *more, ranks = name.split()
-    asked = {**models[model], "data": "synthetic", "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
+    asked = {"data": "synthetic", **models[model], "steps": STEPS, "ranks": int(ranks[1:]), "precision": precision}
     asked["optimizer"] = "adamw"  # whose states plan forecasts
     asked["micro_batch"] = int(micro[2:])
     asked["ds_config"] = json.loads(resources.files("zerofit.ds_configs").joinpath(f"{stage}.json").read_text())

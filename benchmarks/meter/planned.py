@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from zerofit.models.catalog import find
+from zerofit.models.catalog import source_of
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import forecast
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.simulate.record import SimulationTarget
+from zerofit.spec.profile import Savings
 
 
 def planned(target: SimulationTarget) -> dict[str, Any]:
     """The forecast for the rank that needs most, as plain JSON."""
     job, device = target.job, target.accelerator
-    setting = TraceSetting(job.precision, job.run.activation_checkpointing, job.layout.tp, job.layout.sp)
-    source, args = find(job.run.model), dict(job.run.model_args)
+    run, layout = job.run, job.layout
+    setting = TraceSetting(job.precision, run.activation_checkpointing, layout.tp, layout.sp, Savings.of(run))
+    source, args = source_of(run), dict(run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
     return asdict(forecast(profile, PlannedLayout.of(job), device))

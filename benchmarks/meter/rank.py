@@ -54,7 +54,7 @@ def metered(target: SimulationTarget, on_built: Callable[[Any], None] = lambda m
 
     process_group.start(TIMEOUT)
     log = PhaseLog(AllocatorMeter())
-    with _settling(), suppress(_BuiltError):
+    with _settling(), _even_loads(), suppress(_BuiltError):
         driver = start(target.job, target.rank, target.inputs, log, on_built)
         train_steps(driver, empty_batches(target.job, target.inputs), target.steps, log)
     log.end()
@@ -75,6 +75,27 @@ def _settling() -> Iterator[None]:
         for name in filter(partial(hasattr, ProcessGroup), ISSUED_AHEAD):
             stack.enter_context(patch.object(ProcessGroup, name, _then_done(getattr(ProcessGroup, name))))
         stack.enter_context(patch.object(Work, "wait", _then_settled(Work.wait)))
+        yield
+
+
+@contextmanager
+def _even_loads() -> Iterator[None]:
+    """Let each expert that AutoEP has spread get as many tokens as any other, as a simulation takes it.
+
+    What a rank takes goes by what its experts get, and batches without data would all go to the same ones.
+    """
+    import torch
+    from deepspeed.moe.ep_count import count_tokens_per_expert
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+    forward = TokenChoiceTopKRouter.forward
+
+    def evenly(self: Any, *args: Any) -> tuple[Any, ...]:
+        scores, selected, _ = forward(self, *args)
+        even = torch.arange(selected.numel(), device=selected.device).remainder_(self.num_experts).view_as(selected)
+        return scores, even, count_tokens_per_expert(even, self.num_experts)
+
+    with patch.object(TokenChoiceTopKRouter, "forward", evenly):
         yield
 
 

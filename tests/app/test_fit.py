@@ -25,6 +25,7 @@ from zerofit.simulate.verdict import FITS, NOT, WITHIN, Overhead
 from zerofit.spec import reservations
 from zerofit.spec.events import Event, Reporter
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES, CPU_PROCESS_HIGH_BYTES, CPU_PROCESS_LOW_BYTES
+from zerofit.spec.profile import NOTHING_SAVED
 from zerofit.spec.run import RunRequest
 from zerofit.spec.run_folder import FittedLayout, RunFolder
 
@@ -201,7 +202,7 @@ def option(speed: float, peak: int, **knobs) -> LayoutOption:
     layout = PlannedLayout(**{"zero_stage": 0, "micro_batch": 1, **knobs})
     figures = dict.fromkeys(("static_bytes", "host_bytes", "nvme_bytes"), 0)
     memory = LayoutMemory(peak_bytes=peak, peak_phase="backward", breakdown={"activations": peak}, **figures)
-    return LayoutOption(layout=layout, loss_chunk=None, memory=memory, samples_per_s=speed)
+    return LayoutOption(layout=layout, savings=NOTHING_SAVED, memory=memory, samples_per_s=speed)
 
 
 def searched(options, real, free=1000 * MIB, **more):

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 
 import zerofit as zf
 from tests.plan.stub import make_profile
+from zerofit.app.planning.methods import compare_methods, read_methods
+from zerofit.app.planning.request import PlanningRequest
 from zerofit.cli.main import main
 
 H100 = zf.Cluster("h100-80gb", gpus=8)
@@ -84,3 +86,23 @@ def test_no_torch_for_a_stored_profile(profile):
     code = f"import sys, zerofit as zf; zf.plan(profile={str(profile)!r}, cluster=zf.Cluster('h100-80gb', gpus=8))"
     done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=False)
     assert done.returncode == 0
+
+
+def test_methods_stand_in_one_table():
+    args = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
+    asked = PlanningRequest(model="gpt2", pins={"model_args": args, "seq_len": 256, "global_batch": 8})
+    full, lora = compare_methods(asked, read_methods("full,lora"), H100).rows
+    assert (full.method, lora.method) == ("full", "lora")
+    assert full.plan.profile.trained == full.plan.profile.parameters
+    # rank 8 beside c_attn, two c_proj and c_fc of three blocks
+    assert lora.plan.profile.trained == 3 * 8 * (4 * 64 + 2 * 64 + 5 * 64 + 5 * 64)
+    assert full.longest.value == lora.longest.value == 512
+    assert lora.best.peak_bytes < full.best.peak_bytes
+    assert lora.best.to_run().lora == 8 and full.best.to_run().lora is None
+    assert any("AutoTP" in one.message for one in lora.plan.result.rejections)
+
+
+@pytest.mark.parametrize("words", ["full,qlora", ""])
+def test_methods_that_there_are_not(words):
+    with pytest.raises(zf.UserError, match="name of full, lora"):
+        read_methods(words)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 import zerofit as zf
 from zerofit.app.planning.answers import PlannedRun
+from zerofit.app.planning.limits import maximum_of
+from zerofit.app.planning.question import forecast_of, question_of
+from zerofit.app.planning.request import PlanningRequest
+from zerofit.plan.search import pressure
+from zerofit.spec.events import Reporter
+from zerofit.spec.profile import OFFERED
 
 LENGTHS = (1, 2, 64, 4096, 2**20)
 CLUSTER = zf.Cluster("h100-80gb", gpus=2)
@@ -51,6 +58,32 @@ def test_batches_from_one_sample_a_rank_on():
     assert all(map(is_sane, found))
     pairs = list(itertools.pairwise(found))
     assert all(a.step_s <= 1.005 * b.step_s and a.samples_per_s < b.samples_per_s for a, b in pairs)
+
+
+def test_what_makes_longer_sequences_fit_is_said_in_order():
+    """A large vocabulary on one device: the logits first, then what blocks keep."""
+    cluster = zf.Cluster("h100-80gb", gpus=1)
+    sizes = {"vocab_size": 128_000, "max_position_embeddings": 2**20, "eos_token_id": 0, "bos_token_id": 0}
+    request = PlanningRequest(model="llama-tiny", pins={"model_args": sizes, "precision": "bf16"}, maximum="seq-len")
+    question, _ = question_of(cluster, request, Reporter(None))
+    _, found = maximum_of(question, cluster, "seq-len", Reporter(None))
+    assert found.value is not None and not found.bounded
+    first, *others = found.longer
+    assert first.savings.fields == {"loss_chunk": OFFERED.loss_chunk} and first.value > 2 * found.value
+    lengths = [found.value, *(one.value for one in found.longer)]
+    assert lengths == sorted(set(lengths)) and found.to_dict()["longer"][0]["loss_chunk"] == OFFERED.loss_chunk
+    for before, after in itertools.pairwise(found.longer):
+        assert after.savings.fields.items() > before.savings.fields.items()
+    best = found.longer[-1]
+    longest = replace(request, pins={**request.pins, "seq_len": best.value, **best.savings.fields})
+    assert len(others) <= 2 and fits(longest, cluster)
+    assert not fits(replace(longest, pins={**request.pins, "seq_len": 2 * found.value}), cluster)
+
+
+def fits(request: PlanningRequest, cluster: zf.Cluster) -> bool:
+    question, _ = question_of(cluster, replace(request, maximum=None), Reporter(None))
+    wanted = replace(question.request, micro_batch=1)
+    return pressure(question.profile, cluster, wanted, forecast_of(question.profile, cluster)) <= 1
 
 
 def test_all_ends_at_once_and_the_shortest_training():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from zerofit.checkpoint.full_state import FullState
+from zerofit.checkpoint.full_state import FullState, TensorSlice
 from zerofit.spec.errors import UserError
 
 torch.manual_seed(0)
@@ -166,3 +167,18 @@ def kind(work) -> str:
     with pytest.raises(UserError) as error:
         work()
     return error.value.problems[0].kind
+
+
+def test_shares_of_stacked_matrices_make_up_the_whole():
+    """Of four experts' (two halves of rows) each of two ranks has two, each half in a parameter of its own."""
+    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    put = torch.zeros_like(whole)
+    for rank, half in product(range(2), range(2)):
+        rows = tuple((expert * 6 + half * 3, 3) for expert in (2 * rank, 2 * rank + 1))
+        share = TensorSlice(0, rows, joined=1)
+        taken = share.take(whole)
+        assert torch.equal(taken.view(2, 3, 5), whole[2 * rank : 2 * rank + 2, 3 * half : 3 * half + 3])
+        assert share.shape((4, 6, 5)) == tuple(taken.shape)
+        share.put(put, taken)
+    assert torch.equal(put, whole)
+    assert share.length((4, 6, 5)) == 24

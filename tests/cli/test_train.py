@@ -39,7 +39,7 @@ def test_a_run_file_with_a_flag_over_it(tmp_path):
     result = json.loads(out.strip().splitlines()[-1])
     assert set(result) >= KEYS
     assert (result["steps"], result["samples"], result["tokens"], result["world_size"]) == (30, 480, None, 2)
-    assert result["layout"] == {"dp": 2, "tp": 1, "pp": 1, "sp": 1, "zero_stage": 1}
+    assert result["layout"] == {"dp": 2, "tp": 1, "pp": 1, "sp": 1, "ep": 1, "zero_stage": 1}
     assert set(result["eval"]) == {"loss", "accuracy"}
     assert "step 30" in err
     forecast = result["against_forecast"]["memory_bytes"]["forecast"]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
 from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
+from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -20,7 +21,8 @@ JOB = CompareJob(
 )
 PARTED = [name for name, one in STRATEGIES.items() if one.synchronous and name != "single"]
 NOT_ON_A_CPU = {"device-map": "two devices", "data-parallel-threads": "two CUDA devices", "horovod": "pip install"}
-RUNNING = [name for name in PARTED if name not in NOT_ON_A_CPU and name != "hybrid"]
+BY_HAND = [name for name in PARTED if name.startswith("all-reduce-")]
+RUNNING = [name for name in PARTED if name not in (*NOT_ON_A_CPU, *BY_HAND, "hybrid")]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,19 @@ def test_a_hybrid_of_four_ranks(ranks):
     assert row.max_weight_difference <= 1e-5
 
 
+@pytest.mark.parametrize("name", BY_HAND)
+def test_all_reduces_by_hand_of_four_ranks(ranks, name):
+    row = ranks.row(replace(JOB, strategy=name, ranks=4))
+    assert row.status == "ok", row
+    assert row.max_weight_difference <= 1e-5
+    assert row.comm_bytes_per_step == pytest.approx(2 * 3 * 4 * parameters(), rel=0.05)  # whatever the way
+
+
+def test_halving_takes_a_power_of_two(ranks):
+    row = ranks.row(replace(JOB, strategy="all-reduce-halving", ranks=3, global_batch=33))
+    assert (row.status, "has 3" in row.reason) == ("not-here", True)
+
+
 def test_bytes_on_the_wire_are_those_of_the_algorithm(rows):
     size = 4 * parameters()
     # a ring of two: each rank sends half of the gradients, then half of the sums
@@ -105,6 +120,49 @@ def test_asynchronous_updates_are_stale(ranks):
     assert sum(stale) > 0
     assert row.agrees is None
     assert row.max_weight_difference > 1e-5
+
+
+def test_bounded_staleness_holds_the_fast_ones_back(ranks):
+    """While a slow worker computes, the other one makes at most one step more than the bound."""
+    slow = replace(JOB, slow={"1": 8.0}, steps=12, target=0.9)
+    free, bound = (ranks.row(replace(slow, strategy=f"parameter-server-{name}")) for name in ("async", "ssp"))
+    assert (free.status, bound.status) == ("ok", "ok"), (free, bound)
+    assert len(free.staleness) == len(bound.staleness) == 24
+    assert max(bound.staleness) <= 4 < max(free.staleness)
+    seconds = [point["seconds"] for point in bound.curve]
+    assert seconds[0] == 0.0 and seconds == sorted(seconds) and seconds[-1] >= 12 * 8 * PACE_S
+    assert bound.curve[-1]["accuracy"] == bound.accuracy
+    assert next((p["seconds"] for p in bound.curve if p["accuracy"] >= 0.9), None) == bound.seconds_to_target
+
+
+def test_backup_workers_step_without_the_slowest(ranks):
+    """Rank 1 is so slow that no step takes its gradient: plain SGD on the first half of each batch."""
+    row = ranks.row(replace(JOB, strategy="backup-workers", slow={"1": 40.0}))
+    assert row.status == "ok", row
+    assert row.dropped == 1
+    data = open_data(JOB.run, "image", None, Reporter())
+    torch.manual_seed(0)
+    model = build(find("lenet"), data.inputs, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=JOB.lr, momentum=MOMENTUM)
+    order = Order(len(data.train), 0)
+    for step in range(JOB.steps):
+        indices = order.indices(step * 32, step * 32 + 16)
+        batch = data.train.batch(indices, indices)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"]).backward()
+        optimizer.step()
+    single = load_file(ranks.folder / "single.safetensors")
+    theirs = max(float((p.detach() - single[name]).abs().max()) for name, p in model.named_parameters())
+    assert row.max_weight_difference == pytest.approx(theirs, abs=1e-5)
+
+
+def test_who_straggles_follows_from_the_seed():
+    job = replace(JOB, straggle=0.25, slow={"1": 3.0})
+    pauses = [[round(pause_s(job, rank, step) / PACE_S, 6) for step in range(2000)] for rank in (0, 1)]
+    assert set(pauses[0]) == {1.0, STRAGGLER} and set(pauses[1]) == {3.0, 3 * STRAGGLER}
+    assert all(one.count(max(one)) == pytest.approx(500, abs=100) for one in pauses)
+    assert pauses[0] != [round(pause_s(replace(job, seed=1), 0, step) / PACE_S, 6) for step in range(2000)]
+    assert pause_s(JOB, 0, 3) == 0.0
 
 
 def test_mixed_precision_is_near_but_not_the_same(ranks):

@@ -215,11 +215,67 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("pipeline", {"pipeline": 2, "optimizer": "muon"}, "embedding and head"),
         ("zero2", {"momentum": 0.9}, "no momentum"),
         ("zero2", {"loss": "mse"}, "leave --loss out"),
+        ("zero2", {"mlp_chunk": 64, "compile": True}, "leave one of them out"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, "both true"),
+        ("zero1", {"lora": 8, "tensor_parallel": 2, "ranks": 2}, "drops these without a word"),
+        ("zero1", {"freeze": ["lm_head"], "tensor_parallel": 2, "ranks": 2}, "trains all of them"),
+        ("zero2", {"lora": 8, "freeze": ["lm_head"]}, "give --lora, or patterns"),
+        ("zero2", {"lora_alpha": 16, "dora": True}, "--lora-alpha, --dora without --lora"),
+        ("zero2", {"lora": 8, "optimizer": "muon"}, "two factors"),
+        ("zero2", {"lora": 8, "lora_dropout": 0.1, "mlp_chunk": 64}, "would drop others"),
+        ("zenflow", {"train": ["lm_head"]}, "has not been seen"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(config, flags, word):
     assert any(word in p.message + p.hint for p in refused(config, **flags))
+
+
+MIXTRAL = replace(LLAMA, model_type="mixtral", experts=8)
+EXPERTS = {"facts": MIXTRAL, "ranks": 4, "expert_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "word"),
+    [
+        ("zero0", {}, "averages the gradients' norm"),
+        ("zero3", {"tensor_parallel": 2}, "first tensor rank alone"),
+        ("pipeline", {"pipeline": 2}, "leave --pipeline at 1"),
+        ("zero1", {"expert_parallel": 3, "ranks": 6, "facts": MIXTRAL}, "degrees that do: 1, 2, 4, 8"),
+        ("zero1", {"expert_parallel": 8}, "does not divide the 4 data and sequence parallel ranks"),
+        ("zero1", {"optimizer": "muon"}, "muon with --expert-parallel"),
+        ("zero1", {"facts": LLAMA}, "mixtral"),
+        ("zeropp_hpz", {}, "leave out --expert-parallel"),
+        ({"expert_parallel": {"enabled": True, "top_k": 1}}, {}, "remove the key"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, {}, "make them equal"),
+    ],
+)
+def test_spread_experts_that_would_train_wrongly_are_refused(config, changed, word):
+    assert any(word in p.message + p.hint for p in refused(config, **EXPERTS | changed))
+
+
+def test_experts_are_spread_by_zerofit_itself():
+    """DeepSpeed sees neither the degree nor the batch's identity, by a flag or by the JSON's own words."""
+    block = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "zero_optimization": {"stage": 2}}
+    for config, flags in (("zero2", EXPERTS), (block, {"facts": MIXTRAL, "ranks": 4})):
+        decision, plain = resolved(config, **flags)
+        assert (decision.layout.ep, decision.layout.dp, decision.run.expert_parallel) == (2, 4, 2)
+        assert not {"train_batch_size", "expert_parallel"} & set(plain)
+    switched_off = {"expert_parallel": {"enabled": False, "autoep_size": 2}}
+    assert resolved(switched_off, facts=MIXTRAL, ranks=4)[0].layout.ep == 1
+
+
+def test_mlps_in_tiles_are_those_that_map_each_token_by_itself():
+    resolved("zero2", mlp_chunk=64)
+    for facts in (replace(LLAMA, model_type="mixtral"), replace(LLAMA, model_type="gpt2"), CNN):
+        (problem,) = refused("zero2", facts=facts, mlp_chunk=64)
+        assert problem.where == "--mlp-chunk" and "llama" in problem.hint
+
+
+def test_checkpoints_on_the_host_by_flag_or_by_json():
+    for config, flags in (("zero2", {"activation_offload": True}), ("activation_checkpointing", {})):
+        run = resolved(config, **flags)[0].run
+        assert run.activation_checkpointing and run.activation_offload
+    assert not resolved("zero2", activation_checkpointing=True)[0].run.activation_offload
 
 
 def test_with_more_than_one_dimension_the_groups_are_zerofits():

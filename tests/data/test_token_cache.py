@@ -32,12 +32,13 @@ cache._Writer.add = slow
 """
 COUNTING = """
 import time
-build = cache._build
+from zerofit.data.prepared import Preparation
+build = Preparation._build
 def counted(*args):
     open(sys.argv[2], "a").write("built ")
     time.sleep(0.3)
     build(*args)
-cache._build = counted
+Preparation._build = counted
 """
 
 
@@ -145,14 +146,14 @@ def test_a_cache_that_cannot_be_written_is_explained(files, tmp_path, refused, m
 
 
 def test_text_that_changes_meanwhile_is_refused(files, cache, refused, monkeypatch):
-    import zerofit.data.token_cache as module
+    from zerofit.data.prepared import Preparation
 
-    build = module._build
+    build = Preparation._build
 
     def disturbed(*args):
         (files / "00.txt").write_text("written to")
         build(*args)
 
-    monkeypatch.setattr(module, "_build", disturbed)
+    monkeypatch.setattr(Preparation, "_build", disturbed)
     (problem,) = refused(data=f"text:{files}/*.txt", seq_len=16)
     assert problem.kind == "data-changed" and finished(cache) == []

@@ -2,7 +2,7 @@
 
 import torch
 
-from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.models.inputs import ImageInputs, Inputs, TableInputs, TextInputs
 
 TEXT = TextInputs(vocab_size=90, seq_len=12)
 IMAGES = ImageInputs(channels=3, size=32, classes=5)
@@ -71,15 +71,28 @@ NAMED: dict[str, dict] = {
     "mamba-130m": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "time_step_rank": 2},
 }
 
-CNNS = ["simplecnn", "lenet", "mlp", "resnet18-small", "resnet18", "resnet50", "vgg11_bn"]
+CNNS = [
+    "simplecnn",
+    "simplecnn-112",
+    "lenet",
+    "lenet-scratch",
+    "mlp",
+    "resnet18-small",
+    "resnet18",
+    "resnet50",
+    "vgg11_bn",
+]
+TABLE = TableInputs(features=6, classes=3)
 
 
 def inputs_of(task: str) -> Inputs:
-    return IMAGES if task == "image" else TEXT
+    return {"image": IMAGES, "table": TABLE}.get(task, TEXT)
 
 
 def batch_of(inputs: Inputs, count: int = 4) -> torch.Tensor:
     generator = torch.Generator().manual_seed(11)
     if isinstance(inputs, ImageInputs):
         return torch.randn(count, inputs.channels, inputs.size, inputs.size, generator=generator)
+    if isinstance(inputs, TableInputs):
+        return torch.randn(count, inputs.features, generator=generator)
     return torch.randint(0, inputs.vocab_size, (count, inputs.seq_len), generator=generator)

@@ -11,7 +11,7 @@ from zerofit.models.build import build, forward_logits
 from zerofit.models.catalog import ModelError, find
 from zerofit.models.layers import as_layers
 
-EVERY = {**TRANSFORMERS, **{name: (name, {}) for name in CNNS}}
+EVERY = {**TRANSFORMERS, **{name: (name, {}) for name in [*CNNS, "mlp-table"]}}
 
 
 def made(case: str):

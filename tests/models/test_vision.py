@@ -33,6 +33,32 @@ def test_simplecnn_takes_any_size():
         assert model(torch.randn(2, 2, size, size)).shape == (2, 4)
 
 
+def test_the_lenet_from_scratch_is_the_textbook_s():
+    """Its forward by torch's functions alone, as chapter 13.5 of "Dive into Deep Learning" writes it."""
+    torch.manual_seed(0)
+    model = build(find("lenet-scratch"), ImageInputs(channels=1, size=28, classes=10), {})
+    w = [p.detach() for p in model.parameters()]
+    assert [tuple(p.shape) for p in w[::2]] == [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]
+    assert all(p.std().item() == pytest.approx(0.01, rel=0.2) for p in w[::2]) and not any(p.any() for p in w[1::2])
+    for p in w:
+        p.mul_(20)  # or the logits would be too small to compare
+    x = torch.randn(3, 1, 28, 28)
+    pool = torch.nn.functional.avg_pool2d
+    one = pool(torch.relu(torch.nn.functional.conv2d(x, w[0], w[1])), 2)
+    two = pool(torch.relu(torch.nn.functional.conv2d(one, w[2], w[3])), 2)
+    three = torch.relu(two.reshape(3, -1) @ w[4].t() + w[5])
+    torch.testing.assert_close(model(x), three @ w[6].t() + w[7], rtol=1e-4, atol=1e-5)
+
+
+def test_a_resnet_s_biases_are_those_of_its_convolutions():
+    inputs = ImageInputs(channels=3, size=32, classes=10)
+    with torch.device("meta"):
+        plain, biased = (build(find("resnet18-small"), inputs, {"bias": bias}) for bias in (False, True))
+    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    channels = sum(m.out_channels for m in plain.modules() if isinstance(m, torch.nn.Conv2d))
+    assert count(biased) - count(plain) == channels == 4800
+
+
 def test_weights_come_from_the_global_seed():
     inputs = ImageInputs(channels=1, size=32, classes=3)
     weights = []

@@ -30,17 +30,22 @@ def kernels(flops: float, weights: float, activations: float) -> tuple[Kernel, K
     )
 
 
-def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost:
-    """A block of 2 FLOP a parameter and token on 1024 tokens, and activations of 34 bytes a token and width."""
+def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH, on_host: bool = False) -> LayerCost:
+    """A block of 2 FLOP a parameter and token on 1024 tokens, and activations of 34 bytes a token and width.
+
+    `on_host`: what checkpointing keeps lies in host memory.
+    """
     tokens, share = 1024, tp * sp
     out = 2 * tokens * width / sp
     flops = 2 * BLOCK * tokens / share
-    saved = out if checkpointing else 17 * out / tp
+    kept = out if checkpointing and on_host else 0.0
+    saved = out - kept if checkpointing else 17 * out / tp
     return LayerCost(
         saved_bytes=Linear(per_sample=saved),
         forward_peak_bytes=Linear(per_sample=17 * out / tp),
         backward_peak_bytes=Linear(per_sample=20 * out / tp),
         output_bytes=Linear(per_sample=out),
+        host_bytes=Linear(per_sample=kept),
         forward_kernels=kernels(flops, 2 * BLOCK / tp, 20 * out / tp),
         backward_kernels=kernels((3 if checkpointing else 2) * flops, 4 * BLOCK / tp, 40 * out / tp),
         tp_allreduce_bytes=Linear(per_sample=2 * out if tp > 1 else 0.0),
@@ -49,7 +54,13 @@ def cost(checkpointing: bool, tp: int, sp: int, width: int = WIDTH) -> LayerCost
     )
 
 
-def make_profile(blocks: int = BLOCKS, model_type: str | None = "llama", heads: int = 16, kv_heads: int = 8) -> Profile:
+def make_profile(
+    blocks: int = BLOCKS,
+    model_type: str | None = "llama",
+    heads: int = 16,
+    kv_heads: int = 8,
+    on_host: bool = False,
+) -> Profile:
     """A Llama-like model of `blocks` blocks and nothing else, in bf16."""
     settings = [(c, tp, sp) for c in (False, True) for tp, sp in DEGREES]
     return Profile(
@@ -57,7 +68,7 @@ def make_profile(blocks: int = BLOCKS, model_type: str | None = "llama", heads: 
         task="causal-lm",
         seq_len=1024,
         layers=(LayerRun(name="block", count=blocks, matrices=(BLOCK,), vectors=(), tp_sharded=1.0),),
-        costs={setting("bf16", *one): (cost(*one),) for one in settings},
+        costs={setting("bf16", *one): (cost(*one, on_host=on_host),) for one in settings},
         attention_heads=heads,
         kv_heads=kv_heads,
         hidden_size=WIDTH,

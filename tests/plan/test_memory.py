@@ -61,6 +61,28 @@ def test_static_bytes_of_a_mixed_precision_adam(stage, device):
     assert forecast(PROFILE, layout(stage, dp=4), device).static_bytes == expected[stage]
 
 
+FROZEN = replace(
+    PROFILE,
+    layers=(
+        LayerRun(name="embedding", count=1, matrices=(), vectors=(), frozen=(600_000,)),
+        LayerRun(name="block", count=2, matrices=(100_000,), vectors=(), frozen=(100_000,)),
+    ),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_have_no_states(stage):
+    """2 bytes for each of a million, 12 for the 200,000 that are trained; stage 3 has a quarter, and a bucket."""
+    expected = {0: 4_400_000, 1: 2_600_000, 2: 2_600_000, 3: 500_000 + 600_000 + 100_000 + 2_000_000}
+    assert forecast(FROZEN, layout(stage, dp=4)).static_bytes == expected[stage]
+    assert (FROZEN.parameters, FROZEN.trained) == (1_000_000, 200_000)
+
+
+def test_each_stage_trains_something():
+    assert stage_bounds(PROFILE, 2) == ((0, 1), (1, 3))
+    assert stage_bounds(FROZEN, 2) == ((0, 2), (2, 3))
+
+
 def test_stage_0_fp32_reduces_in_a_flat_copy():
     """12 bytes standing, 4 of gradients, 4 of the all-reduce's flat buffer, on every rank."""
     memory = forecast(PROFILE, layout(0, precision="fp32", dp=2))
@@ -87,6 +109,18 @@ def test_stages_1_and_2_keep_gradients_of_all_that_reaches_into_the_partition(st
     assert overlap_in_partition(line, 2) == 1_000_000
     memory = forecast(PROFILE, layout(stage, dp=2))
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 2_000_000 + 8 * 600_000, "step")
+
+
+def test_checkpoints_on_the_host_are_page_locked_each_by_itself():
+    """Blocks keep 3,000 bytes of each sample there, rounded up to 4,096."""
+    costs = tuple(replace(one, host_bytes=one.output_bytes) for one in (COSTS[1], COSTS[1]))
+    hosted = replace(PROFILE, costs=dict.fromkeys(PROFILE.costs, (COSTS[0], costs[0])))
+    three = layout(1, dp=2, micro_batch=3)
+    before, after = forecast(PROFILE, three), forecast(hosted, three)
+    assert after.host_bytes - before.host_bytes == 2 * 4096
+    piped = replace(three, dp=1, pp=2, accumulation=4)
+    assert forecast(hosted, piped).host_bytes == 2 * 4096  # of the last stage, which has one micro batch at a time
+    assert after.peak_bytes == before.peak_bytes  # what the device saves is in the trace
 
 
 def test_stage_1_waits_with_whole_gradients_beside_its_bucket():

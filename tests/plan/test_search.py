@@ -235,3 +235,13 @@ def test_memory_is_that_of_all_micro_batches_though_few_are_forecast():
     assert {one.layout.pp for one in ranked if one.layout.accumulation > one.layout.pp + 1} == {1, 2, 4}
     for one in ranked:
         assert one.memory.peak_bytes == forecast(one.layout).peak_bytes, one.layout
+
+
+def test_sequence_ranks_may_share_key_value_heads():
+    """Ulysses repeats them, as in training; tensor parallelism does not."""
+    profile = make_profile(heads=16, kv_heads=2)
+    assert degree_problem(Degrees(sp=8), profile, make_cluster()) is None
+    assert degree_problem(Degrees(tp=2, sp=4), profile, make_cluster()) is None
+    assert degree_problem(Degrees(tp=4), profile, make_cluster()).hint == "degrees that do: 1, 2"
+    six = make_profile(heads=24, kv_heads=6)
+    assert "key-value heads" in degree_problem(Degrees(sp=4), six, make_cluster()).message

@@ -27,11 +27,11 @@ SIZES: dict[str, Any] = {"micro_batch": 2, "prefetch": 10**7}
 
 def timer_of(nodes: int = 1, blocks: int = BLOCKS, **rates: float) -> Timer:
     cluster = make_cluster(nodes=nodes)
-    return Timer(make_profile(blocks), cluster, replace(rates_of(cluster, "bf16"), **rates))
+    return Timer(make_profile(blocks, on_host=True), cluster, replace(rates_of(cluster, "bf16"), **rates))
 
 
 def drawn(layout: PlannedLayout, timer: Timer | None = None, blocks: int = BLOCKS) -> StepTimeline:
-    return step_timeline(make_profile(blocks), timer or timer_of(), layout)
+    return step_timeline(make_profile(blocks, on_host=True), timer or timer_of(), layout)
 
 
 def every_layout(ranks: int) -> list[PlannedLayout]:

@@ -126,6 +126,17 @@ def test_tensor_and_sequence_parallelism_send_in_both_directions(timer):
     assert step.sequence_s == pytest.approx(BLOCKS * 2 * (4 * out / 2) * 1 / 2 / 1e11)
 
 
+def test_checkpoints_go_to_the_host_and_come_back(timer):
+    layout = choose(dp=8, accumulation=4, checkpointing=True)
+    hosted = Timer(make_profile(on_host=True), make_cluster(), timer.rates)
+    copied_s = 4 * BLOCKS * 2 * (layout.micro_batch * 2 * 1024 * 1024) / timer.rates.pcie
+    before, after = timer.step(layout), hosted.step(layout)
+    assert after.transfer_s - before.transfer_s == pytest.approx(copied_s)
+    assert after.step_s - before.step_s == pytest.approx(copied_s)
+    assert after.compute_s == pytest.approx(before.compute_s)
+    assert hosted.step(choose(dp=8)) == timer.step(choose(dp=8))
+
+
 def test_slower_hardware_is_never_faster(timer):
     for name in ("flops", "memory", "link", "pcie", "host", "attention"):
         slow = Timer(make_profile(), make_cluster(), replace(timer.rates, **{name: getattr(timer.rates, name) / 4}))

@@ -20,6 +20,7 @@ from zerofit.spec.run import load_run
 from zerofit.spec.run_folder import Job, RunFolder
 
 JOB_TIMEOUT_S = 180
+SHORT = {"eval_samples": 8}  # evaluating everything would take most of the time of a test's run
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join((str(ROOT), str(ROOT / "toolkit")))  # this tree's code, whatever is installed
 
@@ -51,9 +52,11 @@ class RankPool:
         self._process: subprocess.Popen | None = None
 
     def train(self, output: Path, *, gate: Gate | None = None, **options) -> Trained:
-        """What `zerofit train` does with these options, on the waiting ranks; the test is skipped where NVMe
-        offload cannot be compiled. `gate` gives the memory forecast. Raises what preparing raises."""
-        run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **options})
+        """What `zerofit train` does with these options, on the waiting ranks, with a short evaluation.
+
+        The test is skipped where NVMe offload cannot be compiled. `gate` gives the memory forecast. Raises what
+        preparing raises."""
+        run = load_run(None, {"output": output, "ranks": self.ranks, "save_every": "0", **SHORT, **options})
         try:
             prepared = prepare(run, Reporter(), gate=gate)
         except UserError as error:

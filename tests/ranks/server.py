@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zerofit.launch.parent_death import end_with_parent
 from zerofit.spec.errors import RunFailed
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train import engines
 from zerofit.train.process_group import start
 from zerofit.train.run import train
 
@@ -33,6 +34,7 @@ MODULES = (groups, parallel_state_sp)
 def main() -> None:
     end_with_parent()
     inbox = Path(sys.argv[-1])
+    engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
     start(timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
@@ -49,7 +51,7 @@ def main() -> None:
         os.replace(aside, inbox / f"{number:04}.rank{rank}")
         number += 1
         for module, state in zip(MODULES, fresh, strict=True):  # process groups of the layout that has just ended
-            vars(module).update(copy.copy(state))
+            vars(module).update({name: copy.copy(value) for name, value in state.items()})
         for group in set(c10d._world.pg_map) - mine:  # else threads of each would look for work 100 times a second
             dist.destroy_process_group(group)
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa

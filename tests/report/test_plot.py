@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from PIL import Image
 
 from zerofit.cli.main import main
@@ -31,6 +32,21 @@ def test_two_runs_in_one_picture(tmp_path):
     with Image.open(out) as image:
         assert image.width > 600
         assert len(image.convert("RGB").getcolors(2**24)) > 10
+
+
+def test_loads_of_experts_have_axes_of_their_own(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(plot, "save", lambda figure, *_, **__: figures.append(figure))
+    for name, loads in (("spread", {"expert_load_most": 1.5, "expert_load_least": 0.5}), ("plain", {})):
+        run = a_run(tmp_path / name)
+        steps = [{**json.loads(line), **loads} for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+        plot.draw([run], tmp_path / "out.png")
+    spread, plain = figures
+    assert (len(spread.axes), len(plain.axes)) == (4, 3)
+    (stretch,) = spread.axes[-1].collections
+    heights = stretch.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0.5, 1.5)
 
 
 def test_the_forecast_is_a_dashed_line_beside_the_measured_memory(tmp_path, monkeypatch):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 from typing import Any
 
 import pytest
 
-from benchmarks.meter.comparison import compare
+from benchmarks.meter.comparison import compare, real_and_simulated
 from benchmarks.meter.configurations import MODELS, target
 from benchmarks.meter.pool import Ranks
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.inputs import TextInputs
+from zerofit.models.inputs import TextInputs, are_packed
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator meter is compiled with g++")
 
 CONFIGURATIONS = (
     "llama zero3 bf16 mb2 ckpt x2",
+    "llama zero3 bf16 mb2 chunk tiles hosted x2",
     "gpt2 zero1 bf16 mb2 ckpt offload x2",
     "lenet zero3 fp32 mb2 ga2 ckpt x2",
     "bert zero1 bf16 mb2 pp2 x2",
@@ -26,6 +28,8 @@ CONFIGURATIONS = (
     "whisper zero2 bf16 mb2 x2",
     "clip zero3 fp32 mb2 x2",
     "llava zero2 bf16 mb2 ckpt x2",
+    "llama-lora zero3 bf16 mb2 ckpt x2",
+    "gpt2-lora zero2 bf16 mb8 ckpt x2",
 )
 
 
@@ -42,6 +46,15 @@ def test_simulated_peaks_are_the_real_ones(name, ranks):
     assert max(errors) <= 0.01
 
 
+@pytest.mark.parametrize("name", ["mixtral zero2 fp32 mb2 ep2 x2", "mixtral zero3 bf16 mb2 ckpt sp2 ep2 x2"])
+def test_simulated_peaks_of_spread_experts_are_the_real_ones(name, ranks):
+    """Where each expert gets as many tokens as any other."""
+    steps = [peak for peak in real_and_simulated(target(name), ranks) if peak.step >= 0]
+    errors = [abs(peak.error("with_kernels")) for peak in steps]
+    assert statistics.median(errors) <= 0.001
+    assert max(errors) <= 0.01
+
+
 @pytest.mark.parametrize("name", ["llama zero2 bf16 mb2 x2", "llama zero3 bf16 mb2 x2", "llama zero1 bf16 mb2 pp2 x2"])
 def test_peaks_from_a_pretrained_folder(name, ranks, tmp_path):
     model = MODELS["llama"]
@@ -52,3 +65,14 @@ def test_peaks_from_a_pretrained_folder(name, ranks, tmp_path):
     found = compare(name, target(name, pretrained), ranks)
     errors = found.errors("with_kernels")
     assert max(abs(error) for error in errors) <= 0.001
+
+
+def test_packed_conversations_take_a_mask(ranks, tmp_path):
+    turns = [{"role": "user", "content": "How much?"}, {"role": "assistant", "content": "A little more. " * 6}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    name, chats = "llama zero2 bf16 mb2 x2", {"llama": {**MODELS["llama"], "data": f"jsonl:{tmp_path}/chats.jsonl"}}
+    asked = target(name, chats)
+    assert are_packed(asked.inputs)
+    found = compare(name, asked, ranks)
+    assert max(abs(error) for error in found.errors("with_kernels")) <= 0.001
+    assert abs(found.worst("planned")) <= 0.02

@@ -152,8 +152,52 @@ PATCHES = {
     ),
     "data_setter": (["torch._C:TensorBase.data"], []),
     "attention": (["torch.nn.functional:scaled_dot_product_attention"], []),
+    "list_indices": (["torch:Tensor.__getitem__"], []),
     "record_stream": (["torch:Tensor.record_stream"], []),
     "autocast": (["torch:clear_autocast_cache"], []),
+}
+EP_LAYER, EP_KERNELS = "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_kernels"
+PATCHES |= {
+    "experts": (
+        [
+            "deepspeed.module_inject.auto_ep:_gate_activation_matches",
+            f"{EP_LAYER}:compute_split_plan",
+            f"{EP_KERNELS}:fill_indices_cpu",
+            f"{EP_KERNELS}:fill_indices_wrapper",
+            f"{FAKE_IMPLS}:op_implementations_dict",
+        ],
+        [
+            Reason(
+                "deepspeed.module_inject.auto_ep", "_gate_activation_matches", "experts_module", "if torch.allclose("
+            ),
+            Reason(EP_LAYER, "_split_plan_from_expert_counts", "num_tokens_per_expert ep_size", ".cpu().tolist()"),
+            Reason(
+                EP_LAYER,
+                "compute_split_plan",
+                "selected_experts num_experts ep_size num_local_experts ep_group num_tokens_per_expert",
+                "_split_plan_from_expert_counts(",
+            ),
+            Reason(
+                EP_KERNELS,
+                "fill_indices_cpu",
+                "tokens_per_expert_group start_index_values write_offsets experts_per_rank num_ranks max_len",
+                ".item()",
+            ),
+            Reason(
+                "torch._meta_registrations",
+                "_meta_grouped_mm_common",
+                "mat_a mat_b",
+                "Expected mat_a to be BFloat16 or supported Float16 matrix",
+            ),
+        ],
+    ),
+    "expert_rows": (
+        [f"{EP_KERNELS}:permute_rows_supported", f"{EP_KERNELS}:gather_rows"],
+        [
+            Reason(EP_KERNELS, "permute_rows_supported", "rows", 'rows.device.type == "cuda"'),
+            Reason(EP_KERNELS, "gather_rows", "src index", "_gather_rows_kernel["),
+        ],
+    ),
 }
 REASONS = [pytest.param(reason, id=f"{name}-{reason.path}") for name, (_, found) in PATCHES.items() for reason in found]
 

@@ -20,7 +20,7 @@ from zerofit.simulate.kernels import KernelCall, kernels_of
 from zerofit.simulate.layer_costs import envelope
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.profile import Linear, Profile, setting
+from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Linear, Profile, Savings, setting
 
 HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
 TEXT = TextInputs(vocab_size=VOCAB, seq_len=LENGTH)
@@ -80,6 +80,34 @@ def test_a_checkpointed_block_keeps_its_input_and_computes_twice(llama):
     # recomputing stops at the last tensor that is needed: the block's last product is not
     again = plain.forward_flops.per_sample - 2 * LENGTH * MLP * HIDDEN
     assert kept.backward_flops.per_sample == plain.backward_flops.per_sample + again
+
+
+def in_settings(checkpointing: bool, *every: Savings) -> list[dict[str, LayerCost]]:
+    settings = (TraceSetting("bf16", checkpointing, savings=savings) for savings in every)
+    return [costs(traced("llama-tiny", TEXT, one), "bf16", checkpointing, 1, 1) for one in settings]
+
+
+def test_checkpoints_on_the_host_leave_the_device():
+    """The device has the input of the block that runs, and the first one's while the model holds it."""
+    plain, hosted = in_settings(True, NOTHING_SAVED, Savings(activation_offload=True))
+    handed_on = Linear(per_sample=2 * LENGTH * HIDDEN)
+    assert (plain["block"].saved_bytes, plain["block"].host_bytes) == (handed_on, Linear())
+    assert (hosted["block"].saved_bytes, hosted["block"].host_bytes) == (Linear(), handed_on)
+    more = hosted["embedding"].saved_bytes.per_sample - plain["embedding"].saved_bytes.per_sample
+    assert more == handed_on.per_sample
+    assert hosted["head"].host_bytes == hosted["embedding"].host_bytes == Linear()
+
+
+def test_a_loss_in_chunks_has_the_flops_of_the_whole_and_no_logits():
+    plain, chunked = in_settings(False, NOTHING_SAVED, Savings(loss_chunk=16, mlp_chunk=24))
+    of_head = 2 * LENGTH * HIDDEN * VOCAB
+    assert plain["head"].forward_flops.per_sample == of_head
+    assert chunked["head"].forward_flops.per_sample == 3 * of_head and chunked["head"].backward_flops.at(1) == 0
+    assert chunked["head"].saved_bytes.per_sample < 2 * LENGTH * VOCAB < plain["head"].saved_bytes.per_sample
+    of_mlp = 2 * LENGTH * HIDDEN * MLP
+    again = chunked["block"].backward_flops.per_sample - plain["block"].backward_flops.per_sample
+    assert again == 2 * of_mlp  # the last of three products is not needed again
+    assert chunked["block"].saved_bytes.per_sample < plain["block"].saved_bytes.per_sample - 4 * LENGTH * MLP
 
 
 @pytest.mark.versions

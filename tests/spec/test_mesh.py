@@ -6,8 +6,17 @@ from itertools import chain
 
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
 
-from zerofit.spec.mesh import coords_of, describe_rank, first_of_stages, mesh_table, ranks_along
+from zerofit.spec.mesh import (
+    coords_of,
+    describe_rank,
+    expert_rank,
+    expert_ranks,
+    first_of_stages,
+    mesh_table,
+    ranks_along,
+)
 from zerofit.spec.run_folder import Layout
 
 LAYOUTS = [Layout(dp=3), Layout(dp=2, tp=4), Layout(dp=2, pp=3, sp=2), Layout(dp=1, tp=2, pp=2, sp=3)]
@@ -38,6 +47,22 @@ def test_a_group_differs_along_its_axis_alone(layout, axis):
         assert len({tuple(getattr(place, f"{other}_rank") for other in sorted(others)) for place in places}) == 1
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=4, ep=2), Layout(dp=2, sp=2, ep=4), Layout(dp=4, sp=2, ep=2)], ids=str)
+def test_experts_are_where_deepspeeds_groups_have_them(layout, monkeypatch):
+    """The groups that DeepSpeed makes, on each rank in turn."""
+    made: list[list[int]] = []
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups.dist, "get_world_size", lambda: layout.world_size)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(groups.dist, "new_group", lambda ranks: made.append(list(ranks)))
+    monkeypatch.setattr(groups, "_EXPERT_PARALLEL_GROUP", {})
+    monkeypatch.setattr(groups, "_EXPERT_DATA_PARALLEL_GROUP", {})
+    groups._create_expert_and_data_parallel(layout.ep, pp_size=1)
+    together, alike = expert_ranks(layout)
+    assert sorted(made) == sorted([*alike, *together])
+    assert [expert_rank(rank, layout) for rank in together[0]] == list(range(layout.ep))
+
+
 def test_the_picture_is_that_of_the_documentation():
     rows = mesh_table(Layout(dp=2, tp=2, pp=2, sp=2))
     assert rows[0] == ["", *(f"data {d}, sequence {s}" for d in (0, 1) for s in (0, 1))]
@@ -54,6 +79,7 @@ def test_the_picture_of_a_large_mesh_leaves_its_middle_out():
 
 
 def test_a_rank_is_described_along_what_is_divided():
+    assert describe_rank(5, Layout(dp=4, sp=2, ep=4)) == "data 2, sequence 1, experts 1"
     assert describe_rank(13, Layout(dp=2, tp=2, pp=2, sp=2)) == "stage 1, data 1, sequence 0, tensor 1"
     assert describe_rank(3, Layout(dp=1, tp=2, pp=2)) == "stage 1, tensor 1"
     assert describe_rank(0, Layout(dp=1)) == ""

@@ -23,7 +23,7 @@ from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
-STEPS = 20
+STEPS = 10
 SEQ_LEN = 32
 MaskedLM = transformers.AutoModelForMaskedLM
 EXACT = 1e-4  # relative, fp32: sums in another order
@@ -173,6 +173,7 @@ def test_weights_out_of_a_pretrained_folder(pools, tmp_path, corpus, references,
     agree(trained, get("llama"))
 
 
+LONG = {"loss_chunk": 20, "mlp_chunk": 6, "activation_offload": True}  # alone and tied: benchmarks/layouts.py
 LAYOUTS = {
     "accumulation": {"ranks": 1, "micro_batch": 2, "gradient_accumulation_steps": 4},
     "accumulation on 2": {"ranks": 2, "micro_batch": 2, "gradient_accumulation_steps": 2, "ds_config": "zero3"},
@@ -190,6 +191,9 @@ LAYOUTS = {
     "sequence, stage 0": {"ranks": 2, "sequence_parallel": 2, "ds_config": "zero0"},
     "sequence, stage 2": {"ranks": 2, "sequence_parallel": 2, "ds_config": "zero2"},
     "sequence, stage 3": {"ranks": 2, "sequence_parallel": 2, "ds_config": "zero3"},
+    "long sequences": {"ranks": 2, **LONG, "ds_config": "zero2"},
+    "long sequences, sequence parallel": {"ranks": 2, **LONG, "sequence_parallel": 2, "ds_config": "zero3"},
+    "long sequences, pipeline": {"ranks": 2, **LONG, "pipeline": 2, "micro_batch": 2},
     "DP2 x PP2": {"ranks": 4, "pipeline": 2, "micro_batch": 2},
     "DP2 x TP2": {"ranks": 4, "tensor_parallel": 2, "ds_config": "zero1"},
 }
@@ -214,6 +218,7 @@ DIMENSIONS = {
     "PP2 x SP2": {"pipeline": 2, "sequence_parallel": 2},
     "TP2 x SP2, stage 0": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero0"},
     "TP2 x SP2, stage 3": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
+    "TP2 x SP2, stage 3, long sequences": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3", **LONG},
     "PP4, stage 0": {"pipeline": 4, "ds_config": "zero0"},
 }
 
@@ -238,6 +243,55 @@ def test_more_than_one_dimension(pools, tmp_path, corpus, qwen, layout):
     np.testing.assert_allclose(trained.losses, losses, rtol=1e-5)
     np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=1e-6)
     assert relative_difference(load(trained), weights) < 1e-6
+
+
+# benchmarks/layouts.py has these at all stages, with Qwen3-MoE and on 4 ranks too
+SPREAD = {
+    "EP2, stage 1": {"ds_config": "zero1", "activation_checkpointing": True},
+    "EP2, stage 3": {"ds_config": "zero3"},
+    "SP2 x EP2, stage 2": {"ds_config": "zero2", "sequence_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def mixtral(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A Mixtral of four experts, and its training on one process, without the router's own loss."""
+    path = tmp_path_factory.mktemp("mixtral") / "config.json"
+    shape = {"num_key_value_heads": 2, "initializer_range": 0.12, "sliding_window": None}
+    shape |= {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+    path.write_text(json.dumps({"model_type": "mixtral", **TINY_BERT, **shape}))
+    count, windows = text_windows(corpus, SEQ_LEN)
+    text = TextInputs(vocab_size=260, seq_len=SEQ_LEN)
+    plan = Plan(str(path), text, {}, windows, count, global_batch=8, steps=5, optimizer="sgd", lr=0.1, clip=0.5)
+    return plan, follow(plan)
+
+
+def spread(pools, output: Path, corpus: Path, plan: Plan, **more):
+    how = {"steps": plan.steps, "micro_batch": 2, "gradient_clipping": plan.clip, "eval_samples": 8}
+    return pools(2).train(output, **options(plan, corpus, **how) | more)
+
+
+@pytest.mark.parametrize("layout", in_all_versions(SPREAD, ["EP2, stage 3"]))
+def test_spread_experts(pools, tmp_path, corpus, mixtral, layout):
+    plan, (losses, norms, weights) = mixtral
+    trained = spread(pools, tmp_path / "run", corpus, plan, expert_parallel=2, **SPREAD[layout])
+    np.testing.assert_allclose(trained.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=1e-6)
+    assert relative_difference(load(trained), weights) < 1e-6  # as transformers reads them
+    for step in trained.steps:
+        assert 0 <= step["expert_load_least"] <= 1 <= step["expert_load_most"] <= 2  # of four, two see a token
+
+
+def test_the_routers_loss_is_the_same_where_experts_are_spread(pools, tmp_path, corpus, mixtral):
+    plan = replace(mixtral[0], steps=3, args={"router_aux_loss_coef": 0.5})
+    whole, parts = (
+        spread(pools, tmp_path / str(degree), corpus, plan, expert_parallel=degree, ds_config="zero1")
+        for degree in (1, 2)
+    )
+    for key in ("loss", "router_loss", "grad_norm"):
+        ours, theirs = ([step[key] for step in trained.steps] for trained in (parts, whole))
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+    assert whole.steps[0]["router_loss"] > 0.5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "lenet", "resnet-whole", "vit"])

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from zerofit.spec.model_facts import IGNORE_INDEX
-from zerofit.train.loss import weighted_cross_entropy
+from zerofit.train.loss import linear_cross_entropy, weighted_cross_entropy
 
 TARGETS, CLASSES = 37, 11
 
@@ -30,6 +30,33 @@ def test_chunks_give_the_loss_and_gradient_of_all_at_once(dtype, tolerance, chun
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=tolerance, atol=tolerance * 0.25)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, TARGETS, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_hidden_states_give_the_loss_and_gradients_of_their_logits(dtype, tolerance, chunk):
+    labels = made(dtype)[1]
+    hidden, weight = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (TARGETS, CLASSES))
+    loss = linear_cross_entropy(hidden.reshape(1, TARGETS, 6), weight, labels.reshape(1, TARGETS), chunk) * 0.25
+    loss.backward()
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    wanted = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=tolerance)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        assert ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    labels = made(torch.float32)[1]
+    hidden, weight = torch.randn(TARGETS, 6, requires_grad=True), torch.randn(CLASSES, 6)
+    linear_cross_entropy(hidden, weight, labels, 8).backward()
+    logits = (exact := hidden.detach().clone().requires_grad_()) @ weight.T
+    functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum").backward()
+    torch.testing.assert_close(hidden.grad, exact.grad)
+    assert weight.grad is None
 
 
 def test_a_scaled_loss_keeps_small_gradients_in_fp16():

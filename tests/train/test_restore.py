@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.ranks.pool import Trained
 from tests.train.small import LLAMA_SIZES
 from zerofit.checkpoint import safe_load
+from zerofit.spec.errors import UserError
 
 STEPS, AT = 8, 5
 TEXT = {"data": "synthetic:64", "seq_len": 16, "micro_batch": 2, "steps": STEPS}
@@ -22,6 +24,7 @@ GPT2 = {
 }
 # on four ranks, with heads for two dimensions
 WIDE = {**LLAMA, "model_args": {**LLAMA["model_args"], "num_attention_heads": 4}, "ranks": 4}
+MIXTRAL = {**LLAMA, "model": "mixtral-tiny"}
 IMAGES = {"data": "digits", "steps": STEPS}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0, bf16": {**LLAMA, "ds_config": "zero0", "precision": "bf16"},
@@ -34,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "PP2 x TP2, bf16": {**WIDE, "pipeline": 2, "tensor_parallel": 2, "precision": "bf16"},
     "PP2 x SP2, stage 0": {**WIDE, "pipeline": 2, "sequence_parallel": 2, "ds_config": "zero0"},
     "TP2 x SP2, stage 3": {**WIDE, "tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
+    "spread experts, stage 2": {**MIXTRAL, "expert_parallel": 2, "ds_config": "zero2"},
+    "spread experts, SP2, stage 3": {**MIXTRAL, "expert_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
     "muon": {**LLAMA, "optimizer": "muon"},
     "batch norm": {**IMAGES, "model": "resnet18-small", "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
     "gan": {**IMAGES, "model": "dcgan", "micro_batch": 2, "eval_samples": 4},
@@ -56,6 +61,23 @@ def test_bit_for_bit(pools, tmp_path, case):
     assert len(entries) > 10
     other = state(resumed, STEPS)
     assert [name for name in entries if not same(entries[name], other[name])] == []
+
+
+def test_a_stream_goes_on_bit_for_bit(pools, tmp_path, cache):
+    (tmp_path / "set").mkdir()
+    lines = [json.dumps({"text": f"text {n} of a stream, " * 60}) for n in range(1500)]
+    (tmp_path / "set" / "train.jsonl").write_text("\n".join(lines))
+    args = {**LLAMA_SIZES, "vocab_size": 260}
+    options = {**LLAMA, "model_args": args, "data": f"hf:{tmp_path}/set", "stream": True, "seq_len": 256}
+    pool, run = pools(2), {"eval_samples": 8, "save_every": AT}
+    whole = pool.train(tmp_path / "whole", **run, **options)
+    for file in cache.glob("streams/*/block-*"):
+        file.unlink()
+    checkpoint = str(tmp_path / "whole/checkpoints/step-00000005")
+    resumed = pool.train(tmp_path / "resumed", **run, **options, resume=checkpoint)
+    assert numbers(resumed) == numbers(whole)[AT:]
+    with pytest.raises(UserError, match="no end as a stream"):
+        pool.train(tmp_path / "endless", **{**options, "steps": None})
 
 
 def numbers(run: Trained) -> list[tuple]:

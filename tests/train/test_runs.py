@@ -27,7 +27,7 @@ def digits():
 
 
 def test_lenet_learns_digits(pools, tmp_path):
-    how = {"data": "digits", "epochs": 20, "eval_every": 400}
+    how = {"data": "digits", "epochs": 20, "eval_every": 400, "eval_samples": None}
     trained = pools(2).train(tmp_path / "run", model="lenet", **how)
     assert trained.result["eval"]["accuracy"] >= 0.975  # 0.983 where it was written
     assert [s["step"] for s in trained.steps] == list(range(1, trained.job.steps + 1))
@@ -35,7 +35,8 @@ def test_lenet_learns_digits(pools, tmp_path):
 
 
 def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):
-    trained = pools(2).train(tmp_path / "run", model="resnet18-small", data="digits", steps=12, ds_config="zero3")
+    how = {"data": "digits", "steps": 12, "ds_config": "zero3", "eval_samples": None}
+    trained = pools(2).train(tmp_path / "run", model="resnet18-small", **how)
     model = build(find("resnet18-small"), digits.inputs, {}).eval()
     file = trained.folder.model / "model.safetensors"
     assert file.stat().st_mode == (trained.folder.path / "run.json").stat().st_mode  # others may read it as the rest
@@ -63,7 +64,7 @@ def test_evaluation_is_the_same_on_any_layout(pools, tmp_path):
 @pytest.mark.versions
 def test_dcgan_trains_both_networks_on_all_ranks_alike(pools, tmp_path):
     # the run fails where check_replicas finds a parameter whose sum is not the same on all ranks
-    trained = pools(2).train(tmp_path / "run", model="dcgan", data="digits", steps=30, lr=2e-4)
+    trained = pools(2).train(tmp_path / "run", model="dcgan", data="digits", epochs=1.2, global_batch=64, lr=2e-4)
     first, last = trained.steps[0], trained.steps[-1]
     for name in ("loss_d", "loss_g"):
         assert math.isfinite(last[name])
@@ -75,6 +76,26 @@ def test_dcgan_trains_both_networks_on_all_ranks_alike(pools, tmp_path):
     assert {name.partition(".")[0] for name in changed} == {"generator", "discriminator"}
     assert all(name in changed for name, tensor in before.items() if name.endswith("weight") and tensor.ndim == 4)
     assert (trained.folder.path / "drawings.png").stat().st_size > 0
+    assert [file.name for file in (trained.folder.path / "drawings").iterdir()] == ["epoch-001.png"]
+
+
+def test_a_table_is_learned_and_the_saved_model_is_judged_alike(pools, tmp_path):
+    rows = np.random.default_rng(0).normal(size=(300, 3))
+    kinds = np.where(rows[:, 0] > 0.3, "oak", np.where(rows[:, 1] > 0, "elm", "ash"))
+    lines = [f"{a},{b},{c},{kind}\n" for (a, b, c), kind in zip(rows, kinds, strict=True)]
+    (tmp_path / "trees.csv").write_text("a,b,c,kind\n" + "".join(lines))
+    data = f"csv:{tmp_path}/trees.csv"
+    trained = pools(2).train(
+        tmp_path / "run", model="mlp-table", data=data, epochs=5, micro_batch=8, lr=3e-2, eval_samples=60
+    )
+    valid = open_data(Run(data=data), "table", None, Reporter()).valid
+    batch = valid.batch(range(len(valid)), range(len(valid)))
+    w = load_file(trained.folder.model / "model.safetensors")
+    hidden = (batch["inputs"] @ w["hidden.0.weight"].t() + w["hidden.0.bias"]).relu()
+    logits = hidden @ w["head.weight"].t() + w["head.bias"]
+    right = (logits.argmax(1) == batch["labels"]).double().mean().item()
+    assert trained.result["eval"]["accuracy"] == pytest.approx(right)
+    assert right > 0.85
 
 
 def test_nan_stops_the_run_and_names_the_sample(pools, tmp_path, digits):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import compare_sizes as compare_sizes
     from zerofit.app.comparing.comparisons import compare_strategies as compare_strategies
     from zerofit.app.comparing.rows import Comparison as Comparison
+    from zerofit.app.data_view import DataView as DataView
+    from zerofit.app.data_view import look_at_data as look_at_data
     from zerofit.app.inference import Evaluation as Evaluation
     from zerofit.app.inference import Generation as Generation
     from zerofit.app.inference import evaluate as evaluate
@@ -48,6 +50,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Comparison",
+    "DataView",
     "DoesNotFit",
     "Evaluation",
     "Event",
@@ -70,6 +73,7 @@ __all__ = [
     "evaluate",
     "generate",
     "hf",
+    "look_at_data",
     "plan",
     "simulate",
     "simulate_script",
@@ -81,6 +85,7 @@ _MODULES = {
     "zerofit.app.checkpoints": ("Checkpoint",),
     "zerofit.app.comparing.comparisons": ("compare_scaling", "compare_sizes", "compare_strategies"),
     "zerofit.app.comparing.rows": ("Comparison",),
+    "zerofit.app.data_view": ("DataView", "look_at_data"),
     "zerofit.app.inference": ("Evaluation", "Generation", "evaluate", "generate"),
     "zerofit.app.planning.answers": ("Plan",),
     "zerofit.app.planning.planner": ("plan",),

@@ -42,7 +42,7 @@ from transformers.integrations.deepspeed import (
 
 from zerofit.app.resolve import ASSUMED_STEPS
 from zerofit.app.simulation import simulate as simulate_run
-from zerofit.check.dotted import autos
+from zerofit.check.dotted import autos, get
 from zerofit.config.ds_json import read_document
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.result import Simulation
@@ -84,6 +84,9 @@ def run_of(
         problems.add("trainer", "args.fsdp: zerofit simulates DeepSpeed", "set args.deepspeed instead", "args.fsdp")
     written = _written(args, report)
     steps = args.max_steps if args.max_steps > 0 else ASSUMED_STEPS  # only a schedule asks
+    if get(written, "expert_parallel.enabled") is True:
+        message = "expert_parallel in args.deepspeed: the layers that AutoEP would make are not those of the Trainer"
+        problems.add("trainer", message, "take `zerofit simulate MODEL --expert-parallel N`", "args.deepspeed")
     degrees = {
         "tensor_parallel": written.get("tensor_parallel", {}).get("autotp_size"),
         "sequence_parallel": written.get("sequence_parallel_size"),

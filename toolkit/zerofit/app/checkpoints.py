@@ -172,22 +172,28 @@ class Checkpoint:
         *,
         dtype: Precision | None = None,
         max_shard_size: str = SHARD_SIZE,
+        merge: bool = False,
         trust_model_code: bool = False,
         on_event: OnEvent | None = None,
     ) -> ExportResult:
         """Write the model as a Hugging Face folder, other models as one safetensors file, after verifying every byte.
 
+        Adapters become a folder as peft has it, and with `merge` the whole model with them in it; for that the path may
+        also be a folder of adapters, or of a run that has no checkpoints.
         `dtype` is that of the parameters (by default the run's precision), `max_shard_size` the largest file of a
         transformers model. A model `package.module:callable` of somebody's own is imported and called only with
         `trust_model_code`.
         """
         shard_bytes, report = parse_bytes(max_shard_size, "--max-shard-size"), Reporter(on_event)
         report.status("importing torch ...")
+        from zerofit.checkpoint.adapters import adapters_of
         from zerofit.checkpoint.export import export
 
         refuse_existing(Path(out))
-        path = locate(self.path, deep=True, report=report)
-        return export(path, Path(out), dtype, shard_bytes, trust_model_code=trust_model_code, report=report)
+        adapters = adapters_of(self.path) if merge else None
+        path = adapters or locate(self.path, deep=True, report=report)
+        how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
+        return export(path, Path(out), dtype, shard_bytes, **how)
 
     def convert(self, out: str | Path, *, on_event: OnEvent | None = None) -> ConvertResult:
         """Write a universal checkpoint of DeepSpeed, which its engines load on any number of ranks."""

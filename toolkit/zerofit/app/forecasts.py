@@ -83,7 +83,7 @@ def least_bytes(job: Job) -> int:
     The weights (at stage 3 once, else on each data parallel rank), fp32 master weights and Adam's two moments (at stage
     0 in fp32 on each data parallel rank, else once: `plan.persistent`). Gradients and activations come on top.
     """
-    parameters, stage, copies = job.facts.parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
+    parameters, stage, copies = job.facts.trained_parameters, job.layout.zero_stage, job.layout.dp * job.layout.sp
     narrow = any(get(job.ds_config, key) for key in NARROW_STATES)
     masters = 0 if narrow or job.precision == "fp32" else 4
     moments = 8 if not narrow and str(get(job.ds_config, "optimizer.type")).lower() in ("adam", "adamw") else 0
@@ -152,10 +152,13 @@ def _saved_bytes(job: Job, on_cpu: bool) -> list[int]:
 
     `EngineTrainer.weights` gathers one module at a time where ranks hold parts of it, and copies one tensor at a time
     from a GPU; a pipeline's stage copies its part before it writes it. Rank 0 keeps all of a model that is none of
-    transformers' (`train.run.save_model`).
+    transformers', and all adapters (`train.run.save_model`).
     """
     layout, facts, whole = job.layout, job.facts, job.facts.weight_bytes(job.precision)
     streamed = find(job.run.model).family == "transformers"
+    if job.run.lora:
+        adapters = whole * facts.trained_parameters // facts.parameters
+        return [adapters, *[adapters // layout.pp] * layout.pp]
     if layout.pp > 1:
         part = whole // layout.pp * (1 if on_cpu else 2)
         return [part if streamed else max(part, whole), *[part] * layout.pp]

@@ -35,6 +35,9 @@ class EvalDataOptions(TypedDict, total=False):
     download: bool | None
     text_field: str | None
     tokenizer: str | None
+    chat_template: Path | None
+    packing: bool | None
+    stream: bool | None
     image_size: int | None
     skip_bad: bool | None
     seed: int | None

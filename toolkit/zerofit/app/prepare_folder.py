@@ -26,11 +26,13 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import atomic_write, write_json
 from zerofit.spec.local_machine import versions
 from zerofit.spec.model_facts import Machine
+from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import Run, RunRequest, flag
 from zerofit.spec.run_folder import FittedLayout, Job, Layout, MemoryForecast, RunFolder, Start
 
 MODEL = ("model", "model_args")
-SAME_RUN = (*MODEL, "loss", "data", "text_field", "tokenizer", "image_size", "seq_len", "seed", "optimizer")
+SAME_RUN = (*MODEL, *PART_FIELDS, "loss", "data", "text_field", "tokenizer", "chat_template", "packing", "image_size")
+SAME_RUN += ("seq_len", "stream", "seed", "optimizer")
 UNREMARKABLE = {"output", "resume", "ds_config", "steps", "epochs", "ranks", "log_every", "tensorboard", "wandb"}
 UNREMARKABLE |= {"profile", "profile_ranks"}
 
@@ -219,7 +221,7 @@ def _named(path: Path, report: Reporter) -> CheckpointEntry:
 
 def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, report: Reporter) -> Start:
     old, new = (one.run.model_dump(mode="json") for one in (manifest.job, job))
-    _refuse_another_run(old, job, folder, MODEL)
+    _refuse_another_run(old, job, folder, (*MODEL, *PART_FIELDS))
     found = obstacles(manifest.job, job)
     if manifest.step > job.steps:
         message = f"{checkpoint} has {manifest.step} steps done, and --steps asks for {job.steps} in all"
@@ -237,9 +239,10 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
 
 def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:
     new = job.run.model_dump(mode="json")
-    other = [name for name in fields if old.get(name) != new[name]]
+    then = Run().model_dump(mode="json") | old  # an older run does not know all fields
+    other = [name for name in fields if then[name] != new[name]]
     if other:
-        what = ", ".join(f"{flag(name)} {old.get(name)} there, {new[name]} here" for name in other)
+        what = ", ".join(f"{flag(name)} {then[name]} there, {new[name]} here" for name in other)
         message = f"{folder.path} holds another run: {what}"
         hint = "name another --output; `--resume CHECKPOINT --output NEW` goes on from its weights with other data"
         raise UserError(Problem(kind="output-exists", message=message, hint=hint, where="--output"))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zerofit.models.catalog import ModelSource
-from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TextInputs
+from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TableInputs, TextInputs, are_packed
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
-LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "micro_batch"}
+PACKED = "packed"  # `--input` of text whose samples hold documents that must not see each other
+LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel", "micro_batch"}
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
@@ -63,21 +65,28 @@ def assumed_inputs(
     from zerofit.models.hf_config import make_config
     from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS
 
-    if task == "image":
+    if task in ("image", "table"):
         published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
         if image is None:
             return published
+        if isinstance(published, TableInputs):
+            return TableInputs(features=_parse_features(image), classes=published.classes)
         channels, size = parse_image(image)
         return ImageInputs(channels=channels, size=size, classes=published.classes)
     config = make_config(source, None, model_args) if source.family == "transformers" else None
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
-    return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN)
+    packed = image is not None and bool(parse_input(image).packed)
+    return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN, packed=packed)
 
 
 def input_option(inputs: Inputs | None) -> str | None:
     """Return the `--input` that describes what a model is fed, as `parse_input` reads it; None for tokens alone."""
+    if are_packed(inputs):
+        return PACKED
     if isinstance(inputs, ImageInputs):
         return f"image:{inputs.channels}x{inputs.size}x{inputs.size}"
+    if isinstance(inputs, TableInputs):
+        return f"features:{inputs.features}"
     for one in inputs.tensors if isinstance(inputs, NamedInputs) else ():
         if one.name == "pixel_values":
             return "image:" + "x".join(map(str, one.shape))
@@ -95,15 +104,31 @@ def parse_image(text: str) -> tuple[int, int]:
     return fed.image
 
 
+def _parse_features(text: str) -> int:
+    fed = parse_input(text)
+    if fed.features is None:
+        message, hint = f"the model is fed rows of a table, got {text!r}", "features:10, for one"
+        raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--input"))
+    return fed.features
+
+
 def parse_input(text: str) -> Fed:
-    """Return what `--input` says: "image:3x224x224", "decoder:128" or "frames:3000". Raises UserError."""
+    """Return what `--input` says: "image:3x224x224", "features:10", "decoder:128", "frames:3000" or "packed".
+
+    Raises UserError.
+    """
+    if text == PACKED:
+        return Fed(packed=True)
     kind, _, value = text.rpartition(":")
     parts = value.split("x")
     if all(part.isdigit() and int(part) for part in parts):
         if kind in ("image", "") and len(parts) == 3 and parts[1] == parts[2]:
             return Fed(image=(int(parts[0]), int(parts[1])))
-        if kind in ("decoder", "frames") and len(parts) == 1:
-            return Fed(decoder=int(value)) if kind == "decoder" else Fed(frames=int(value))
-    hint = "channels, height and width of square images (image:3x224x224), a decoder's tokens (decoder:128) or "
-    hint += "a spectrogram's frames (frames:3000)"
+        if kind in ("features", "decoder", "frames") and len(parts) == 1:
+            return replace(Fed(), **{kind: int(value)})
+    hint = "channels, height and width of square images (image:3x224x224), a table's features (features:10), a "
+    hint += (
+        "decoder's tokens (decoder:128) or a spectrogram's frames (frames:3000); packed for text whose samples hold "
+    )
+    hint += "several documents"
     raise UserError(Problem(kind="bad-value", message=f"{text!r} is not a valid input", hint=hint, where="--input"))

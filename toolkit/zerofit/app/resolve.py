@@ -22,7 +22,7 @@ from zerofit.data import Data, default_data, open_data, split_name
 from zerofit.launch.host import this_machine
 from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import why_whole
-from zerofit.models.catalog import PRETRAINED, ModelSource, find, is_cnn
+from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_of
 from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -129,6 +129,9 @@ def _decide(
         message = f"{asked.place('fit')}: the layout is chosen where `zerofit train` or `launch` starts it, not here"
         hint = "leave it out; `zerofit plan` ranks layouts for any hardware"
         problems.add("conflict", message, hint, asked.place("fit"))
+    if model is not None and run.partial:
+        message, hint = "a model that is given as such is trained as it is", "freeze it, or add adapters, yourself"
+        problems.add("conflict", message, hint, "lora, train, freeze")
     found = problems.attempt(lambda: find_model(asked, model))
     document = problems.attempt(lambda: ds_document(run))
     if run.data is not None:
@@ -190,9 +193,11 @@ def open_model(
 def find_model(asked: RunRequest, model: nn.Module | None = None) -> tuple[ModelSource, Task]:
     """Return the source behind the model's name, or of `model` itself, and the model's task. Raises UserError."""
     if model is not None:
-        return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(model)
+        return ModelSource(name=asked.run.model, family="custom", origin="given", task="custom"), fed_with(
+            model, asked.run
+        )
     with models_say(asked.place("model")):
-        source = find(asked.run.model)
+        source = source_of(asked.run)
     return source, task_of(source, asked.run)
 
 
@@ -200,6 +205,8 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
     """Return the model's kind, which decides the defaults of its optimization."""
     if task == "gan":
         return "gan"
+    if source.partial and source.partial.lora:
+        return "adapters"
     if source.origin == PRETRAINED:
         return "pretrained"
     return "cnn" if is_cnn(source) else "transformer"
@@ -260,6 +267,9 @@ def _steps(decision: Decision, data: Data, problems: Problems) -> int:
         problems.add("ranks", message, f"take --ranks {samples} or less, shorter sequences, or more data", "--ranks")
     if run.steps:
         return run.steps
+    if run.stream:
+        problems.add("steps", f"{data.name} has no end as a stream", "give --steps", "--steps")
+        return 1
     return max(1, -(-int(samples * (run.epochs or DEFAULT_EPOCHS)) // decision.batch.total))
 
 

@@ -7,8 +7,10 @@ from itertools import groupby
 from typing import Any
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.request import no_formulas
 from zerofit.app.planning.traces import about
-from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.app.requests import input_option
+from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
 from zerofit.plan.space import Degrees
@@ -18,9 +20,10 @@ from zerofit.plan.time import Timer
 from zerofit.simulate.record import MemoryPoint
 from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import Profile, Savings
 from zerofit.spec.run_folder import Job
 
 
@@ -31,6 +34,8 @@ def trace_of_simulation(
 
     Raises UserError where the model cannot be profiled.
     """
+    if job.layout.ep > 1:
+        raise UserError(no_formulas("--trace"))
     layout = PlannedLayout.of(job)
     profile = _profile(job, inputs, cluster, report)
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, read_calibration(cluster.device.kind)))
@@ -60,7 +65,7 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
 
 def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
     run, layout = job.run, job.layout
-    image = f"image:{inputs.channels}x{inputs.size}x{inputs.size}" if isinstance(inputs, ImageInputs) else None
+    image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
     wanted = ProfileRequest(
         model=run.model,
         precision=job.precision,
@@ -70,6 +75,7 @@ def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Pr
         model_args=dict(run.model_args),
         checkpointings=(bool(run.activation_checkpointing),),
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp)))),
-        loss_chunk=run.loss_chunk,
+        savings=Savings.of(run),
+        partial=run.partial,
     )
     return get_profile(wanted, report)[0]

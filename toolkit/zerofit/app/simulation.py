@@ -200,10 +200,11 @@ def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
     if asked.run.pipeline > 1 and asked.run.pipeline_balance == "time":
         message = "--pipeline-balance time measures the layers, and nothing is computed here"
         problems.add("layout", message, "take --pipeline-balance parameters", "--pipeline-balance")
-    if task == "image":
-        for field in ("seq_len", "loss_chunk"):
+    if task in ("image", "table"):
+        samples = "rows of a table" if task == "table" else "images"
+        whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets to cut up"}
+        for field, what in whats.items():
             if field in asked.places and getattr(asked.run, field):
-                what = "images have no tokens" if field == "seq_len" else "images have too few targets to cut up"
                 problems.add("conflict", f"{asked.place(field)}: {what}", "leave it out", asked.place(field))
 
 

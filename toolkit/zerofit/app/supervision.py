@@ -48,6 +48,7 @@ class TrainingResult:
     resumed_from: str | None  # the checkpoint from which the last start went on
     unigram_entropy_nats: float | None = None  # loss of a model that only knows how often each token occurs
     sample: str | None = None  # what a language model writes
+    conversations: Mapping[str, int] | None = None  # all, truncated, left out, their tokens
     # name in metrics.jsonl -> measured, forecast (None: not known) and difference, as a share of the forecast
     against_forecast: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 

@@ -30,25 +30,36 @@ GAN_ENGINES = {"generator": "generator.", STATE: "discriminator."}
 
 
 @dataclass(frozen=True)
-class TensorParallelSlice:
-    """A tensor parallel rank's share: these (start, length) ranges of the whole tensor's `dim`, joined in order."""
+class TensorSlice:
+    """A rank's share of a weight: these (start, length) ranges of the whole tensor's `dim`, joined in order.
+
+    Tensor parallel ranks have one, and ranks that hold some of a mixture's experts.
+    """
 
     dim: Count
     ranges: tuple[tuple[Count, Count], ...]
+    joined: Count = 0  # so many dimensions after `dim` are taken as one with it: the rows of stacked matrices
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the share of a tensor of shape `whole`."""
-        return (*whole[: self.dim], sum(length for _, length in self.ranges), *whole[self.dim + 1 :])
+        rest = whole[self.dim + self.joined + 1 :]
+        return (*whole[: self.dim], sum(length for _, length in self.ranges), *rest)
+
+    def length(self, whole: tuple[int, ...]) -> int:
+        """Return the length of what the ranges of all shares make up."""
+        return math.prod(whole[self.dim : self.dim + self.joined + 1])
 
     def take(self, whole: Tensor) -> Tensor:
         """Return the share of a whole tensor."""
-        return torch.cat([whole.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
+        rows = whole.flatten(self.dim, self.dim + self.joined)
+        return torch.cat([rows.narrow(self.dim, start, length) for start, length in self.ranges], self.dim)
 
     def put(self, whole: Tensor, share: Tensor) -> None:
-        """Write a share into its place in the whole tensor."""
+        """Write a share into its place in the whole tensor, which is contiguous."""
+        rows = whole.view(*whole.shape[: self.dim], -1, *whole.shape[self.dim + self.joined + 1 :])
         parts = share.split([length for _, length in self.ranges], self.dim)
         for (start, length), part in zip(self.ranges, parts, strict=True):
-            whole.narrow(self.dim, start, length).copy_(part)
+            rows.narrow(self.dim, start, length).copy_(part)
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class _Location:
 class _Shard:
     name: str
     shape: tuple[Count, ...]  # of the whole tensor
-    cut: TensorParallelSlice | None
+    cut: TensorSlice | None
     start: Count  # in the flattened share
     numel: Count
     where: dict[str, _Location]  # by kind: "fp32", and the optimizer's states
@@ -161,7 +172,7 @@ class FullState:
     def read_flat(self, name: str, kind: str, start: int, numel: int) -> Tensor:
         """Return a stretch of the flattened whole tensor, float32 (numel,), and read no more than is needed for it.
 
-        Where tensor parallel ranks wrote it, the whole tensor is put together first.
+        Where ranks wrote shares of it, the whole tensor is put together first.
         """
         shards = self._shards_of(name)
         if any(shard.cut for shard in shards):
@@ -189,7 +200,7 @@ class FullState:
         return self._shards[self.ties.get(name, name)]
 
     def _join(self, shards: list[_Shard], kind: str) -> Tensor:
-        """Put tensor parallel shares together."""
+        """Put shares together."""
         shape = shards[0].shape
         shares = [
             (cut, torch.cat([self._stored(s, kind, 0, s.numel).float() for s in share]))
@@ -269,7 +280,7 @@ class FullState:
             if MASTER not in shards[0].where or any(s.shape != shape for s in shards):
                 raise self._incomplete(f"the shards of {name} are not of one tensor")
             if not _are_one_tensor(shares, shape):
-                raise self._incomplete(f"the tensor parallel shares of {name} do not cover it exactly once")
+                raise self._incomplete(f"the shares of {name} do not cover it exactly once")
             for cut, share in shares.items():
                 total = math.prod(cut.shape(shape) if cut else shape)
                 if not _tiles([(shard.start, shard.numel) for shard in share], total):
@@ -285,22 +296,24 @@ def whole_model(checkpoint: Path, task: str) -> FullState:
     return FullState(checkpoint, GAN_ENGINES if task == "gan" else ONE_ENGINE)
 
 
-def _by_cut(shards: list[_Shard]) -> dict[TensorParallelSlice | None, list[_Shard]]:
+def _by_cut(shards: list[_Shard]) -> dict[TensorSlice | None, list[_Shard]]:
     """Group shards by share, each group in order."""
-    shares: dict[TensorParallelSlice | None, list[_Shard]] = defaultdict(list)
+    shares: dict[TensorSlice | None, list[_Shard]] = defaultdict(list)
     for shard in sorted(shards, key=lambda s: s.start):
         shares[shard.cut].append(shard)
     return shares
 
 
-def _are_one_tensor(shares: Mapping[TensorParallelSlice | None, object], shape: tuple[int, ...]) -> bool:
+def _are_one_tensor(shares: Mapping[TensorSlice | None, object], shape: tuple[int, ...]) -> bool:
     """Return whether there is one share that is whole, or shares that tile one dimension."""
     cuts = [cut for cut in shares if cut is not None]
     if not cuts:
         return True
-    dims = {cut.dim for cut in cuts}
+    dims = {(cut.dim, cut.joined) for cut in cuts}
     ranges = sorted(one for cut in cuts for one in cut.ranges)
-    return len(cuts) == len(shares) and len(dims) == 1 and max(dims) < len(shape) and _tiles(ranges, shape[max(dims)])
+    if len(cuts) != len(shares) or len(dims) != 1 or sum(max(dims)) >= len(shape):
+        return False
+    return _tiles(ranges, cuts[0].length(shape))
 
 
 def _tiles(stretches: list[tuple[int, int]], total: int) -> bool:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.checkpoint.store import sync_folders
 from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
@@ -209,12 +210,25 @@ class ModelInfo:
     step: int  # optimizer steps that it was trained for
     dtype: str  # of the saved parameters: "float32", "bfloat16" or "float16"
     seed: int = 0  # of the run, which made-up data are drawn from
+    frozen: FrozenWeights | None = None  # beside which adapters were trained
+    packing: bool = True  # whether samples held several conversations
+    stream: bool = False  # whether its data was read as it comes
 
     @classmethod
-    def of_run(cls, run: Run, task: Task, inputs: Inputs, step: int, dtype: str) -> ModelInfo:
+    def of_run(
+        cls, run: Run, task: Task, inputs: Inputs, step: int, dtype: str, frozen: FrozenWeights | None = None
+    ) -> ModelInfo:
         """Return what there is to say of a model that this run has trained for so many steps."""
         same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
-        return cls(**{name: getattr(run, name) for name in same}, task=task, inputs=inputs, step=step, dtype=dtype)
+        same += ("packing", "stream")
+        return cls(
+            **{name: getattr(run, name) for name in same},
+            task=task,
+            inputs=inputs,
+            step=step,
+            dtype=dtype,
+            frozen=frozen,
+        )
 
     def write(self, folder: Path) -> None:
         """Write zerofit.json into a model's folder."""

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
+from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.models.inputs import Inputs, inputs_from_dict, inputs_to_dict
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -66,6 +67,7 @@ class Manifest:
     inputs: Inputs  # of the model
     figures: dict[str, Any]  # of the last step's record: loss, lr, ...
     files: dict[str, FileMark]  # by path within the checkpoint, "/" between folders
+    frozen: FrozenWeights | None = None  # what is not in the files; None where all weights are
     format: Count = FORMAT
 
     @property

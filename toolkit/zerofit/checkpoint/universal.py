@@ -59,6 +59,12 @@ def convert(checkpoint: Path, out: Path, report: Reporter | None = None) -> Conv
     report = report or Reporter()
     refuse_existing(out)
     manifest = manifest_of(checkpoint)
+    if manifest.frozen:
+        message = f"{checkpoint} holds what was trained beside frozen weights, and a universal checkpoint a whole model"
+        hint = (
+            "zerofit train --resume takes it up in another layout; zerofit ckpt export --merge writes the whole model"
+        )
+        raise UserError(Problem(kind="no-whole-view", message=message, hint=hint, where="PATH"))
     tag = folder_name(manifest.step)
     engines = GAN_ENGINES if manifest.job.facts.task == "gan" else ONE_ENGINE
     tags = {engine: tag if engine == STATE else f"{tag}-{engine}" for engine in engines}

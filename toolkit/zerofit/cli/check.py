@@ -18,6 +18,7 @@ from zerofit.cli.check_show import UnreadFile, github, sarif, show_findings
 from zerofit.cli.console import EventConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
 from zerofit.spec.errors import UserError
+from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.run import load_run
 
 if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zerofit --help` does not
@@ -28,7 +29,8 @@ if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zer
 RUN_FIELDS = (
     *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
     *("lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum", "gradient_clipping", "precision"),
-    *("ranks", "tensor_parallel", "pipeline", "sequence_parallel"),
+    *("ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"),
+    *PART_FIELDS,
 )
 MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the old one"
 ARGS_HELP = "hold it against the Trainer's arguments: JSON, YAML (axolotl's, LLaMA-Factory's too), run_*.sh"

@@ -85,10 +85,14 @@ def convert(path: Path, out: Path, as_json: bool) -> None:
 @click.argument("out", type=PATH)
 @click.option("--dtype", type=click.Choice(PRECISIONS), help="of the parameters (default: the run's precision)")
 @click.option("--max-shard-size", default=SHARD, help=f"largest file of a transformers model [{SHARD}]")
+@click.option("--merge", is_flag=True, help="write the whole model with the adapters of --lora merged into it")
 @TRUST_MODEL_CODE
 @AS_JSON
 def export(path: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file."""
+    """Write the model of a checkpoint as a Hugging Face folder, other models as one safetensors file.
+
+    Adapters (--lora) become a folder for peft. With --merge PATH may also be such a folder.
+    """
     _answer(path, lambda it, on_event: it.export(out, on_event=on_event, **options), as_json, show_export)
 
 

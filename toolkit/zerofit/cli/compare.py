@@ -68,14 +68,35 @@ def _list(context: click.Context, parameter: click.Parameter, wanted: bool) -> N
     context.exit()
 
 
+def _paces(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[int, float]:
+    try:
+        return {int(rank): float(times) for rank, _, times in (value.partition("=") for value in values)}
+    except ValueError:
+        raise click.BadParameter(f"{' '.join(values)!r} is not RANK=FACTOR, such as 1=4") from None
+
+
 @compare.command()
 @click.argument("model")
 @click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
+@click.option(
+    "--slow", multiple=True, callback=_paces, metavar="RANK=FACTOR", help="its steps take so many times as long"
+)
+@click.option("--straggle", type=float, default=0.0, metavar="P", help="chance of each step to take 5 times as long")
+@click.option("--target", type=click.FloatRange(0, 1, min_open=True), help="accuracy whose time parameter servers tell")
 @click.option("--list", "listing", is_flag=True, is_eager=True, expose_value=False, callback=_list)
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def strategies(model: str, as_json: bool, anyway: bool, names: str | None, **options: Any) -> None:
+def strategies(
+    model: str,
+    as_json: bool,
+    anyway: bool,
+    names: str | None,
+    slow: dict[int, float],
+    straggle: float,
+    target: float | None,
+    **options: Any,
+) -> None:
     """Train MODEL in every classic way for the same samples: speed, memory, bytes on the wire, difference of weights.
 
     One that fails, or that these devices cannot run, is a row with its reason. The same command goes on after a kill.
@@ -85,7 +106,8 @@ def strategies(model: str, as_json: bool, anyway: bool, names: str | None, **opt
     chosen = [name.strip() for name in names.split(",")] if names else None
 
     def work(events: EventConsole) -> Comparison[StrategyRow]:
-        return compare_strategies(_asked(model, options), strategies=chosen, anyway=anyway, on_event=events)
+        unequal = {"slow": slow, "straggle": straggle, "target": target}
+        return compare_strategies(_asked(model, options), strategies=chosen, **unequal, anyway=anyway, on_event=events)
 
     answer_watched(work, as_json, show_strategies)
 
@@ -154,6 +176,11 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
         if row.staleness:
             mean, most = sum(row.staleness) / len(row.staleness), max(row.staleness)
             console.print(f"{row.strategy}: staleness {mean:.2f} updates on average, {most} at most")
+        if row.dropped:
+            console.print(f"{row.strategy}: {row.dropped} gradients came too late and were dropped")
+        if row.curve:
+            when = "not reached" if row.seconds_to_target is None else f"after {row.seconds_to_target:.1f} s"
+            console.print(f"{row.strategy}: accuracy {result.about['target']:.1%} {when}")
     _print_files(console, result)
 
 

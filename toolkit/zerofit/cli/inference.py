@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zerofit.app.inference import Evaluation, Generation
 
 DATA_FIELDS = (
-    *("data", "data_root", "download", "text_field", "tokenizer", "image_size", "skip_bad", "seed"),
-    *("micro_batch", "seq_len", "eval_samples"),
+    *("data", "data_root", "download", "text_field", "tokenizer", "chat_template", "packing", "image_size", "skip_bad"),
+    *("stream", "seed", "micro_batch", "seq_len", "eval_samples"),
 )
 OFFLOAD_HELP = "where weights are put that no file holds as they are needed [a temporary folder]"
 MEMORY_HELP = "0=20GiB,cpu=60GiB: no device but these (and the disk: disk=0 forbids it) [what is free]"

@@ -16,6 +16,7 @@ COMMANDS = {
     "check": ("check", "Find everything that is wrong in a DeepSpeed JSON, before anything starts."),
     "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
     "compare": ("compare", "Measure ways to train on the same model, data, weights and order of samples."),
+    "data": ("data", "Show what a language model sees of a data set, and what it learns of it."),
     "doctor": ("machine", "Check this machine, or all hosts of a hostfile, and measure what they reach."),
     "eval": ("inference", "Evaluate a run, a checkpoint, an exported model or a Hugging Face folder."),
     "generate": ("inference", "Continue a prompt with a run, a checkpoint or a causal language model."),

@@ -26,7 +26,7 @@ INPUT = click.option(
     "--input",
     "image",
     metavar="KIND:SIZE",
-    help="what a model is fed beside tokens, where no --data is named: image:CxHxW, decoder:TOKENS or frames:N",
+    help="what a model is fed, without --data: image:CxHxW, features:N, decoder:TOKENS, frames:N, packed",
 )
 ANYWAY = click.option("--anyway", is_flag=True, help="start what does not fit into the memory that is free, too")
 TRUST_MODEL_CODE = click.option(

@@ -22,18 +22,25 @@ from zerofit.cli.options import (
     hardware_options,
     run_options,
 )
-from zerofit.cli.plan_show import show
+from zerofit.cli.plan_show import show, show_methods
 from zerofit.plan.layout import OFFLOADS
-from zerofit.spec.errors import Problems
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import PRECISIONS
+from zerofit.spec.partial_training import PART_FIELDS
+from zerofit.spec.profile import Savings
 
 if TYPE_CHECKING:
     from zerofit.app.planning.answers import Plan
+    from zerofit.app.planning.methods import MethodComparison
+    from zerofit.app.planning.request import PlanningRequest
+    from zerofit.spec.cluster import Cluster
 
 FINDING = 1
 RUN_FIELDS = (
     *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len"),
-    *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel", "loss_chunk", "ds_config"),
+    *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel", "ds_config"),
+    *Savings._fields,
+    *PART_FIELDS,
 )
 WORK = {
     "tokens": {"metavar": "N", "help": "of the whole training, or of one of the --epochs: 300B, 15T"},
@@ -51,6 +58,7 @@ OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
 FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
 MEASURED_HELP = "5.33samples/s, 21000tokens/s or 0.52s a step, of the layout that the flags name: scales all times"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the plainest that forecasts cannot tell from the best"
+METHODS_HELP = "full,lora: one table of these, with the longest sequence that each could take"
 TRACE_HELP = "file for the timeline of that layout's step: Chrome trace format, opens in Perfetto"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 
@@ -68,6 +76,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
 @click.option("--max", "maximum", type=click.Choice(["seq-len", "micro-batch", "layers"]), help="the largest that fits")
 @click.option("--min", "minimum", type=click.Choice(["gpus"]), help="how few devices are enough")
+@click.option("--methods", metavar="NAMES", help=METHODS_HELP)
 @click.option("--show-mesh", is_flag=True, help="print which rank of the best layout is where")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="layouts to print")
 @click.option("--precision", type=click.Choice(PRECISIONS), help=f"[{PRECISION_HELP}]")
@@ -86,15 +95,44 @@ def plan(model: str | None, as_json: bool, **options: Any) -> None:
 
     Exit code 0: something fits, 1: nothing does, 2: bad input.
     """
-    show_mesh = options.pop("show_mesh")
-    result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh))
+    show_mesh, methods = options.pop("show_mesh"), options.pop("methods")
+    if methods:
+        result = answer(lambda: _compare(model, options, methods), as_json, show_methods)
+    else:
+        result = answer(lambda: _plan(model, options), as_json, partial(show, mesh=show_mesh))
     sys.exit(0 if result.layouts else FINDING)
 
 
+def _compare(model: str | None, options: dict[str, Any], methods: str) -> MethodComparison:
+    from zerofit.app.planning.methods import compare_methods, read_methods
+
+    request, found = _asked(model, options)
+    beside = [flag for flag in ("write", "trace") if options[flag]] + ["gpu"] * (len(found) > 1)
+    if beside:
+        message = f"--methods with {', '.join('--' + flag for flag in beside)}: it is a table of one kind of machine"
+        hint = "ask for one method with --lora"
+        raise UserError(Problem(kind="usage", message=message, hint=hint, where="--methods"))
+    with EventConsole() as console:
+        return compare_methods(request, read_methods(methods), found[0], on_event=console)
+
+
 def _plan(model: str | None, options: dict[str, Any]) -> Plan:
+    from zerofit.app.planning.planner import answer_request
+
+    request, found = _asked(model, options)
+    with EventConsole() as console:
+        plan = answer_request(request, found, on_event=console)
+    if options["write"] and plan.layouts:
+        plan = replace(plan, written=plan.write(options["write"]))
+    if options["trace"] and (plan.layouts or plan.misfits):
+        plan = replace(plan, traced=plan.trace(options["trace"]))
+    return plan
+
+
+def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest, list[Cluster]]:
+    """Return what is asked, and of which clusters. Raises UserError with everything that is wrong."""
     from zerofit.app.planning.files import refuse_existing
     from zerofit.app.planning.measured import MeasuredSpeed
-    from zerofit.app.planning.planner import answer_request
     from zerofit.app.planning.request import PlanningRequest
     from zerofit.app.planning.traces import refuse_place
     from zerofit.app.planning.work import read_work
@@ -117,10 +155,4 @@ def _plan(model: str | None, options: dict[str, Any]) -> Plan:
     found = problems.attempt(lambda: clusters(**{name: options[name] for name in ("kinds", *HARDWARE)}))
     problems.raise_if_any()
     assert request and found
-    with EventConsole() as console:
-        plan = answer_request(request, found, on_event=console)
-    if options["write"] and plan.layouts:
-        plan = replace(plan, written=plan.write(options["write"]))
-    if options["trace"] and (plan.layouts or plan.misfits):
-        plan = replace(plan, traced=plan.trace(options["trace"]))
-    return plan
+    return request, found

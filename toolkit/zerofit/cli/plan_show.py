@@ -16,7 +16,8 @@ from zerofit.spec.run_folder import Layout
 from zerofit.spec.units import shown_bytes
 
 if TYPE_CHECKING:
-    from zerofit.app.planning.answers import Plan
+    from zerofit.app.planning.answers import LargestFit, Plan
+    from zerofit.app.planning.methods import MethodComparison
     from zerofit.app.planning.request import TunedLayouts
     from zerofit.plan.fit import Fit
     from zerofit.plan.layout import PlannedLayout
@@ -213,6 +214,36 @@ def _nearest(console: Console, plan: Plan) -> None:
             console.print(f"           {near.hint}")
     for one in plan.remedies:
         console.print(f"  would fit: {one}" if "not even" not in one else f"  {one}")
+
+
+def show_methods(found: MethodComparison) -> None:
+    """Print one row for each way to train the model."""
+    cluster, first = found.cluster, found.rows[0].plan.profile
+    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
+    console = out(WIDTH)
+    console.print(f"{first.model} on {nodes}{cluster.gpus} x {cluster.label}", style="bold")
+    tokens = f"at {first.seq_len} tokens: the fastest" if first.seq_len else "the fastest"
+    table = make_table("method", "trained", tokens, "device", "tokens/s", "longest sequence", right=(1, 3, 4, 5))
+    for row in found.rows:
+        profile, best = row.plan.profile, row.best and row.best.ranked
+        table.add_row(
+            row.method,
+            f"{profile.trained:,} of {profile.parameters:,}",
+            str(best.layout) if best else f"nothing fits; {'; '.join(row.plan.remedies)}",
+            shown_bytes(best.fit.device_bytes) if best else "-",
+            f"{best.tokens_per_s:,.0f}" if best and best.tokens_per_s else "-",
+            _longest(row.longest),
+            style=None if best else "red",
+        )
+    console.print(table)
+
+
+def _longest(answer: LargestFit | None) -> str:
+    if answer is None:
+        return "-"
+    if answer.value is None:
+        return "none fits"
+    return f"{answer.value:,}" + (" (the model's limit)" if answer.bounded and answer.limit else "")
 
 
 def _boxes(boxes: Sequence[Plan]) -> Table:

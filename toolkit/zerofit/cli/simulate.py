@@ -18,12 +18,14 @@ from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
 from zerofit.cli.console import EventConsole, make_table, out
 from zerofit.cli.options import AS_JSON, INPUT, PATH, clusters, given, hardware_options, run_options
-from zerofit.models.inputs import ImageInputs, NamedInputs
+from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Event
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES
+from zerofit.spec.partial_training import PART_FIELDS
+from zerofit.spec.profile import Savings
 from zerofit.spec.run import RunRequest
 from zerofit.spec.units import shown_bytes
 
@@ -36,8 +38,9 @@ HARDWARE_FIELDS = ("gpus", "nodes", "host_memory", "device_memory")
 RUN_FIELDS = (
     *("model_args", "loss", "data", "data_root", "tokenizer", "image_size", "steps", "micro_batch"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
-    *("activation_checkpointing", "loss_chunk", "ds_config", "ranks"),
-    *("tensor_parallel", "pipeline", "sequence_parallel"),
+    *("activation_checkpointing", *Savings._fields, "ds_config", "ranks"),
+    *("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"),
+    *PART_FIELDS,
 )
 WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
@@ -249,12 +252,16 @@ def _run(run: SimulatedRun) -> str:
     fed, size = run.input, f"{run.seq_len} tokens"
     if isinstance(fed, ImageInputs):
         size = f"{fed.channels}x{fed.size}x{fed.size}"
+    if isinstance(fed, TableInputs):
+        size = f"{fed.features} features"
     if isinstance(fed, NamedInputs):
         size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape))}" for one in fed.tensors)
     words = [str(run.precision), f"micro batch {run.micro_batch}", f"accumulation {run.gradient_accumulation_steps}"]
     words += [size, run.optimizer or "the JSON's optimizer"]
     words += ["activation checkpointing"] if run.activation_checkpointing else []
+    words[-1] += " kept on the host" if run.activation_offload else ""
     words += [f"loss in chunks of {run.loss_chunk}"] if run.loss_chunk else []
+    words += [f"MLPs in tiles of {run.mlp_chunk}"] if run.mlp_chunk else []
     return ", ".join(words)
 
 

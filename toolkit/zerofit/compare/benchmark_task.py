@@ -19,11 +19,13 @@ from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
 from zerofit.compare.job import MOMENTUM, WARM, CompareJob
+from zerofit.compare.pace import pause_s
 from zerofit.data import Order, open_data
 from zerofit.data.base import Integers
+from zerofit.models.batch_norm import batch_norms
 from zerofit.models.build import build
 from zerofit.models.catalog import find
-from zerofit.models.inputs import ImageInputs
+from zerofit.models.inputs import ImageInputs, TextInputs
 from zerofit.models.layers import as_layers
 from zerofit.models.vision import DCGAN
 from zerofit.spec.events import Reporter
@@ -34,6 +36,7 @@ from zerofit.train.probe import task_of
 
 EVAL_BATCH = 100
 TELL_S = 0.5
+MOST_KEPT = 50  # weights on the way, of which the accuracy is wanted
 RANDOM = (nn.modules.dropout._DropoutNd, StochasticDepth)
 
 
@@ -57,6 +60,7 @@ class BenchmarkTask:
         self.backend = "nccl" if job.accelerator == "cuda" else "gloo"
         self.notes: dict[str, Any] = {"tokens_a_sample": None}  # what there is to tell besides
         self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
+        self._kept: list[tuple[float, float, dict[str, Tensor]]] = []
         self._measure = StrategyMeter(self.device)
 
     @property
@@ -111,17 +115,20 @@ class BenchmarkTask:
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets of this share of every global batch."""
         size = self.job.global_batch // of
-        for step in range(self.job.steps):
-            self._measure.step(step, last=False)
-            self.progress(f"{step} of {self.job.steps} steps")
-            yield self.batch(step * self.job.global_batch + share * size, size)
-        self._measure.step(self.job.steps, last=True)
+        try:
+            for step in range(self.job.steps):
+                self._measure.step(step, last=False)
+                self.progress(f"{step} of {self.job.steps} steps")
+                time.sleep(pause_s(self.job, self.rank, step))
+                yield self.batch(step * self.job.global_batch + share * size, size)
+        finally:  # also of a strategy that ends before
+            self._measure.step(self.job.steps, last=True)
 
     def batch(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """Return so many samples from a place in their order."""
         indices, keys = self._order.indices(start, start + size), self._order.keys(start, start + size)
         found = self._data.train.batch(indices, keys)
-        if not isinstance(self._data.inputs, ImageInputs):
+        if isinstance(self._data.inputs, TextInputs):
             self.notes["tokens_a_sample"] = found["inputs"].shape[1]
         return self._inputs(found["inputs"], keys).to(self.device), found["labels"].to(self.device)
 
@@ -161,6 +168,23 @@ class BenchmarkTask:
         loss = total / targets
         accuracy = None if self.task == "gan" else right / targets
         return {"loss": loss if math.isfinite(loss) else None, "accuracy": accuracy}
+
+    def keep(self, model: nn.Module, steps: float) -> None:
+        """Note weights and time after so many global batches, of whole ones only, for `curve`.
+
+        Does nothing where no accuracy is asked for, or batch norm's statistics are with the workers.
+        """
+        if self.job.target is None or steps % max(1, self.job.steps // MOST_KEPT) or batch_norms(model):
+            return
+        self._kept.append((steps, time.perf_counter(), whole_state(model)))
+
+    def curve(self) -> list[dict[str, Any]]:
+        """Return seconds since the first kept weights, loss and accuracy of all of them; evaluated afterwards."""
+        model, points = self.model(), []
+        for steps, moment, state in self._kept:
+            model.load_state_dict(state)
+            points.append({"steps": steps, "seconds": moment - self._kept[0][1], **self.evaluate(model)})
+        return points
 
     def progress(self, text: str) -> None:
         """Tell how far this process is; the command takes it for dead if it sees nothing new for minutes."""

@@ -37,14 +37,16 @@ class CompareJob:
     eval_samples: int = 1000
     accelerator: str = "cpu"  # or "cuda"
     epochs: int = 0  # of `compare batch-size`, in place of steps
-    target: float | None = None  # accuracy, of `compare batch-size`
+    target: float | None = None  # accuracy, whose time is measured
+    slow: dict[str, float] = field(default_factory=dict)  # by rank: times as long as others its steps take
+    straggle: float = 0.0  # the chance of each step to take `pace.STRAGGLER` times as long
 
     @property
     def run(self) -> Run:
-        """The same as far as data and model go, for `zerofit.data.open_data`."""
+        """The same as far as data and model go, for `zerofit.data.open_data`; strategies feed a model tokens alone."""
         root = Path(self.data_root) if self.data_root else None
         names = ("model", "model_args", "data", "image_size", "seq_len", "tokenizer", "seed")
-        return Run(data_root=root, **{name: getattr(self, name) for name in names})
+        return Run(data_root=root, packing=False, **{name: getattr(self, name) for name in names})
 
     def write(self, path: Path) -> None:
         """Write the job as JSON."""
@@ -111,6 +113,21 @@ _ALL = (
     ),
     Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
     Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
+    *(
+        Strategy(
+            name=f"all-reduce-{how}",
+            title=f"data parallel, all-reduce by hand: {title}",
+            file="all_reduce_by_hand",
+            options={"how": how},
+            replicas=True,
+        )
+        for how, title in (
+            ("central", "on one central device"),
+            ("ring", "round a ring"),
+            ("tree", "along a tree"),
+            ("halving", "by recursive halving"),
+        )
+    ),
     Strategy(name="ddp", title="DistributedDataParallel", file="ddp", replicas=True),
     Strategy(name="horovod", title="Horovod", file="horovod", replicas=True),
     Strategy(name="parameter-server", title="parameter server, synchronous", file="parameter_server", servers=1),
@@ -120,6 +137,23 @@ _ALL = (
         file="parameter_server_async",
         servers=1,
         synchronous=False,
+    ),
+    Strategy(
+        name="parameter-server-ssp",
+        title="parameter server, staleness bounded to 3 steps",
+        file="parameter_server_ssp",
+        options={"bound": 3},
+        servers=1,
+        synchronous=False,
+    ),
+    Strategy(
+        name="backup-workers",
+        title="parameter server, synchronous, one worker more than it waits for",
+        file="backup_workers",
+        options={"spare": 1},
+        servers=1,
+        synchronous=False,
+        least_ranks=2,
     ),
     Strategy(name="amp", title="mixed precision on one device", file="amp", one=True, synchronous=False),
     Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),

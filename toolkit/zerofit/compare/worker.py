@@ -143,6 +143,8 @@ def _measured(job: CompareJob, folder: Path, rank: int) -> dict[str, Any]:
     word = work.told()
     if dist.is_initialized():
         dist.barrier()  # nobody goes while another still gathers
+    if curve := work.curve():
+        word["curve"] = curve
     if state is not None:
         word |= _judged(work, state, folder)
     return word

@@ -16,6 +16,7 @@ from zerofit.check.dotted import get
 from zerofit.check.finding import Finding
 from zerofit.check.subject import TargetHardware
 from zerofit.config.batch import solve
+from zerofit.config.part import check_part
 from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
@@ -36,6 +37,7 @@ SETTLED = frozenset(
         "bf16-device",
         "bf16-without-zero",
         "sequence-parallel-alone",
+        "experts-zero3",
         "scheduler-without-optimizer",
         "trailing-comma",
         "activations-host",
@@ -55,9 +57,10 @@ PAIRS = {
     "momentum": "optimizer.params.momentum",
     "tensor_parallel": "tensor_parallel.autotp_size",
     "sequence_parallel": "sequence_parallel_size",
+    "expert_parallel": "expert_parallel.autoep_size",
 }
 SIZES = ("global_batch", "micro_batch", "gradient_accumulation_steps")
-DEGREES = ("tensor_parallel", "sequence_parallel")
+DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 OPTIMIZER_TYPES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
@@ -94,6 +97,7 @@ def decide(
     if warnings is not None:
         check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
+        check_part(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
             if getattr(asked.run, field) == type(asked.run).model_fields[field].default:
@@ -144,6 +148,8 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
     Only definite values are in the answer; a value that both give and that differs is noted with both places.
     """
     theirs = {field: (get(config, path, "auto"), path) for field, path in PAIRS.items()}
+    if get(config, "expert_parallel.enabled") is not True:
+        del theirs["expert_parallel"]
     theirs |= {"optimizer": (_optimizer_of(config), "optimizer.type"), "precision": _precision_of(asked.run, config)}
     merged: dict[str, Any] = {}
     for field, (value, path) in theirs.items():
@@ -198,8 +204,8 @@ def _layout(
             f"take --ranks {max(inner, ranks // inner * inner)}",
             asked.place("ranks"),
         )
-    stage = int(get(config, "zero_optimization.stage", 0))
-    return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, zero_stage=stage)
+    stage, ep = int(get(config, "zero_optimization.stage", 0)), merged.get("expert_parallel", asked.run.expert_parallel)
+    return Layout(dp=max(1, ranks // inner), tp=tp, pp=pp, sp=sp, ep=ep, zero_stage=stage)
 
 
 def _settled(
@@ -208,6 +214,7 @@ def _settled(
     """Return the run with everything filled in that does not depend on the data."""
     offloads = get(config, "zero_optimization.offload_optimizer.device", "none") != "none"  # which is for Adam
     optimizer = merged.get("optimizer", "adamw" if offloads else OPTIMIZER[kind])
+    offloaded = run.activation_offload or get(config, "activation_checkpointing.cpu_checkpointing") is True
     clipping = 0.0 if optimizer == "muon" else 1.0  # Muon's update has a fixed norm of its own
     defaults = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM.get(optimizer)}
     if get(config, "optimizer.type", "auto") != "auto":  # a block of the user's own keeps what it leaves out
@@ -217,12 +224,13 @@ def _settled(
             "ranks": layout.world_size,
             "tensor_parallel": layout.tp,
             "sequence_parallel": layout.sp,
+            "expert_parallel": layout.ep,
             "micro_batch": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
             "global_batch": batch.total,
             "precision": merged.get("precision", "fp32"),
-            "activation_checkpointing": run.activation_checkpointing
-            or get(config, "activation_checkpointing.cpu_checkpointing") is True,
+            "activation_checkpointing": run.activation_checkpointing or offloaded,
+            "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
             "optimizer": optimizer if optimizer in OPTIMIZER_TYPES else None,
             "lr": merged.get("lr"),

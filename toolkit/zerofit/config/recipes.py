@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
-Kind = Literal["cnn", "transformer", "pretrained", "gan"]  # the first two from scratch
+Kind = Literal["cnn", "transformer", "pretrained", "adapters", "gan"]  # the first two from scratch
 
-OPTIMIZER: Mapping[Kind, str] = {"cnn": "sgd", "transformer": "adamw", "pretrained": "adamw", "gan": "adamw"}
+OPTIMIZER: Mapping[Kind, str] = {**dict.fromkeys(get_args(Kind), "adamw"), "cnn": "sgd"}
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 BATCH, PARAMETERS = 16, 1.2e6  # samples a step and size of the model (llama-tiny) for which the rates stand
 FROM_SCRATCH = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
@@ -20,6 +20,8 @@ RATES: Mapping[Kind, Mapping[str, float]] = {
     "transformer": FROM_SCRATCH,
     # 2e-5 is the least of those that BERT was fine-tuned with (Devlin et al., 2019, A.3), and usual for language models
     "pretrained": {"adamw": 2e-5, "sgd": 0.01, "muon": 0.002},
+    # 2e-4 is what adapters of models of 7 to 13 billion parameters were trained with (Dettmers et al., 2023, table 9)
+    "adapters": {"adamw": 2e-4, "sgd": 0.1, "muon": 0.02},
     "gan": {**FROM_SCRATCH, "adamw": 2e-4},  # DCGAN: Radford et al., 2016, section 4
 }
 SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
@@ -45,7 +47,7 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
         scale = 1.0
     else:
         scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))
-        if kind != "pretrained" and optimizer != "muon":
+        if kind not in ("pretrained", "adapters") and optimizer != "muon":
             scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)
     return float(f"{rate * scale:.2g}")
 

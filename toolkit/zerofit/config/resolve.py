@@ -22,13 +22,13 @@ from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 _BUCKET = (
-    f"as many elements as the model has, at most {BUCKET_LIMIT:,} (100 MB in 16 bits fill a link): DeepSpeed allocates "
+    f"as many elements as are trained, at most {BUCKET_LIMIT:,} (100 MB in 16 bits fill a link): DeepSpeed allocates "
     "it whole, and its own 5e8 are 1 GB"
 )
 # below zero_optimization: how a size follows from the model (elements, not bytes), and why
 SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
-    "reduce_bucket_size": (lambda facts: bucket_elements(facts.parameters), _BUCKET),
-    "allgather_bucket_size": (lambda facts: bucket_elements(facts.parameters), _BUCKET),
+    "reduce_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
+    "allgather_bucket_size": (lambda facts: bucket_elements(facts.trained_parameters), _BUCKET),
     "stage3_prefetch_bucket_size": (
         lambda facts: prefetch_elements(facts.hidden_size),
         "0.9 x width squared, about one weight matrix ahead (as transformers chooses it)",
@@ -111,9 +111,9 @@ def resolve(
 
 
 def _fill_degrees(config: dict[str, Any], layout: Layout, problems: Problems) -> None:
-    """Fill the degrees where DeepSpeed makes the groups; with more than one, `train.mesh_groups` does it."""
+    """Fill the degrees where DeepSpeed makes groups and slices; of a combined layout zerofit makes them."""
     if layout.combined:
-        for key in ("tensor_parallel", "sequence_parallel_size"):
+        for key in ("tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
         if layout.pp > 1 and layout.tp > 1:
             for key in PIPE_PARTITIONED:

@@ -11,48 +11,90 @@ from typing import Any
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
+    EXPERT_TYPES,
     SEQUENCE_PARALLEL_TYPES,
     TENSOR_PARALLEL_TYPES,
     TENSOR_PLAN_TYPES,
+    TILED_MLP_TYPES,
     Machine,
     ModelFacts,
 )
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
-# keys of the DeepSpeed JSON whose groups or kernels know nothing of a second parallel dimension beside ZeRO's
+# keys of the DeepSpeed JSON whose groups or kernels know nothing of groups and slices that zerofit makes
 _ALONE = (
     "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
     "zero_optimization.zenflow",
     "zero_optimization.offload_optimizer.super_offload",
-    "expert_parallel.enabled",
     "compile.deepcompile",
 )
 
 
 def check_combination(layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check what cannot stand beside more than one parallel dimension; the JSON by itself has been checked already."""
+    """Check what cannot stand in a layout whose groups zerofit makes; the JSON by itself has been checked already."""
     if not layout.combined:
         return
     degrees = {"--tensor-parallel": layout.tp, "--pipeline": layout.pp, "--sequence-parallel": layout.sp}
-    used = " and ".join(name for name, degree in degrees.items() if degree > 1)
+    degrees["--expert-parallel"] = layout.ep
+    dimensions = [name for name, degree in degrees.items() if degree > 1]
+    used, instead = " and ".join(dimensions), "keep one of " if len(dimensions) > 1 else "leave out "
     for path in _ALONE:
         asked = get(config, path)
         if asked is True or (asked and asked != 1):
             problems.add(
                 "layout",
                 f"{path} beside {used}: it has not been seen to train there like one device does",
-                f"remove the key, or keep one of {used}",
+                f"remove the key, or {instead}{used}",
                 path,
             )
-    for key in set(get(config, "tensor_parallel") or {}) - {"autotp_size"}:
+    for block, degree in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
+        for key in set(get(config, block) or {}) - {"enabled", degree}:
+            problems.add(
+                "layout",
+                f"{block}.{key} beside {used}: zerofit splits the layers there itself, as their kind of model needs it",
+                "remove the key",
+                f"{block}.{key}",
+            )
+    if layout.ep > 1:
+        _check_experts(layout, problems)
+
+
+def _check_experts(layout: Layout, problems: Problems) -> None:
+    """Check the expert parallel degree against the other ones and the ZeRO stage."""
+    name, others = f"--expert-parallel {layout.ep}", layout.dp * layout.sp
+    if layout.tp > 1:
         problems.add(
             "layout",
-            f"tensor_parallel.{key} beside {used}: zerofit splits the layers there itself, as transformers plans it",
-            "remove the key",
-            f"tensor_parallel.{key}",
+            f"{name} beside --tensor-parallel {layout.tp}: DeepSpeed counts the experts of the first tensor rank alone "
+            "in the gradients' norm, and at stage 2 gets accumulated gradients wrong",
+            "leave --tensor-parallel at 1; --sequence-parallel divides what attention takes",
+            "--expert-parallel",
+        )
+    if layout.pp > 1:
+        problems.add(
+            "layout",
+            f"{name} beside --pipeline {layout.pp}: the layers of a stage keep all their experts",
+            "leave --pipeline at 1; more expert parallel ranks take less memory each, too",
+            "--expert-parallel",
+        )
+    if layout.zero_stage == 0:
+        problems.add(
+            "layout",
+            f"{name} at ZeRO stage 0: DeepSpeed averages the gradients' norm over ranks that hold different experts, "
+            "so that it is too small and clips too late",
+            "take --ds-config zero1, 2 or 3",
+            "zero_optimization.stage",
+        )
+    if others % layout.ep:
+        fitting = [degree for degree in range(1, others + 1) if others % degree == 0]
+        problems.add(
+            "layout",
+            f"{name} does not divide the {others} data and sequence parallel ranks",
+            f"degrees that do: {', '.join(map(str, fitting))}",
+            "--expert-parallel",
         )
 
 
@@ -81,7 +123,8 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.compile and layout.combined:
         problems.add(
             "layout",
-            "--compile with more than one parallel dimension has not been seen to train like one device does",
+            "--compile with spread experts or more than one parallel dimension has not been seen to train like one "
+            "device does",
             "leave it out",
             "--compile",
         )
@@ -90,6 +133,13 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
             "layout",
             "muon makes whole matrices orthogonal, and tensor parallel ranks hold slices of them",
             "take another optimizer, or leave --tensor-parallel at 1",
+            "--optimizer",
+        )
+    if run.optimizer == "muon" and layout.ep > 1:
+        problems.add(
+            "layout",
+            "muon with --expert-parallel has not been seen to train like one device does",
+            "take another optimizer, or leave --expert-parallel at 1",
             "--optimizer",
         )
     if run.optimizer == "muon" and layout.pp > 1:
@@ -107,6 +157,8 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         _check_tensor_parallel(layout, run, facts, problems)
     if layout.sp > 1:
         _check_sequence_parallel(layout, run, facts, problems)
+    if layout.ep > 1:
+        _check_expert_model(layout, run, facts, problems)
     if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
         problems.add(
             "layout",
@@ -114,6 +166,8 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             f"take --pipeline {facts.layers} or less",
             "--pipeline",
         )
+    if facts.packed:
+        _check_packing(run, layout, facts, problems)
     if run.loss == "mse" and not facts.own:
         problems.add("loss", f"--loss mse on {run.model}, which gives logits of classes", "leave --loss out", "--loss")
     if run.loss_chunk and (run.loss == "mse" or not facts.gives_logits or (facts.own and run.loss is None)):
@@ -124,6 +178,21 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "leave it out" + (", or give --loss cross-entropy" if facts.own and run.loss is None else ""),
             "--loss-chunk",
         )
+    if run.mlp_chunk and (facts.own or facts.model_type not in TILED_MLP_TYPES):
+        problems.add(
+            "layout",
+            f"--mlp-chunk {run.mlp_chunk} needs MLPs that map each token by itself and drop nothing out, which "
+            f"{run.model} ({facts.model_type or facts.task}) is not known to have",
+            f"leave it out; model types that have: {', '.join(TILED_MLP_TYPES)}",
+            "--mlp-chunk",
+        )
+    if run.mlp_chunk and run.compile:
+        problems.add(
+            "layout",
+            "--mlp-chunk with --compile has not been seen to save memory: the compiler decides what is kept",
+            "leave one of them out",
+            "--mlp-chunk",
+        )
     if layout.pp > 1 and (facts.own or facts.task == "gan"):
         problems.add(
             "layout",
@@ -131,6 +200,9 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "leave it at 1",
             "--pipeline",
         )
+    if facts.task == "gan" and run.partial:
+        hint = "leave --lora, --train and --freeze out"
+        problems.add("layout", "a GAN's two networks are trained whole", hint, "MODEL")
     if facts.task == "gan" and layout.zero_stage == 3:
         problems.add(
             "layout",
@@ -138,6 +210,20 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "take stage 0, 1 or 2",
             "zero_optimization.stage",
         )
+
+
+def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+    """Check that every layer learns where packed documents begin."""
+    name, why = "", ""
+    if layout.sp > 1:
+        name, why = f"--sequence-parallel {layout.sp}", "Ulysses attention has one causal mask for the whole sample"
+    elif layout.pp > 1:
+        name, why = f"--pipeline {layout.pp}", "stages hand on hidden states alone, not where a conversation begins"
+    elif facts.own:
+        name, why = run.model, "a model of your own is given its tokens alone"
+    if name:
+        message = f"{name} with several conversations in a sample, which must not see each other: {why}"
+        problems.add("packing", message, "--no-packing: each conversation in a sample of its own", "--packing")
 
 
 def _check_tensor_parallel(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
@@ -199,6 +285,26 @@ def _check_sequence_parallel(layout: Layout, run: Run, facts: ModelFacts, proble
             "layout",
             f"{name} {degree} does not divide --seq-len {run.seq_len}",
             f"take --seq-len {run.seq_len // degree * degree or degree}",
+            name,
+        )
+
+
+def _check_expert_model(layout: Layout, run: Run, facts: ModelFacts, problems: Problems) -> None:
+    name, degree = "--expert-parallel", layout.ep
+    if facts.own or facts.model_type not in EXPERT_TYPES or facts.experts is None:
+        problems.add(
+            "layout",
+            f"{name} {degree}: DeepSpeed's AutoEP is not known to spread experts of {facts.model_type or run.model} "
+            "rightly",
+            f"model types that it spreads: {', '.join(EXPERT_TYPES)}",
+            name,
+        )
+    elif facts.experts % degree:
+        fitting = [d for d in range(1, facts.experts + 1) if facts.experts % d == 0]
+        problems.add(
+            "layout",
+            f"{name} {degree} does not divide the {facts.experts} experts of a layer",
+            f"degrees that do: {', '.join(map(str, fitting))}",
             name,
         )
 

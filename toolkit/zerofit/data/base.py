@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ class Dataset(ABC):
 
     decodes = False  # True where a batch costs so much time that loader processes pay
     draws = True  # False where samples have no randomness, so that `keys` need not be made
+    ordered_in: int | None = None  # samples that are shuffled among themselves, where not all are with all
 
     @abstractmethod
     def __len__(self) -> int:
@@ -31,8 +32,8 @@ class Dataset(ABC):
     def batch(self, indices: Integers, keys: Integers) -> dict[str, torch.Tensor]:
         """Return the samples `indices` as {"inputs", "labels"}, first dimension len(indices).
 
-        Images: float32 (batch, channels, size, size) and int64 (batch,).
-        Text: int64 (batch, seq_len) both; labels that count in no loss are -100.
+        Images: float32 (batch, channels, size, size) and int64 (batch,); rows of a table: float32 (batch, features).
+        Text: int64 (batch, seq_len) both; labels that count in no loss are -100. Packed documents have "position_ids".
         `keys` holds one integer per sample, which fixes all of its randomness (augmentation, masking).
         """
 
@@ -41,11 +42,11 @@ class Dataset(ABC):
         """Count the labels of these samples that count in the loss, without reading or decoding any."""
 
 
-class ImageDataset(Dataset):
-    """Images with one class label each."""
+class LabelledDataset(Dataset):
+    """Images, or rows of a table, with one class label each."""
 
     def targets(self, indices: Integers) -> int:
-        """Count one label per image."""
+        """Count one label per sample."""
         return len(indices)
 
 
@@ -64,3 +65,4 @@ class Data:
     encode: Callable[[str], list[int]] | None = None
     bad_samples: tuple[str, ...] = ()  # unreadable files that were skipped
     notes: tuple[str, ...] = ()  # sentences for the user
+    counts: Mapping[str, int] = field(default_factory=dict)  # of conversations: how many were truncated, dropped, ...

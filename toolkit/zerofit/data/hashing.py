@@ -1,4 +1,4 @@
-"""Stable hashes: the same on every machine, process and run (unlike Python's own `hash`)."""
+"""Stable hashes and choices: the same on every machine, process and run (unlike Python's own `hash`)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def held_out_limit(hashes: np.ndarray, share: float) -> int:
     """
     count = max(1, round(share * len(hashes)))
     return int(np.partition(hashes, count - 1)[count - 1])
+
+
+def stratified_fifth(labels: np.ndarray) -> np.ndarray:
+    """Return a bool mask over the samples: 20 % of each class, the same on every machine."""
+    mask = np.zeros(len(labels), dtype=bool)
+    generator = np.random.Generator(np.random.Philox(key=8))
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        mask[generator.permutation(members)[: round(len(members) / 5)]] = True
+    return mask
 
 
 def text_digest(*parts: str) -> str:

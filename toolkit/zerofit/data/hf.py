@@ -17,8 +17,10 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from zerofit.data.hashing import text_digest
-from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, held_out_hash, split_text
+from zerofit.data.chat_records import ChatForm, ChatMessages, conversation_of, form_of
+from zerofit.data.chat_source import ChatPiece, ChatSource
+from zerofit.data.hashing import name_hash, text_digest
+from zerofit.data.text_sources import NAMED, Source, Survey, TextPiece, TextSource, held_out_hash, split_text
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -55,39 +57,49 @@ def _reachable(endpoint: str) -> bool:
 
 
 def open_hf(run: Run, argument: str) -> Source:
-    """Open NAME or NAME:CONFIG, one document per row, the column `run.text_field`. NAME may be a local folder.
+    """Open NAME or NAME:CONFIG, one document per row: the column `run.text_field`, or a conversation.
+
+    NAME may be a local folder.
 
     The split `train` is trained on; `validation` (or test) is held out where there is one, else 5 % of the rows by
     hash of the row number (with fewer than 20 rows: the last 5 % of each). Raises UserError "hf" or "text-field".
     """
-    name, _, config = argument.partition(":")
-    splits = _load(name, config or None)
+    splits = load_splits(argument)
     train = splits.get("train")
     if train is None:
         message = f"--data hf:{argument} has no split called train; it has {', '.join(splits)}"
         raise UserError(Problem(kind="hf", message=message, hint="prepare one, or --data jsonl:GLOB", where="--data"))
+    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
+    found = {"name": f"hf:{argument}", "train": train, "valid": valid}
+    if form := form_of(dict.fromkeys(train.column_names), run.text_field):
+        return HfChats(**found, what=form.title, form=form)
     if run.text_field not in train.column_names:
         message = f"--data hf:{argument} has no column {run.text_field!r}; it has {', '.join(train.column_names)}"
         hint = f"--text-field: {nearest(run.text_field, train.column_names)}"
         raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
-    valid = next((splits[word] for word in VALID_SPLITS if word in splits), None)
-    return HfSource(name=f"hf:{argument}", train=train, valid=valid, field=run.text_field)
+    return HfSource(**found, what=run.text_field)
 
 
-def _load(name: str, config: str | None) -> dict[Any, Any]:
+def load_splits(argument: str, streaming: bool = False) -> dict[Any, Any]:
+    """Open the splits of NAME or NAME:CONFIG, or as streams of rows. Raises UserError "hf"."""
     import datasets.config
+
+    name, _, named = argument.partition(":")
+    config = named or None
 
     datasets.disable_progress_bars()  # every rank opens the data; ours shows what takes long
     path = Path(name).expanduser()
     try:
         if (path / "dataset_dict.json").is_file():
-            return datasets.DatasetDict.load_from_disk(str(path))
+            saved: Any = datasets.DatasetDict.load_from_disk(str(path))
+            return {key: one.to_iterable_dataset() for key, one in saved.items()} if streaming else saved
         if (path / "state.json").is_file():
-            return {"train": datasets.load_from_disk(str(path))}
+            alone: Any = datasets.load_from_disk(str(path))
+            return {"train": alone.to_iterable_dataset() if streaming else alone}
         if path.is_dir():
-            return datasets.load_dataset(str(path), config)
+            return datasets.load_dataset(str(path), config, streaming=streaming)
         with hub_if_reachable(datasets.config):
-            return datasets.load_dataset(name, config)
+            return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client, pyarrow and fsspec raise many unrelated types
         message = f"--data hf:{name} could not be opened: {' '.join(str(error).split())[:300]}"
         hint = "a public data set on the hub (needs a network), or a local folder with parquet, jsonl or txt files"
@@ -95,25 +107,30 @@ def _load(name: str, config: str | None) -> dict[Any, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HfSource(Source):
-    """Rows of a `datasets.Dataset`."""
+class HfSet(Source):
+    """Rows of a `datasets.Dataset`, of which `what` is read."""
 
     name: str
     train: Any
     valid: Any | None
-    field: str
+    what: str  # a column, or a form of conversations
 
     def fingerprint(self) -> str:
         """Return the library's own, of the files behind the data and all that was done to them."""
         valid = self.valid._fingerprint if self.valid is not None else ""
-        return text_digest(self.train._fingerprint, valid, self.field)
+        return text_digest(self.train._fingerprint, valid, self.what)
 
     def survey(self, progress: Reporter) -> Survey:
         """Take the fingerprint for the content: reading it again would find nothing new."""
         return Survey(self.fingerprint(), len(self.train))
 
+
+@dataclass(frozen=True, kw_only=True)
+class HfSource(HfSet, TextSource):
+    """Rows with a text in one column."""
+
     def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See Source.pieces; rows whose field is not a string are named."""
+        """See TextSource.pieces; rows whose field is not a string are named."""
         problems: list[Problem] = []
         limit = held_out_hash(map(str, range(documents)), documents)
         for row, text in self._rows(self.train, "train", problems):
@@ -126,15 +143,34 @@ class HfSource(Source):
 
     def _rows(self, split: Any, label: str, problems: list[Problem]) -> Iterator[tuple[int, str]]:
         row = -1
-        for batch in split.select_columns([self.field]).iter(batch_size=ROWS):
-            for text in batch[self.field]:
+        for batch in split.select_columns([self.what]).iter(batch_size=ROWS):
+            for text in batch[self.what]:
                 row += 1
                 if isinstance(text, str):
                     yield row, text
                     continue
                 where = f"{self.name}: {label}[{row}]"
-                message = f"{where}: {self.field!r} is {type(text).__name__}, need a string"
+                message = f"{where}: {self.what!r} is {type(text).__name__}, need a string"
                 hint = "--text-field names another column"
                 problems.append(Problem(kind="text-field", message=message, hint=hint, where=where))
                 if len(problems) >= NAMED:
                     raise UserError(*problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfChats(HfSet, ChatSource):
+    """Rows with one conversation each."""
+
+    form: ChatForm
+
+    def pieces(self, documents: int) -> Iterator[ChatPiece | Problem]:
+        """See ChatSource.pieces; without a validation split 5 % of the rows are held out, and at least one."""
+        limit = held_out_hash(map(str, range(documents)), documents, whole=True) if self.valid is None else -1
+        for label, split in (("train", self.train), ("validation", self.valid)):
+            for number, row in enumerate(split or ()):
+                where, found = f"{self.name}: {label}[{number}]", conversation_of(row, self.form)
+                if isinstance(found, ChatMessages):
+                    yield ChatPiece(found, where, split is self.valid or name_hash(str(number)) <= limit)
+                    continue
+                hint = f"the columns are those of the {self.form.title} form"
+                yield Problem(kind="bad-chat", message=f"{where}: {found}", hint=hint, where=where)

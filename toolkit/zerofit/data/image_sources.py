@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Data, ImageDataset, Integers
-from zerofit.data.hashing import sample_hashes
+from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.hashing import sample_hashes, stratified_fifth
 from zerofit.models.inputs import ImageInputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -43,7 +43,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelImages(ImageDataset):
+class PixelImages(LabelledDataset):
     """Images as one uint8 array, scaled (and, for training, shifted and mirrored) a batch at a time."""
 
     pixels: np.ndarray  # uint8 (n, channels, height, width)
@@ -101,7 +101,7 @@ def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
         Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz"), np.uint8, delimiter=","
     )
     pixels, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)  # values 0..16
-    held_out = _stratified_fifth(labels)
+    held_out = stratified_fifth(labels)
     train = pixels[~held_out]
     scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),))
     if task == "gan":
@@ -112,16 +112,6 @@ def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
         for part in (~held_out, held_out)
     ]
     return Data(name=name, train=parts[0], valid=parts[1], inputs=ImageInputs(channels=1, size=size, classes=10))
-
-
-def _stratified_fifth(labels: np.ndarray) -> np.ndarray:
-    """Return a bool mask over the samples: 20 % of each class, the same on every machine."""
-    mask = np.zeros(len(labels), dtype=bool)
-    generator = np.random.Generator(np.random.Philox(key=8))
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        mask[generator.permutation(members)[: round(len(members) / 5)]] = True
-    return mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.base import Data, ImageDataset, Integers
+from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.image_sources import Scaling
@@ -77,7 +77,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderImages(ImageDataset):
+class FolderImages(LabelledDataset):
     """Image files that are decoded, cut and resized when a batch asks for them."""
 
     root: Path

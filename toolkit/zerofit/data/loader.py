@@ -37,15 +37,23 @@ class Order:
     n: int  # samples in the data set
     seed: int
     shuffle: bool = True
+    block: int | None = None  # samples that are shuffled among themselves; all are seen in their order then (a stream)
+
+    @classmethod
+    def of(cls, dataset: Dataset, seed: int) -> Order:
+        """Return the order in which a training sees a data set."""
+        return cls(len(dataset), seed, block=dataset.ordered_in)
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """Return sample indices, int64 (stop - start,), at the positions start <= p < stop. Not to be written to."""
         parts = []
         while start < stop:
-            epoch, offset = divmod(start, self.n)
-            end = min(stop, (epoch + 1) * self.n)
-            order = _epoch_order(self.n, self.seed % 2**64, epoch if self.shuffle else None)
-            parts.append(order[offset : offset + end - start])
+            size = self.block or self.n
+            epoch, offset = divmod(start, size)
+            end = min(stop, (epoch + 1) * size)
+            order = _epoch_order(size, self.seed % 2**64, epoch if self.shuffle else None)
+            part = order[offset : offset + end - start]
+            parts.append(part + epoch * size if self.block else part)
             start = end
         if len(parts) == 1:
             return parts[0]
@@ -208,10 +216,13 @@ def _unchanged(batch: dict) -> dict:
 
 def _to_arrays(batch: dict) -> dict:
     """Make NumPy arrays, which are pickled with their content; tensors are as a reference to shared memory."""
-    return {**batch, "inputs": batch["inputs"].numpy(), "labels": batch["labels"].numpy()}
+    import torch
+
+    return {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
 
 
 def _to_tensors(batch: dict) -> dict:
     import torch
 
-    return {key: torch.from_numpy(v) if key in ("inputs", "labels") else v for key, v in batch.items()}
+    numbers = ("indices", "real")  # that stay arrays
+    return {k: torch.from_numpy(v) if isinstance(v, np.ndarray) and k not in numbers else v for k, v in batch.items()}

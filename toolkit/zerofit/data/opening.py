@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
+from zerofit.data.chat_records import CHAT_FIELDS
+from zerofit.data.chat_source import ChatSource
+from zerofit.data.chats import open_chats
 from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
-from zerofit.data.synthetic import open_synthetic_images, open_synthetic_named, open_synthetic_text
+from zerofit.data.jsonl import open_jsonl
+from zerofit.data.stream import open_stream
+from zerofit.data.synthetic import (
+    open_synthetic_images,
+    open_synthetic_named,
+    open_synthetic_table,
+    open_synthetic_text,
+)
+from zerofit.data.table import open_table
 from zerofit.data.text import CausalText, MaskedText
-from zerofit.data.text_sources import Source, open_jsonl, open_pysource, open_text
+from zerofit.data.text_sources import Source, TextSource, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import TextInputs
@@ -26,12 +37,12 @@ from zerofit.spec.run import Run
 class SourceKind:
     """One kind of data source."""
 
-    media: frozenset[str]  # "image", "text" or both
+    media: frozenset[str]  # "image", "table", "text" or some of them
     argument: str = ""  # what follows the colon, as shown to the user; "" where nothing may
     required: bool = False
 
 
-_IMAGE, _TEXT = frozenset({"image"}), frozenset({"text"})
+_IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
 
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
@@ -39,11 +50,13 @@ KINDS: dict[str, SourceKind] = {
     "fashion-mnist": SourceKind(media=_IMAGE),
     "cifar10": SourceKind(media=_IMAGE),
     "imagefolder": SourceKind(media=_IMAGE, argument="PATH", required=True),
+    "csv": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
+    "npy": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
     "pysource": SourceKind(media=_TEXT),
     "text": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "jsonl": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "hf": SourceKind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
-    "synthetic": SourceKind(media=_IMAGE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
+    "synthetic": SourceKind(media=_IMAGE | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
 }
 
 IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
@@ -53,6 +66,12 @@ IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take
     "cifar10": open_vision_set,
     "imagefolder": open_imagefolder,
     "synthetic": open_synthetic_images,
+}
+
+TABLE_SOURCES: dict[str, Callable[[str, Run, Reporter], Data]] = {  # take the whole name
+    "csv": open_table,
+    "npy": open_table,
+    "synthetic": open_synthetic_table,
 }
 
 TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's argument
@@ -65,7 +84,7 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 def default_data(task: Task) -> str:
     """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
-    if gives_loss(task):
+    if gives_loss(task) or task == "table":
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
@@ -97,20 +116,22 @@ def _path_hint(data: str) -> str:
     if path.is_dir():
         return f"did you mean imagefolder:{data} or text:{data}/*.txt?"
     if path.is_file():
-        return f"did you mean {'jsonl' if path.suffix in ('.jsonl', '.ndjson') else 'text'}:{data}?"
+        kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".npy": "npy"}
+        return f"did you mean {kinds.get(path.suffix, 'text')}:{data}?"
     return ""
 
 
 def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
-    word, media = split_name(data)[0], "text" if is_text(task) else "image"
+    word, media = split_name(data)[0], "text" if is_text(task) else "table" if task == "table" else "image"
     if gives_loss(task) and word != "synthetic":
         message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
         hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
-        message = f"--data {data} holds no {'images' if media == 'image' else 'text'}"
+        what = {"image": "images", "table": "table of numbers", "text": "text"}[media]
+        message = f"--data {data} holds no {what}"
         message += f", which the task {task} is trained on"
         raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))
 
@@ -125,6 +146,8 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     name = run.data or default_data(task)
     check_task(name, task)
     word, argument = split_name(name)
+    if task == "table":
+        return TABLE_SOURCES[word](name, run, progress)
     if not is_text(task):
         return IMAGE_SOURCES[word](name, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
@@ -132,12 +155,33 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
         return open_synthetic_named(name, run, task, length)
     if word == "synthetic":
         return open_synthetic_text(name, run, task, length)
+    if run.stream:
+        return _streamed(name, word, argument, run, task, length)
     problems = Problems()
     source = problems.attempt(lambda: TEXT_SOURCES[word](run, argument))
     tokenizer = problems.attempt(lambda: _tokenizer_for(run.tokenizer, task))
     problems.raise_if_any()
     assert source is not None and tokenizer is not None
+    if isinstance(source, ChatSource):
+        if task != "causal-lm":
+            message = f"--data {name} holds conversations, which a {task} model does not learn to answer"
+            hint = "take a causal language model, or --text-field with a field of plain text"
+            raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
+        return open_chats(source, tokenizer, run, length, progress)
+    if run.chat_template is not None:
+        message = f"--chat-template: --data {name} holds plain text, not conversations"
+        hint = f"leave it out; conversations have a field {', '.join(CHAT_FIELDS)}"
+        raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
+    assert isinstance(source, TextSource)
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
+
+
+def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:
+    """Open a stream. Raises UserError for data or models that have none."""
+    if word != "hf" or task != "causal-lm":
+        message = f"--stream reads hf: data for causal language models, not {name} for the task {task}"
+        raise UserError(Problem(kind="stream", message=message, hint="leave it out", where="--stream"))
+    return open_stream(run, argument, _tokenizer_for(run.tokenizer, task), length)
 
 
 def _tokenizer_for(name: str, task: Task) -> Tokenizer:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerofit.data.base import Data, Dataset, ImageDataset, Integers
+from zerofit.data.base import Data, Dataset, Integers, LabelledDataset
 from zerofit.data.hashing import cell_hashes, sample_hashes
+from zerofit.data.table import TableRows
 from zerofit.data.text import mask_tokens, masked_count
 from zerofit.models.catalog import find
-from zerofit.models.inputs import Fed, ImageInputs, NamedInput, NamedInputs, TextInputs
+from zerofit.models.inputs import Fed, ImageInputs, NamedInput, NamedInputs, TableInputs, TextInputs
 from zerofit.models.named_inputs import named_inputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 STEPS = np.array([1, 1, 1, 1, 3, 3, 7, 12])  # how far the next token lies from this one, equally likely
+ROWS, FEATURES, SPREAD = 10_000, 10, 1.5  # of a made-up table; SPREAD: noise around a class's centre
 POOL = 1 << 21  # random values that images share; drawing 150,000 normals an image would take longer than training
 
 
@@ -33,6 +35,20 @@ def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
     inputs = ImageInputs(channels=3, size=size, classes=classes)
     return Data(name=name, train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), inputs=inputs)
+
+
+def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:
+    """Open rows of 10 numbers around the centre of their class, of 2 classes (`synthetic:N`: N)."""
+    classes = _size(name, default=2, what="classes")
+    generator = np.random.Generator(np.random.Philox(key=run.seed))
+    centres = generator.standard_normal((classes, FEATURES))
+    labels = generator.integers(classes, size=ROWS)
+    rows = centres[labels] + SPREAD * generator.standard_normal((ROWS, FEATURES))
+    whole, cut = TableRows(features=rows.astype(np.float32), labels=labels), ROWS // 5
+    train, valid = (
+        replace(whole, features=whole.features[part], labels=labels[part]) for part in (slice(cut, None), slice(0, cut))
+    )
+    return Data(name=name, train=train, valid=valid, inputs=TableInputs(features=FEATURES, classes=classes))
 
 
 def open_synthetic_text(name: str, run: Run, task: Task, seq_len: int) -> Data:
@@ -73,7 +89,7 @@ def _size(name: str, default: int, what: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticImages(ImageDataset):
+class SyntheticImages(LabelledDataset):
     """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
 
     n: int

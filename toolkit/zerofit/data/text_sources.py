@@ -1,11 +1,10 @@
-"""Sources of text: Python's own library, files, lines of JSON; documents, a hash of them, and their validation part."""
+"""Sources of text: Python's own library, files; documents, a hash of them, and their validation part."""
 
 from __future__ import annotations
 
 import codecs
 import glob
 import hashlib
-import json
 import os
 import sysconfig
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zerofit.data.hashing import held_out_limit, name_hash, text_digest
-from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
 
@@ -47,7 +46,7 @@ class Survey(NamedTuple):
 
 
 class Source(ABC):
-    """Documents of text, in a fixed order."""
+    """Documents, in a fixed order."""
 
     name: str  # as shown to the user
 
@@ -59,21 +58,25 @@ class Source(ABC):
     def survey(self, progress: Reporter) -> Survey:
         """Hash all content and count the documents. Raises UserError "empty-data"."""
 
-    @abstractmethod
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """Yield all text, a few MB (or one jsonl line) at a time at most. Raises UserError with every bad place."""
-
     def size_bytes(self) -> int | None:
         """Return the bytes of text, for the progress bar; None where that is not known."""
         return None
 
 
-def held_out_hash(names: Iterable[str], documents: int) -> int:
+class TextSource(Source):
+    """Documents of plain text."""
+
+    @abstractmethod
+    def pieces(self, documents: int) -> Iterator[TextPiece]:
+        """Yield all text, a few MB (or one jsonl line) at a time at most. Raises UserError with every bad place."""
+
+
+def held_out_hash(names: Iterable[str], documents: int, whole: bool = False) -> int:
     """Return the name hash up to which documents are validation data: 5 % of them, and at least one.
 
-    -1 with fewer than 20 documents: then the end of each document is held out.
+    -1 with fewer than 20 documents: then the end of each document is held out, unless they are to stay `whole`.
     """
-    if documents < WHOLE_DOCUMENTS_FROM:
+    if documents < WHOLE_DOCUMENTS_FROM and not whole:
         return -1
     if documents > MANY:
         return int(HELD_OUT * 2**64)
@@ -93,12 +96,11 @@ def split_text(name: str, text: str, limit: int) -> Iterator[TextPiece]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource(Source):
+class FileSet(Source):
     """Files, each one a document."""
 
     name: str
     files: tuple[tuple[str, Path], ...]  # (name that orders and splits them, where it is)
-    errors: str = "strict"  # what happens to bytes that are not UTF-8
 
     def fingerprint(self) -> str:
         """Hash names, sizes and times of change."""
@@ -120,6 +122,13 @@ class FileSource(Source):
     def size_bytes(self) -> int:
         """Sum the files' sizes."""
         return sum(path.stat().st_size for _, path in self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(FileSet, TextSource):
+    """Files, each one a document of plain text."""
+
+    errors: str = "strict"  # what happens to bytes that are not UTF-8
 
     def pieces(self, documents: int) -> Iterator[TextPiece]:
         """See Source.pieces; files that are not UTF-8 are named with line and column."""
@@ -182,67 +191,6 @@ def _not_utf8(path: Path) -> Problem:
     raise AssertionError(f"{path} was not UTF-8 a moment ago")
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonlSource(FileSource):
-    """Files with one document per line, in a field of a JSON object."""
-
-    field: str
-
-    def fingerprint(self) -> str:
-        """Hash names, sizes and times of change, and name the field."""
-        return super().fingerprint() + self.field
-
-    def survey(self, progress: Reporter) -> Survey:
-        """Count the lines that are not blank: they are the documents."""
-        return Survey(super().survey(progress).digest + self.field, sum(1 for _ in self._lines()))
-
-    def pieces(self, documents: int) -> Iterator[TextPiece]:
-        """See Source.pieces; up to 20 bad lines are named file:line:column."""
-        limit = held_out_hash((f"{name}:{number}" for name, _, number, _ in self._lines()), documents)
-        problems: list[Problem] = []
-        for name, path, number, line in self._lines():
-            text = _text_of(path, number, line, self.field)
-            if isinstance(text, str):
-                yield from split_text(f"{name}:{number}", text, limit)
-                continue
-            problems.append(text)
-            if len(problems) >= NAMED:
-                break
-        if problems:
-            raise UserError(*problems)
-
-    def _lines(self) -> Iterator[tuple[str, Path, int, bytes]]:
-        for name, path in self.files:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield name, path, number, line
-
-
-def _text_of(path: Path, number: int, line: bytes, field: str) -> str | Problem:
-    """Return the text of one line, or what is wrong with it."""
-
-    def bad(column: int, message: str, hint: str) -> Problem:
-        where = f"{path}:{number}:{column}"
-        return Problem(kind="bad-jsonl", message=f"{where}: {message}", hint=hint, where=where)
-
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        return bad(error.start + 1, f"byte 0x{line[error.start]:02x} is not UTF-8", "iconv -t utf-8 converts it")
-    except json.JSONDecodeError as error:
-        return bad(error.colno, f"not JSON: {error.msg}", "each line is one JSON object")
-    if not isinstance(row, dict):
-        return bad(1, f"got a JSON {type(row).__name__}, need an object", f'{{"{field}": "..."}}')
-    if field not in row:
-        message = f"no field {field!r}; there is {', '.join(row) or 'none'}"
-        return bad(1, message, f"--text-field: {nearest(field, row)}")
-    if not isinstance(row[field], str):
-        return bad(1, f"field {field!r} is {type(row[field]).__name__}, need a string", "--text-field names another")
-    # JSON can spell half of a surrogate pair, which is not a character and has no bytes.
-    return row[field].encode("utf-8", "replace").decode()
-
-
 def open_pysource(run: Run, argument: str) -> Source:
     """Open the Python files of the running interpreter's standard library, ordered by relative path.
 
@@ -269,19 +217,10 @@ def open_text(run: Run, argument: str) -> Source:
     With 20 files or more, 5 % of them (by hash of the path below the glob's fixed folder) are held out; with fewer,
     the last 5 % of the bytes of each, cut at a line's end. Raises UserError "empty-data" when nothing matches.
     """
-    return FileSource(name=f"text:{argument}", files=_matches("text", argument))
+    return FileSource(name=f"text:{argument}", files=matching_files("text", argument))
 
 
-def open_jsonl(run: Run, argument: str) -> Source:
-    """Open lines as documents, the field `run.text_field` of a JSON object; blank lines do not count.
-
-    With 20 documents or more, 5 % of them (by hash of file and line number) are held out; with fewer, the last 5 %
-    of each. Raises UserError "empty-data" when nothing matches.
-    """
-    return JsonlSource(name=f"jsonl:{argument}", files=_matches("jsonl", argument), field=run.text_field)
-
-
-def _matches(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
+def matching_files(kind: str, pattern: str) -> tuple[tuple[str, Path], ...]:
     """Return (path relative to the fixed part of the pattern, path): a moved folder keeps its split and its cache."""
     full = str(Path(pattern).expanduser())
     found = sorted(Path(p).absolute() for p in glob.glob(full, recursive=True) if Path(p).is_file())

@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from zerofit.data.cache import cache_errors, waiting_lock
-from zerofit.data.hashing import text_digest
-from zerofit.data.text_sources import Source, TextPiece
+from zerofit.data.prepared import Preparation
+from zerofit.data.text_sources import TextPiece, TextSource
 from zerofit.data.tokenizer import Tokenizer
-from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.files import cache_root, sync_folder, write_text
+from zerofit.spec.files import write_text
 
 FORMAT = "tokens-1"  # raise it when files or split rules change: old caches are then left alone
 SPLITS = ("train", "valid")
@@ -52,49 +49,13 @@ class Tokens:
     unigram_entropy_nats: float  # see Data.unigram_entropy_nats
 
 
-def open_tokens(source: Source, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
+def open_tokens(source: TextSource, tokenizer: Tokenizer, progress: Reporter) -> Tokens:
     """Open the tokens of a source: mapped if they were made before, else made now (or by the process that does it).
 
     Raises UserError for bad documents, "empty-data", "data-changed" or "cache" (no space, no permission).
     """
-    root = cache_root() / "tokens"
-    with cache_errors(source.name):
-        root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
-        fingerprint = source.fingerprint()
-        known = root / "index" / text_digest(fingerprint, tokenizer.identity, FORMAT)
-        key = known.read_text() if known.is_file() else ""
-        if key and (tokens := _read(root / key)):
-            return tokens
-        return _find_or_build(source, tokenizer, progress, known)
 
-
-def _find_or_build(source: Source, tokenizer: Tokenizer, progress: Reporter, known: Path) -> Tokens:
-    root, before = known.parent.parent, source.fingerprint()
-    survey = source.survey(progress)
-    key = text_digest(survey.digest, tokenizer.identity, FORMAT)
-    with waiting_lock(root / f"{key}.lock", f"another process tokenizes {source.name}", progress):
-        tokens = _read(root / key)
-        if tokens is None:
-            _build(root, key, source, tokenizer, survey.documents, progress)
-            tokens = _read(root / key)
-            assert tokens is not None, "a cache that was just built cannot be read"
-    if source.fingerprint() != before:
-        shutil.rmtree(root / key, ignore_errors=True)
-        message = f"{source.name} was written to while it was tokenized"
-        raise UserError(Problem(kind="data-changed", message=message, hint="start again when it is complete"))
-    known.parent.mkdir(exist_ok=True)
-    write_text(known, key)
-    return tokens
-
-
-def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents: int, progress: Reporter) -> None:
-    """Write the files into a staging folder, flush them to the disk, and rename the folder into place."""
-    staging = root / f"{key}.build"
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.rmtree(root / key, ignore_errors=True)  # it is there only if it could not be read
-    staging.mkdir()
-    try:
+    def write(staging: Path, documents: int) -> None:
         writers = [_Writer(staging / f"{split}.bin", tokenizer) for split in SPLITS]
         with progress.task(f"{source.name}: tokenizing", source.size_bytes(), "bytes") as task:
             for batch in _batches(source.pieces(documents)):
@@ -105,10 +66,9 @@ def _build(root: Path, key: str, source: Source, tokenizer: Tokenizer, documents
         meta = {split: writer.close() for split, writer in zip(SPLITS, writers, strict=True)}
         meta |= {"format": FORMAT, "source": source.name, "tokenizer": tokenizer.name, "documents": documents}
         write_text(staging / "meta.json", json.dumps(meta))
-        os.replace(staging, root / key)
-        sync_folder(root)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+    identity = (tokenizer.identity, FORMAT)
+    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
@@ -167,15 +127,3 @@ def _read(folder: Path) -> Tokens | None:
     entropy = float(-(valid * logs).sum() / max(valid.sum(), 1))
     counts = {split: meta[split]["tokens"] for split in SPLITS}
     return Tokens(**files, counts=counts, unigram_entropy_nats=entropy)
-
-
-def _sweep(root: Path) -> None:
-    """Remove what killed builds left: staging folders whose lock nobody holds."""
-    from filelock import FileLock, Timeout
-
-    for staging in root.glob("*.build"):
-        try:
-            with FileLock(root / f"{staging.stem}.lock", timeout=0):
-                shutil.rmtree(staging, ignore_errors=True)
-        except Timeout:
-            continue  # another process is building it

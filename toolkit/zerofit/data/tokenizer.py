@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ class Tokenizer:
     ordinary_ids: np.ndarray  # int64: the ids that are not special tokens
     encode_all: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[list[int]], str]
+    loaded: Any = None  # transformers' own tokenizer; None for bytes
+
+    @cached_property
+    def added_ids(self) -> np.ndarray:
+        """Return the ids of tokens that stand for themselves, such as those that end a turn, int64."""
+        added = self.loaded.added_tokens_decoder if self.loaded is not None else ()
+        return np.array(sorted(added), dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text, without an end-of-document id."""
@@ -84,6 +92,7 @@ def _transformers_tokenizer(name: str) -> Tokenizer:
         ordinary_ids=np.array([i for i in sorted(vocab.values()) if i not in special], dtype=np.int64),
         encode_all=encode_all,
         decode=loaded.decode,
+        loaded=loaded,
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zerofit.data import Data, default_data, default_workers, eval_batches, eval_indices, open_data
+from zerofit.data.chat_template import CHAT_TEMPLATE
 from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
 from zerofit.infer.memory import activation_memory
 from zerofit.infer.saved_model import SavedModel
-from zerofit.models.build import forward_logits, output_part
-from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.models.build import empty_batch, extra_inputs, forward_logits, output_part
+from zerofit.models.catalog import ModelError
+from zerofit.models.inputs import ImageInputs, Inputs, TableInputs, TextInputs, are_packed
+from zerofit.models.packing import refuse_unseparated
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
@@ -59,7 +62,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
     """
     problems = Problems()
     if saved.task == "gan":
-        hint = "the pictures of its run are in drawings.png"
+        hint = "the pictures of its run are in drawings.png, those of each epoch in drawings/"
         problems.add("model-task", "a GAN has no labels to be right about", hint, "CKPT")
     if saved.info is None and "data" not in fields:
         message = f"{saved.folder} does not say what it was trained on"
@@ -72,7 +75,10 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
         message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
-    trained = {name: getattr(saved.info, name) for name in ("data", "text_field", "seed")} if saved.info else {}
+    same = ("data", "text_field", "seed", "packing", "stream")
+    trained = {name: getattr(saved.info, name) for name in same} if saved.info else {}
+    if (saved.folder / CHAT_TEMPLATE).is_file():
+        trained["chat_template"] = saved.folder / CHAT_TEMPLATE
     image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
     words = {"tokenizer": tokenizer} if tokenizer else {}
     run = Run(**{**trained, **image, **fields, **words})
@@ -84,8 +90,8 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
 def check_data(saved: SavedModel, data: Data) -> None:
     """Raise UserError where the model was not made for such data: other classes or channels, more token ids."""
     mine, theirs, problems = saved.inputs, data.inputs, Problems()
-    if isinstance(mine, ImageInputs) and isinstance(theirs, ImageInputs):
-        for what in ("classes", "channels"):
+    if type(mine) is type(theirs) and isinstance(mine, ImageInputs | TableInputs):
+        for what in ("classes", "channels" if isinstance(mine, ImageInputs) else "features"):
             if getattr(mine, what) != getattr(theirs, what):
                 message = f"the model has {getattr(mine, what)} {what}, --data {data.name} {getattr(theirs, what)}"
                 problems.add(what, message, "take data like that which it was trained on", "--data")
@@ -134,14 +140,15 @@ class EvalFigures:
     own_loss: bool = False  # its forward takes labels and gives its loss
     loss: str | None = None  # "mse", or cross entropy
 
-    def __call__(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
         """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
 
-        Token ids (batch, seq_len) or images (batch, channels, size, size); labels of -100 do not count.
+        Token ids (batch, seq_len) or images (batch, channels, size, size), and what else the model takes by name.
+        Labels of -100 do not count.
         """
         if self.own_loss:
             return self._own_mean(model, x, labels)
-        logits, _ = forward_logits(model, x)
+        logits, _ = forward_logits(model, x, **extra)
         logits = output_part(logits, "logits") if self.own else logits
         if self.loss == "mse":
             return _squared_errors(logits, labels)
@@ -217,7 +224,8 @@ def evaluate(
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             x, labels = batch["inputs"][:real], batch["labels"][:real]
             x = x.to(device, figures.dtype) if x.is_floating_point() else x.to(device)
-            total += figures(model, x, labels.to(device)).cpu()
+            extra = {name: t[:real].to(device) for name, t in extra_inputs(data.inputs, batch).items()}
+            total += figures(model, x, labels.to(device), extra).cpu()
             task.advance(real)
     return _scores(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
 
@@ -231,28 +239,30 @@ def working_bytes(
     """
 
     def call(fake: nn.Module, on: torch.device) -> None:
-        x, labels = _example(inputs, micro, figures.dtype, on)
-        figures(fake, x, labels)
+        with on:
+            batch = empty_batch(inputs, micro)
+        x = batch["inputs"]
+        x = x.to(figures.dtype) if x.is_floating_point() else x
+        apart = refuse_unseparated(fake, whose) if are_packed(inputs) else nullcontext()
+        with apart:
+            figures(fake, x, batch["labels"], extra_inputs(inputs, batch))
 
     try:
         return activation_memory(model, torch.device("cpu" if device == "cpu" else "cuda"), call).peak
+    except ModelError as error:
+        raise UserError(Problem(kind=error.kind, message=error.message, hint=error.hint, where="--packing")) from None
     except Exception as error:  # what a forward raises on a shape that it cannot take, or on values that are not there
         if figures.own:
             return 0
-        image = isinstance(inputs, ImageInputs)
-        got = f"images of {inputs.size} pixels" if image else f"sequences of {inputs.seq_len} tokens"
+        if isinstance(inputs, ImageInputs):
+            got, knob = f"images of {inputs.size} pixels", "--image-size"
+        elif isinstance(inputs, TableInputs):
+            got, knob = f"rows of {inputs.features} features", "--data"
+        else:
+            got, knob = f"sequences of {inputs.seq_len} tokens", "--seq-len"
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        knob = "--image-size" if image else "--seq-len"
         problem = Problem(kind="model-shape", message=f"{whose} cannot take {got}: {reason}", hint=knob, where=knob)
         raise UserError(problem) from error
-
-
-def _example(inputs: Inputs, micro: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    if isinstance(inputs, ImageInputs):
-        x = torch.zeros(micro, inputs.channels, inputs.size, inputs.size, dtype=dtype, device=device)
-        return x, torch.zeros(micro, dtype=torch.long, device=device)
-    x = torch.zeros(micro, inputs.seq_len, dtype=torch.long, device=device)
-    return x, torch.zeros_like(x)
 
 
 def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> EvalScores:
@@ -267,8 +277,8 @@ def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: in
         loss=loss,
         accuracy=right / max(targets, 1.0) if answers else None,
         top5_accuracy=near / max(targets, 1.0) if answers and isinstance(inputs, ImageInputs) else None,
-        perplexity=None if isinstance(inputs, ImageInputs) else math.exp(min(loss, LONGEST_LOSS)),
+        perplexity=math.exp(min(loss, LONGEST_LOSS)) if isinstance(inputs, TextInputs) else None,
         samples=samples,
         samples_per_s=samples_per_s,
-        tokens_per_s=None if isinstance(inputs, ImageInputs) else samples_per_s * inputs.seq_len,
+        tokens_per_s=samples_per_s * inputs.seq_len if isinstance(inputs, TextInputs) else None,
     )

@@ -14,8 +14,8 @@ from accelerate.utils import find_tied_parameters, retie_parameters, set_module_
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zerofit.checkpoint.export import PublishedModel, PublishedTensor
 from zerofit.checkpoint.model_folder import TensorEntry, refuse_small_disk, write_file
+from zerofit.checkpoint.published import PublishedModel, PublishedTensor
 from zerofit.checkpoint.safe_load import load
 from zerofit.infer.guards import quiet
 from zerofit.infer.placement import Placement, device_of, loads_whole

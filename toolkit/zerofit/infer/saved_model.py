@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.model_folder import (
     CARD,
     SAFETENSORS_NAMES,
@@ -61,7 +62,7 @@ def find_folder(path: Path, report: Reporter) -> Path:
         hint = "name a run's folder, a checkpoint's or a model's"
         raise UserError(Problem(kind="no-model", message=f"{path} {what}", hint=hint, where="CKPT"))
     for folder in (path / MODEL, path):
-        if has_weights(folder) or (folder / "config.json").is_file():
+        if has_weights(folder) or (folder / "config.json").is_file() or is_adapters(folder):
             return folder
     if is_checkpoint(path) or any(Store(folder).entries() for folder in (path / CHECKPOINTS, path)):
         return locate(path, "CKPT", deep=True, report=report)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofit.checkpoint.adapters import is_adapters
 from zerofit.checkpoint.export import export
+from zerofit.checkpoint.store import manifest_of
 from zerofit.infer.guards import failures
 from zerofit.infer.limits import Device, MemoryLimits
 from zerofit.infer.load import WeightRewrite, load_model
@@ -122,14 +124,18 @@ class InferenceSession:
 def open_model(
     folder: Path, dtype: Precision | None, scratch: Path, report: Reporter, trust_model_code: bool = False
 ) -> tuple[SavedModel, torch.dtype]:
-    """Return the model in a folder that `find_folder` gave, a checkpoint's exported first, and its weights' type.
+    """Return the model in a folder that `find_folder` gave, and its weights' type.
+
+    A checkpoint is exported first, and adapters are merged into their model.
 
     Without `dtype` it is the type that the weights are saved in. Comes before all that makes large tensors: a hole that
     one leaves in the heap would be filled, page by page, by what runs later.
     """
     return_freed_memory_at_once()
-    if is_checkpoint(folder):
-        folder = export(folder, scratch / MODEL, dtype, trust_model_code=trust_model_code, report=report).out
+    if is_checkpoint(folder) or is_adapters(folder):
+        merge = is_adapters(folder) or manifest_of(folder).job.run.lora is not None
+        how = {"merge": merge, "trust_model_code": trust_model_code, "report": report}
+        folder = export(folder, scratch / MODEL, dtype, **how).out
     saved = open_saved(folder, trust_model_code)
     kept = saved.weights.dtype
     return saved, DTYPES[dtype] if dtype else kept if kept in NAMES else torch.float32

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, overlap_in_partition, persistent_memory
-from zerofit.plan.pipeline import idle, in_flight, stage_bounds
+from zerofit.plan.pipeline import idle, in_flight, most_in_flight, stage_bounds
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
+from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.profile import Profile, setting
 
 # all of a layout that the moments of a step depend on
@@ -55,6 +56,11 @@ class _StageMoments(NamedTuple):
     static_bytes: int
     host_bytes: int
     nvme_bytes: int
+    on_host: tuple[Point, ...]  # activations of all micro batches in flight, page-locked each by itself
+
+    def host_at(self, samples: int) -> int:
+        """Return the bytes on the host at a micro batch."""
+        return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
@@ -74,7 +80,7 @@ class Forecaster:
         self.profile, self.device = profile, device
         self._workspaces = {"workspaces": 2 * workspace_bytes}
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
-        matrices = {layer.name: max(layer.matrices, default=0) for layer in profile.layers}
+        matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
         self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
 
@@ -97,7 +103,7 @@ class Forecaster:
             peak_bytes=sum(breakdown.values()),
             peak_phase=moment.phase,
             static_bytes=stage.static_bytes,
-            host_bytes=stage.host_bytes,
+            host_bytes=max(one.host_at(samples) for one in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
         )
@@ -130,11 +136,11 @@ class Forecaster:
 
     def _all_stages(self, layout: PlannedLayout) -> Iterator[_StageMoments]:
         if layout.pp == 1:
-            yield self._stage(layout, *self._passes(layout, None, 0))
+            yield self._stage(layout, 0, *self._passes(layout, None, 0))
             return
         bounds = stage_bounds(self.profile, layout.pp)
         for stage in _distinct_stages(bounds):
-            yield self._stage(layout, *self._passes(layout, bounds[stage], stage))
+            yield self._stage(layout, stage, *self._passes(layout, bounds[stage], stage))
 
     def _passes(
         self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
@@ -147,7 +153,12 @@ class Forecaster:
         return line, [(layout, NOTHING)], (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _stage(
-        self, layout: PlannedLayout, line: StageTimeline, passes: list[tuple[PlannedLayout, Point]], between: Point
+        self,
+        layout: PlannedLayout,
+        stage: int,
+        line: StageTimeline,
+        passes: list[tuple[PlannedLayout, Point]],
+        between: Point,
     ) -> _StageMoments:
         """Forecast a stage; `passes`: kinds of forward and backward, each with what the pipeline has in flight."""
         persistent = persistent_memory(line, layout, self.device, self._tied)
@@ -169,7 +180,8 @@ class Forecaster:
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
-        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme)
+        kept = line.on_host * most_in_flight(layout, stage)
+        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device

@@ -24,6 +24,7 @@ class LayerWork(NamedTuple):
     host_s: float  # launches and ZeRO-3's hooks
     tensor_s: float  # all-reduces of tensor parallelism, with nothing beside them
     sequence_s: float  # all-to-alls of sequence parallelism, the same
+    copy_s: float  # of activations to the host and back, on the stream of the kernels
     layer_s: float  # from its first kernel to its last
 
 
@@ -42,6 +43,7 @@ class RankPass:
     forward: tuple[LayerWork, ...]
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
+    trained: tuple[int, ...]  # of these, elements with gradients
     matrices: tuple[int, ...]  # tensors that ZeRO-3 shares out; vectors stay on every rank
     output_bytes: float  # what a stage hands on
 
@@ -54,6 +56,11 @@ class RankPass:
     def parameters(self) -> int:
         """Elements of the stage with most, on one rank."""
         return max(self.elements_of(stage) for stage in self.stages)
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Elements with gradients of the stage with most, on one rank."""
+        return max(self.trained_of(stage) for stage in self.stages)
 
     @cached_property
     def forward_s(self) -> float:
@@ -79,6 +86,10 @@ class RankPass:
     def elements_of(self, stage: tuple[StageLayers, ...]) -> int:
         """Count the elements of a stage's parameters on one rank."""
         return sum(n * self.elements[i] for i, n in stage)
+
+    def trained_of(self, stage: Sequence[StageLayers]) -> int:
+        """Count the elements with gradients of a stage on one rank."""
+        return sum(n * self.trained[i] for i, n in stage)
 
     @staticmethod
     def total(stage: tuple[StageLayers, ...], works: tuple[LayerWork, ...]) -> float:
@@ -114,12 +125,14 @@ class Passes:
         bounds = stage_bounds(self._profile, layout.pp)
         stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
         last_of_first = stages[0][-1][0]
-        hooks = [len(matrices) + len(vectors) if layout.zero_stage == 3 else 0 for matrices, vectors in tensors]
+        copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
+        whole = [(*own, layer.frozen) for own, layer in zip(tensors, layers, strict=True)]
+        hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
         # where it is checkpointed, forward's hooks and collectives run again in backward
         directions = [
             tuple(
-                self._work(seconds[backward], waits, hooked, 2 if backward and layout.checkpointing else 1)
-                for seconds, waits, hooked in zip(kernels, self._waits(costs, layout), hooks, strict=True)
+                self._work(seconds[backward], (*waits, copy), hooked, 2 if backward and layout.checkpointing else 1)
+                for seconds, waits, copy, hooked in zip(kernels, self._waits(costs, layout), copies, hooks, strict=True)
             )
             for backward in (False, True)
         ]
@@ -127,8 +140,9 @@ class Passes:
             stages=tuple(tuple(StageLayers(*pair) for pair in stage) for stage in stages),
             forward=directions[0],
             backward=directions[1],
-            elements=tuple(sum(matrices) + sum(vectors) for matrices, vectors in tensors),
-            matrices=tuple(len(matrices) for matrices, _ in tensors),
+            elements=tuple(sum(map(sum, kinds)) for kinds in whole),
+            trained=tuple(sum(map(sum, own)) for own in tensors),
+            matrices=tuple(len(matrices) + len(fixed) for matrices, _, fixed in whole),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
         )
 
@@ -162,12 +176,15 @@ class Passes:
             for cost in costs
         ]
 
-    def _work(self, seconds: tuple[float, float], waits: tuple[float, float], hooks: int, times: int) -> LayerWork:
+    def _work(
+        self, seconds: tuple[float, float], waits: tuple[float, float, float], hooks: int, times: int
+    ) -> LayerWork:
         """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
 
-        `times`: how often its collectives and hooks run.
+        `waits`: for tensor and for sequence parallelism, and for a copy; `times`: how often collectives and hooks run.
         """
         busy_s, host_s = seconds[0], seconds[1] + times * hooks * self._rates.hook_s
-        tensor_s, sequence_s = times * waits[0], times * waits[1]
+        tensor_s, sequence_s, copy_s = times * waits[0], times * waits[1], waits[2]
         on_device_s = max(busy_s, host_s) if self._rates.ahead else busy_s + host_s
-        return LayerWork(busy_s, host_s, tensor_s, sequence_s, on_device_s + tensor_s + sequence_s)
+        waited_s = tensor_s + sequence_s + copy_s
+        return LayerWork(busy_s, host_s, tensor_s, sequence_s, copy_s, on_device_s + waited_s)

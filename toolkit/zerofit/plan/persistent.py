@@ -132,7 +132,9 @@ def _unpartitioned(line: StageTimeline, layout: PlannedLayout) -> PersistentMemo
         return found._replace(device=found.device | {"gradients": gradients})
     master = MASTER_BYTES * whole if element == 2 else 0
     states = STATES_BYTES * whole
-    return PersistentMemory({"parameters": element * whole, "master weights": master, "optimizer state": states}, {})
+    return PersistentMemory(
+        {"parameters": element * line.elements, "master weights": master, "optimizer state": states}, {}
+    )
 
 
 def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
@@ -140,7 +142,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
     element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
-    parameters = {"parameters": element * part * ranks}
+    parameters = {"parameters": element * (part * ranks + line.elements - line.parameters)}
     if layout.offload_optimizer == "none":
         states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return PersistentMemory(parameters | states, {})
@@ -162,6 +164,7 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     """Return stage 3: shards of parameters (zero/stage3.py:972), masters (:1172), gradients in their dtype (:791)."""
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
+    frozen = sum(map(spread.shard, line.frozen))
     # never given back once gathered (partitioned_param_coordinator.py:644);
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
     gathered = _small_elements(line, layout.persistence, *(ranks > 1 for ranks in spread))
@@ -171,7 +174,7 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     }
     offloaded = PersistentMemory({}, {})
     if layout.offload_param == "none":
-        here["parameters"] = element * part
+        here["parameters"] = element * (part + frozen)
     else:
         offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
@@ -251,8 +254,9 @@ def parameters_offloaded(
     """
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]
-    if layout.offload_param == "cpu":
-        return PersistentMemory({}, {"parameters": sum(locked(element * size) for size in totals)})
+    if layout.offload_param == "cpu":  # frozen ones stay as they are, each by itself (partition_parameters.py:1604)
+        alone = [shard(parameter) for parameter in line.frozen]
+        return PersistentMemory({}, {"parameters": sum(locked(element * size) for size in (*totals, *alone))})
     flat, room = [], PARAMETERS_IN_CPU
     for size in totals:
         flat.append(min(size, max(0, room)))
@@ -262,7 +266,8 @@ def parameters_offloaded(
     if sum(flat) < sum(totals):  # for the largest sub-group's parameters, and in full (:1015)
         most = max(sub_groups(line, shard), key=lambda g: g.part)
         buffers += locked(element * sum(_aligned(numel, element) for numel in most.numels))
-    written = [shard(p) for group in line.members for p in group] + [shard(Parameter(tied, 0, 0))]
+    every = [p for group in (*line.members, line.frozen) for p in group]
+    written = [shard(p) for p in every] + [shard(Parameter(tied, 0, 0))]
     files = sum(element * _aligned(n, element) for n in written if element * n >= LEAST_SWAPPED_BYTES)
     kept = sum(locked(element * size) for size in flat if size)
     return PersistentMemory({}, {"parameters": kept, "swap buffers": buffers}, files)

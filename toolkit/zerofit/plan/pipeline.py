@@ -19,14 +19,18 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
     As train/pipeline.py has it cut by deepspeed.runtime.utils.partition_balanced. Raises ValueError for more stages
     than layers.
     """
+    tied = max(profile.layers[0].matrices + profile.layers[0].frozen)
+    every = [layer for layer in profile.layers for _ in range(layer.count)]
+    trained = tuple(sum(layer.matrices) + sum(layer.vectors) for layer in every)
     weights = tuple(
-        sum(layer.matrices) + sum(layer.vectors) + (max(profile.layers[0].matrices) if layer.tied_to else 0)
-        for layer in profile.layers
-        for _ in range(layer.count)
+        own + sum(layer.frozen) + (tied if layer.tied_to else 0) for layer, own in zip(every, trained, strict=True)
     )
     if stages > len(weights):
         raise ValueError(f"{profile.model} has {len(weights)} layers, too few for {stages} pipeline stages")
-    return _balanced(weights, stages)
+    bounds = _balanced(weights, stages)
+    if all(sum(trained[first:last]) for first, last in bounds):
+        return bounds
+    return _balanced(trained, stages)  # a stage must train something: train/pipeline.py, _bounds
 
 
 def in_flight(line: StageTimeline, layout: PlannedLayout, stage: int) -> Iterator[tuple[PlannedLayout, Point]]:
@@ -35,13 +39,18 @@ def in_flight(line: StageTimeline, layout: PlannedLayout, stage: int) -> Iterato
     One forward, one backward: stage s of p has p - s micro batches in flight at most. While they are the step's first
     there are no gradients yet; one fewer is in flight when there are.
     """
-    most = min(layout.pp - stage, layout.accumulation)
+    most = most_in_flight(layout, stage)
     if layout.accumulation > most:
         yield layout, _in_flight_bytes(line, most)
         return
     yield replace(layout, accumulation=1), _in_flight_bytes(line, most)
     if most > 1:
         yield layout, _in_flight_bytes(line, most - 1)
+
+
+def most_in_flight(layout: PlannedLayout, stage: int) -> int:
+    """Return how many micro batches have gone forward through a stage and not yet back, at most."""
+    return min(layout.pp - stage, layout.accumulation)
 
 
 def idle(line: StageTimeline) -> Point:

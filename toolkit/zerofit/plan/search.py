@@ -102,7 +102,8 @@ def _utilization(layout: PlannedLayout, profile: Profile, cluster: Cluster, fore
     """
     if layout.pp > 1:
         share = profile.parameters / layout.pp
-        least = layout.element_bytes * share + 8 * share / (layout.dp if layout.zero_stage else 1)
+        moments = 8 * profile.trained / layout.pp
+        least = layout.element_bytes * share + moments / (layout.dp if layout.zero_stage else 1)
         if least > cluster.device.memory_bytes:
             return least / cluster.device.memory_bytes
     return _forecast_fit(layout, cluster, forecast)[1].utilization

@@ -109,7 +109,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 checkpointing=checkpointing,
                 offload_optimizer=optimizer,
                 offload_param=param,
-                bucket=bucket_elements(profile.parameters),
+                bucket=bucket_elements(profile.trained),
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
             )
@@ -188,7 +188,7 @@ def _batches(
     """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per stage."""
     dp = cluster.ranks // degrees.product
     if request.global_batch is None:
-        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task == "image" else 1)
+        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "table") else 1)
         micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
         yield from ((micro, request.accumulation or degrees.pp) for micro in micros)
         return
@@ -210,7 +210,7 @@ def _variants(first: PlannedLayout, profile: Profile, every: bool) -> list[Plann
     if first.zero_stage == 0 or first.pp > 1:
         return []
     variants = [replace(first, overlap=True)]
-    if profile.parameters > LARGE_BUCKET:
+    if profile.trained > LARGE_BUCKET:
         variants += [replace(one, bucket=LARGE_BUCKET) for one in (first, variants[0])]
     if every and first.zero_stage == 3:
         more = MORE_GATHERED
@@ -227,7 +227,8 @@ class Stage3Sizes(NamedTuple):
 
 def stage3_sizes(profile: Profile) -> Stage3Sizes:
     """Return the sizes that follow from the model's width."""
-    largest = max((max(layer.matrices + layer.vectors, default=0) for layer in profile.layers), default=1)
+    numels = [numel for layer in profile.layers for numel in layer.matrices + layer.vectors + layer.frozen]
+    largest = max(numels, default=1)
     hidden = width(profile.hidden_size, largest)
     return Stage3Sizes(prefetch=prefetch_elements(hidden), persistence=persistence_elements(hidden))
 
@@ -241,9 +242,23 @@ def settings_of(heads: tuple[int | None, int | None], model_type: str | None, mo
 
 def heads_take(degrees: Degrees, heads: tuple[int | None, int | None], model_type: str | None) -> bool:
     """Return whether tensor and sequence parallelism can divide a model of these attention and key-value heads so."""
-    degree, whole = degrees.tp * degrees.sp, [count for count in heads if count]
+    if degrees.tp * degrees.sp == 1:
+        return True
     able = all(model_type in types_of(one, degrees.combined) for one in degrees.alone())
-    return degree == 1 or (bool(whole) and able and not any(count % degree for count in whole))
+    return able and any(heads) and not any(_undivided(degrees, heads))
+
+
+def _undivided(degrees: Degrees, heads: tuple[int | None, int | None]) -> tuple[bool, bool]:
+    """Return whether attention and key-value heads are not divided: over tensor ranks, then each's over sequence ranks.
+
+    Ulysses repeats key-value heads where there are fewer of them than sequence ranks
+    (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+    """
+    attention, keys = (count or 0 for count in heads)
+    share = keys // degrees.tp
+    repeated = keys % degrees.tp == 0 and bool(share) and degrees.sp % share == 0
+    product = degrees.tp * degrees.sp
+    return bool(attention % product), bool(keys % product) and not repeated
 
 
 def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
@@ -264,6 +279,9 @@ def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Prob
         fitting = [d for d in divisors(cluster.ranks) if d > 1 and _model_takes(degrees, d, profile)] or [1]
         message, hint = f"{name} {degree} does not divide {cluster.ranks} ranks", f"degrees that do: {_list(fitting)}"
         return Problem(kind="degree-ranks", message=message, hint=hint, where=name)
+    if degrees.tp > 1 and profile.trained < profile.parameters:
+        message = f"--tensor-parallel {degrees.tp}: DeepSpeed's AutoTP loses adapters, and trains frozen layers"
+        return Problem(kind="tensor-parallel-part", message=message, hint="leave it at 1", where="--tensor-parallel")
     for one in degrees.alone():
         problem = _pipeline_problem(one.pp, profile) if one.pp > 1 else _heads_problem(one, degrees, profile, cluster)
         if problem:
@@ -272,13 +290,14 @@ def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Prob
 
 
 def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
-    layers = sum(layer.count for layer in profile.layers)
+    layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, which {profile.model} is not"
         return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
     if pp <= layers:
         return None
-    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}"
+    some = " that are trained" if profile.trained < profile.parameters else ""
+    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}{some}"
     return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
 
 
@@ -291,9 +310,11 @@ def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: 
         what = "AutoTP is not known to split" if degrees.tp > 1 else "Ulysses attention does not fit"
         message = f"{name} {degree}: DeepSpeed's {what} {profile.model_type or profile.model}"
         return Problem(kind=f"{kind}-model", message=message, hint=f"model types: {', '.join(types)}", where=name)
-    for count, what in ((profile.attention_heads, "attention heads"), (profile.kv_heads, "key-value heads")):
-        sharers = whole.tp if degrees.sp > 1 else 1
-        if count and count % (degree * sharers):
+    sharers = whole.tp if degrees.sp > 1 else 1
+    heads = profile.attention_heads, profile.kv_heads
+    undivided = _undivided(Degrees(tp=degrees.tp * sharers, sp=degrees.sp), heads)
+    for count, what, bad in zip(heads, ("attention heads", "key-value heads"), undivided, strict=True):
+        if bad:
             hint = f"degrees that do: {_list(_taken(degrees, profile, sharers))}"
             beside = f" beside --tensor-parallel {sharers}" if sharers > 1 else ""
             message = f"{name} {degree}{beside} does not divide the {count} {what} of {profile.model}"
@@ -318,14 +339,16 @@ def _model_takes(degrees: Degrees, degree: int, profile: Profile) -> bool:
 
 
 def _taken(degrees: Degrees, profile: Profile, sharers: int = 1) -> list[int]:
-    """Return degrees of this kind that the model takes: divisors of its heads and, for `sp`, of its tokens.
+    """Return degrees of this kind that the model takes: those that divide its heads and, for `sp`, its tokens.
 
     `sharers`: tensor ranks that each have a part of the heads.
     """
-    counts = [max(1, count // sharers) for count in (profile.attention_heads, profile.kv_heads) if count]
-    if degrees.sp > 1 and profile.seq_len:
-        counts.append(profile.seq_len)
-    return [d for d in divisors(min(counts)) if not any(count % d for count in counts)]
+    heads = profile.attention_heads, profile.kv_heads
+    found = divisors(max(1, (profile.attention_heads or 1) // sharers))
+    if degrees.sp > 1:
+        fitting = [d for d in found if (profile.seq_len or 0) % d == 0]
+        return [d for d in fitting if not any(_undivided(Degrees(tp=sharers, sp=d), heads))]
+    return [d for d in found if not any(_undivided(Degrees(tp=d), heads))]
 
 
 def _named(degrees: Degrees) -> tuple[str, int]:

@@ -135,9 +135,9 @@ class _Drawing:
             pieces.append(what)
 
     def _share(self, stage: int) -> float:
-        """Return the share of a stage's parameters of those of the stage with most."""
+        """Return the share of a stage's trained parameters of those of the stage with most."""
         one = self.parts.one
-        return one.elements_of(one.stages[stage]) / max(1, one.parameters)
+        return one.trained_of(one.stages[stage]) / max(1, one.trained_parameters)
 
     def _reduction(self, stage: int) -> StepTask:
         """Return the reduction of all gradients at once."""
@@ -145,7 +145,7 @@ class _Drawing:
         return StepTask(
             "data parallel",
             "all-reduce",
-            share * self.layout.element_bytes * one.parameters,
+            share * self.layout.element_bytes * one.trained_parameters,
             share * self.parts.reduce_s,
         )
 
@@ -212,6 +212,13 @@ class _Drawing:
         """Yield a layer's launches and kernels, then the collectives that it waits for."""
         work = (self.parts.one.backward if backward else self.parts.one.forward)[one.layer]
         cost, micro_batch = self._costs[one.layer], self.layout.micro_batch
+        end_s, copied = start_s + work.layer_s, cost.host_bytes.at(micro_batch)
+        if work.copy_s and backward:
+            yield Piece("compute", one.module, "copy from the host", start_s, start_s + work.copy_s, copied)
+            start_s += work.copy_s
+        elif work.copy_s:
+            yield Piece("compute", one.module, "copy to the host", end_s - work.copy_s, end_s, copied)
+            end_s -= work.copy_s
         words = "launches and hooks" if self.parts.fetches else "launches"
         yield Piece("host", one.module, words, start_s, start_s + work.host_s, 0.0)
         now_s = start_s if self._rates.ahead else start_s + work.host_s
@@ -219,7 +226,7 @@ class _Drawing:
             yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds
         times = 2 if backward and self.layout.checkpointing else 1
-        now_s = start_s + work.layer_s - work.tensor_s - work.sequence_s
+        now_s = end_s - work.tensor_s - work.sequence_s
         sent = times * cost.tp_allreduce_bytes.at(micro_batch)
         yield Piece("tensor parallel", one.module, "all-reduce", now_s, now_s + work.tensor_s, sent)
         sent, now_s = times * cost.sp_alltoall_bytes.at(micro_batch), now_s + work.tensor_s

@@ -48,7 +48,7 @@ class StepTime:
     sequence_s: float  # all-to-alls of sequence parallelism
     bubble_s: float  # a pipeline that fills and drains
     optimizer_s: float  # Adam, with the all-gather of what it stepped
-    transfer_s: float  # between device, host and disks, for offloading
+    transfer_s: float  # between device, host and disks, for offloading; of activations as well
 
     def scaled(self, factor: float) -> StepTime:
         """Return all parts times a factor."""
@@ -128,7 +128,7 @@ class StepParts:
 
     def share_s(self, elements: int) -> float:
         """Return the seconds to reduce some of the gradients."""
-        return self.reduce_s * elements / max(1, self.one.parameters)
+        return self.reduce_s * elements / max(1, self.one.trained_parameters)
 
     def _backward(self, reducing: bool) -> Iterator[FlowRun]:
         for group in self.groups:
@@ -158,19 +158,19 @@ class Timer:
         bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
         tasks = [*parts.first, *parts.step]
         later_s = (micro_batches - 1) * sum(task.seconds for task in parts.later)
-        transfer_s = later_s + sum(task.seconds for task in tasks if task.stream in TRANSFERS)
+        moved_s = sum(task.seconds for task in tasks if task.stream in TRANSFERS)
         optimizer_s = sum(task.seconds for task in tasks if task.stream not in TRANSFERS)
         passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
         return StepTime(
-            step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + transfer_s,
-            compute_s=micro_batches * (sums.layer_s - sums.tensor_s - sums.sequence_s),
+            step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + later_s + moved_s,
+            compute_s=micro_batches * (sums.layer_s - sums.tensor_s - sums.sequence_s - sums.copy_s),
             gather_s=micro_batches * gather_wait_s,
             reduce_s=parts.reductions * reduce_wait_s,
             tensor_s=micro_batches * sums.tensor_s,
             sequence_s=micro_batches * sums.sequence_s,
             bubble_s=bubble_s,
             optimizer_s=optimizer_s,
-            transfer_s=transfer_s,
+            transfer_s=micro_batches * sums.copy_s + later_s + moved_s,
         )
 
     def parts(self, layout: PlannedLayout) -> StepParts:
@@ -224,7 +224,7 @@ class Timer:
     def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
         """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
-        return collective_s(op, b * one.parameters, _calls(layout, one), shards, self.rates)
+        return collective_s(op, b * one.trained_parameters, _calls(layout, one), shards, self.rates)
 
     def _accumulate(
         self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
@@ -236,7 +236,7 @@ class Timer:
         """
         if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
             return (), ()
-        moved = b * one.parameters / (shards.size if layout.zero_stage == 3 else 1)
+        moved = b * one.trained_parameters / (shards.size if layout.zero_stage == 3 else 1)
         seconds = moved / self.rates.pcie
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
@@ -247,7 +247,8 @@ class Timer:
 
         Offloaded gradients move in float32; a node's ranks share its memory and its disks.
         """
-        share, rates, gpus = one.parameters / (shards.size if layout.zero_stage else 1), self.rates, self._cluster.gpus
+        share, rates = one.trained_parameters / (shards.size if layout.zero_stage else 1), self.rates
+        gpus = self._cluster.gpus
         if layout.offload_optimizer == "none":
             yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.memory)
         else:
@@ -261,7 +262,7 @@ class Timer:
             if layout.offload_param == "none":
                 yield StepTask("host to device", "stepped parameters", b * share, b * share / rates.pcie)
         if layout.zero_stage in (1, 2):
-            whole = b * one.parameters
+            whole = b * one.trained_parameters
             seconds = collective_s("all_gather", whole, _calls(layout, one), shards, rates)
             yield StepTask("data parallel", "all-gather of stepped parameters", whole, seconds)
 
@@ -271,7 +272,7 @@ def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> I
     members: list[StageLayers] = []
     elements = 0
     for layer, count in reversed(stage):
-        size, left = one.elements[layer], count
+        size, left = one.trained[layer], count
         while left:
             needed = left if size == 0 else min(left, max(1, -(-(bucket - elements) // size)))
             members.append(StageLayers(layer, needed))
@@ -287,7 +288,7 @@ def reduce_groups(one: RankPass, stage: Sequence[StageLayers], bucket: int) -> I
 
 def _calls(layout: PlannedLayout, one: RankPass) -> float:
     """Return how many buckets all gradients or stepped parameters fill."""
-    return max(1.0, one.parameters / max(1, layout.bucket))
+    return max(1.0, one.trained_parameters / max(1, layout.bucket))
 
 
 def model_flops(profile: Profile, precision: str) -> float:

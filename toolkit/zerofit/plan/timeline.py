@@ -26,11 +26,14 @@ def add(one: Point, other: Point) -> Point:
     return one[0] + other[0], one[1] + other[1]
 
 
+FROZEN = 2
+
+
 class Parameter(NamedTuple):
     """One parameter of a rank, as the optimizer's two groups hold it (train/build.py, parameter_groups)."""
 
     numel: int
-    group: int  # 0: matrices, 1: vectors
+    group: int  # 0: matrices, 1: vectors, FROZEN: in neither
     start: int  # elements before it in its group
     split: bool = False  # tensor parallel ranks have a part each
 
@@ -54,6 +57,7 @@ class StageTimeline:
     backward: tuple[TimelineEvent, ...]
     saved: Point  # of one micro batch, once its forward is done
     buffers_bytes: int
+    on_host: tuple[Point, ...] = ()  # of one micro batch, what each layer that keeps some has in host memory
     received: Point = NOTHING  # activation that comes from the stage before
     sent: Point = NOTHING  # activation that goes to the next stage
     logits: Point = NOTHING  # output of the last stage
@@ -71,12 +75,22 @@ class StageTimeline:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements."""
+        """Elements that are trained."""
         return sum(map(sum, self.groups))
 
     @cached_property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The parameters that are not trained."""
+        return tuple(parameter for layer in self.layers for parameter in layer if parameter.group == FROZEN)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return self.parameters + sum(parameter.numel for parameter in self.frozen)
+
+    @cached_property
     def largest(self) -> int:
-        """Elements of the largest parameter."""
+        """Elements of the largest trained parameter."""
         return max((max(group, default=0) for group in self.groups), default=0)
 
 
@@ -103,6 +117,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         backward=tuple(_backward(mine, layers, bases, chosen)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
+        on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
@@ -110,16 +125,33 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
 
 
 class _Placed:
-    """A layer with its costs, and the numels of one rank: matrices, vectors, then matrices tied to another stage's."""
+    """A layer with its costs, and the numels of one rank: matrices, vectors, tied to another stage's, frozen.
 
-    def __init__(self, layer: LayerRun, cost: LayerCost, tied: tuple[int, ...] = (), shift: float = 0.0):
+    The last are not trained.
+    """
+
+    def __init__(
+        self,
+        layer: LayerRun,
+        cost: LayerCost,
+        tied: tuple[int, ...] = (),
+        shift: float = 0.0,
+        frozen: tuple[int, ...] = (),
+    ):
         self.layer, self.cost = layer, cost
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
         whole = layer.matrices + layer.vectors
-        self.numels = matrices + vectors + tied
-        self.group_of = (0,) * len(matrices) + (1,) * len(vectors) + (0,) * len(tied)
-        self.split = tuple(n < w for n, w in zip(self.numels, whole, strict=False)) + (False,) * len(tied)
+        frozen = layer.frozen + frozen
+        self.numels = matrices + vectors + tied + frozen
+        self.group_of = (0,) * len(matrices) + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
+        split = tuple(n < w for n, w in zip(matrices + vectors, whole, strict=True))
+        self.split = split + (False,) * len(tied + frozen)
         self.shift = shift  # bytes that its backward holds more than in the trace
+
+    @property
+    def trained(self) -> int:
+        """Elements with gradients."""
+        return sum(numel for numel, group in zip(self.numels, self.group_of, strict=True) if group != FROZEN)
 
 
 def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) -> list[_Placed]:
@@ -131,6 +163,9 @@ def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) 
     if head.layer.tied_to is None or (first == 0 and last == len(expanded)):
         return expanded[first:last]
     tied = max(expanded[0].numels)
+    if tied in expanded[0].layer.frozen:  # no gradient of it waits
+        mine = expanded[first:last]
+        return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if last == len(expanded) else mine
     mine = [_Placed(p.layer, p.cost, shift=-tied * element_bytes) for p in expanded[first:last]]
     if last == len(expanded):
         mine[-1] = _Placed(head.layer, head.cost, tied=(tied,))
@@ -139,7 +174,7 @@ def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     """Place each layer's parameters in the optimizer's groups."""
-    layers, ends = [], [0, 0]
+    layers, ends = [], [0, 0, 0]
     for placed in mine:
         layers.append([])
         for numel, group, split in zip(placed.numels, placed.group_of, placed.split, strict=True):
@@ -165,7 +200,7 @@ def _representatives(mine: Sequence[_Placed]) -> list[int]:
 def _backward(
     mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], chosen: Sequence[int]
 ) -> Iterator[TimelineEvent]:
-    sizes = [sum(placed.numels) for placed in mine]
+    sizes = [placed.trained for placed in mine]
     for n in reversed(chosen):
         done = sum(sizes[n + 1 :])
         for moment in _moments(mine[n]):
@@ -182,7 +217,7 @@ def _moments(placed: _Placed) -> Iterator[BackwardMoment]:
     yield from cost.backward or (BackwardMoment(live=(cost.backward_peak_bytes,)),)
     traced = {moment.parameter for moment in cost.backward}
     for place in reversed(range(len(placed.numels))):
-        if place not in traced:
+        if place not in traced and placed.group_of[place] != FROZEN:
             yield BackwardMoment(live=(), parameter=place)
 
 

@@ -36,7 +36,7 @@ def init_moments(
     """
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
         # "cuda" gets the model when it is cast (engine.py:2094)
-        yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.parameters}
+        yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.elements}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
         yield from _init_flat_partitions(line, layout, device)
     elif layout.zero_stage == 3:
@@ -44,7 +44,7 @@ def init_moments(
     elif layout.element_bytes == 2:
         # masters, and a step on zero gradients that makes the states (fp16/unfused_optimizer.py:425)
         yield {
-            "parameters": 2 * line.parameters,
+            "parameters": 2 * line.elements,
             "master weights": MASTER_BYTES * line.parameters,
             "gradients": 4 * line.parameters,
             "optimizer state": STATES_BYTES * line.parameters,
@@ -54,7 +54,7 @@ def init_moments(
 
 def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[dict[str, int]]:
     """Copy each group flat beside the originals, then its part to float32 (zero/stage_1_and_2.py:483, :560)."""
-    element, parameters = layout.element_bytes, layout.element_bytes * line.parameters
+    element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0
     here = layout.offload_optimizer == "none" or device == "cpu"
     for size in partitions(line, layout.zero_ranks):
@@ -70,8 +70,9 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
     """Convert masters, then clone them (zero/stage3.py:1170), and keep a zero gradient of a group (:1306)."""
     if layout.offload_optimizer != "none" and device == "cuda":
         return
-    parts = parameter_shards(line, sharers(layout))
-    kept = {"parameters": layout.element_bytes * sum(parts), "master weights": MASTER_BYTES * sum(parts)}
+    spread = sharers(layout)
+    parts, frozen = parameter_shards(line, spread), sum(map(spread.shard, line.frozen))
+    kept = {"parameters": layout.element_bytes * (sum(parts) + frozen), "master weights": MASTER_BYTES * sum(parts)}
     yield {**kept, "temporaries": MASTER_BYTES * max(parts) if layout.element_bytes == 2 else 0}
     yield {**kept, "gradients": MASTER_BYTES * max(parts)}
 

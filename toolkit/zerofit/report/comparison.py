@@ -210,8 +210,10 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     if stale:
         axes = figure.add_subplot(grid[1, :])
         for row, colour in zip(stale, (SAND, RED), strict=False):
-            axes.step(range(1, len(row["staleness"]) + 1), row["staleness"], where="mid", color=colour)
-        axes.set(xlabel="update of the server, asynchronous parameter server", ylabel="staleness\n(updates between)")
+            updates = range(1, len(row["staleness"]) + 1)
+            axes.step(updates, row["staleness"], where="mid", color=colour, label=row["strategy"])
+        axes.set(xlabel="update of the server", ylabel="staleness\n(updates between)")
+        axes.legend(frameon=False, fontsize=8)
         axes.yaxis.get_major_locator().set_params(integer=True)
         _plain(axes)
 

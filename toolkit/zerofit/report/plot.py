@@ -62,8 +62,9 @@ def _evaluations(run: Path) -> list[dict[str, Any]]:
 def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, list[dict[str, Any]]]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    loss, rate, memory = figure.subplots(3, 1, sharex=True)
+    spread = any("expert_load_most" in steps[0] for steps in histories.values())
+    figure = Figure(figsize=(9, 12 if spread else 9), layout="constrained")
+    loss, rate, memory, *loads = figure.subplots(4 if spread else 3, 1, sharex=True)
     text = all(steps[0]["tokens_per_s"] for steps in histories.values())
     key = "tokens_per_s" if text else "samples_per_s"
     for name, steps in histories.items():
@@ -75,13 +76,15 @@ def _figure(histories: dict[str, list[dict[str, Any]]], evaluations: dict[str, l
             loss.plot([e["step"] for e in evals], [e["loss"] for e in evals], **marks)
         rate.plot(x, [s[key] for s in steps], label=label, linewidth=1)
         _draw_memory(memory, x, steps, label)
+        for axes in loads:
+            _draw_loads(axes, [s for s in steps if "expert_load_most" in s], label)
     loss.set_ylabel("loss (nats)")
     rate.set_ylabel("tokens / s" if text else "samples / s")
     memory.set_ylabel("peak memory of a rank (GiB)\ndashed: forecast")
-    memory.set_xlabel("optimizer step")
-    for axes in (loss, rate, memory):
+    (loads or [memory])[-1].set_xlabel("optimizer step")
+    for axes in (loss, rate, memory, *loads):
         axes.grid(alpha=0.3)
-    for axes in (rate, memory):
+    for axes in (rate, memory, *loads):
         axes.set_ylim(bottom=0)
     loss.legend(fontsize=8)
     return figure
@@ -95,6 +98,15 @@ def _draw_memory(axes: Any, x: list[int], steps: list[dict[str, Any]], label: st
     if forecasts:
         style = {"color": line.get_color(), "linestyle": "--", "linewidth": 1}
         axes.plot(*zip(*forecasts, strict=True), label=f"{label} (forecast)", **style)
+
+
+def _draw_loads(axes: Any, steps: list[dict[str, Any]], label: str) -> None:
+    """Draw the stretch between the idlest and the busiest expert."""
+    x = [s["step"] for s in steps]
+    axes.fill_between(
+        x, [s["expert_load_least"] for s in steps], [s["expert_load_most"] for s in steps], label=label, alpha=0.4
+    )
+    axes.set_ylabel("tokens of the idlest and\nthe busiest expert / even share")
 
 
 def draw_trials(trials: list[dict[str, Any]], out: Path) -> None:

@@ -27,13 +27,28 @@ MASKING = {
     "is_tracing": lambda *_, **__: False,
     "fast_all": lambda tensor: True,
 }
+
+
+def document_numbers(position_ids: Tensor) -> Tensor:
+    """Number the packed documents, as transformers does, whatever the positions' values.
+
+    Always several, which makes a mask: a sample with one document alone takes less. (find_packed_sequence_indices)
+    """
+    first = position_ids[:, :1] - 1
+    return (torch.diff(position_ids, prepend=first, dim=-1) != 1).cumsum(-1)
+
+
+PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
 FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
 
 @contextmanager
-def as_on(device: str, sp: int = 1) -> Iterator[None]:
-    """Take the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all."""
+def as_on(device: str, sp: int = 1, packed: bool = False) -> Iterator[None]:
+    """Take the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all.
+
+    `packed`: samples hold documents that must not see each other.
+    """
     attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
         attention = _ulysses(attention, sp)
@@ -44,7 +59,7 @@ def as_on(device: str, sp: int = 1) -> Iterator[None]:
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
             stack.enter_context(mamba_kernels())
         masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
-        for name, stand_in in MASKING.items():
+        for name, stand_in in (PACKED_MASKING if packed else MASKING).items():
             if hasattr(masking_utils, name):
                 stack.enter_context(patch.object(masking_utils, name, stand_in))
         yield
@@ -61,12 +76,13 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the kernel that a device takes; none keeps anything of length squared (ATen's sdp_utils.cpp).
+    """Run the kernel that a device takes (ATen's sdp_utils.cpp).
 
-    On "cpu" there is one, without dropout and for values as wide as queries: else torch computes the whole matrix of
-    scores. On "cuda" it is flash attention; in float32, with a mask, for values of another width (multi-head latent
-    attention) or heads above FLASH_WIDTH, which it has not, the memory efficient one, for which keys and values are
-    repeated for every query head.
+    Kernels keep nothing of length squared. Where there is none, torch computes the whole matrix of scores: on "cpu"
+    with dropout or for values of another width than queries, on "cuda" for keys of one head that queries of many share
+    by broadcasting (Falcon). On "cuda" the kernel is flash attention; in float32, with a mask, for values of another
+    width (multi-head latent attention) or heads above FLASH_WIDTH, which it has not, the memory efficient one, for
+    which keys and values are repeated for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
     if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4 or not narrow):
@@ -74,6 +90,9 @@ def _fused_attention(
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        whole = torch.ops.aten._scaled_dot_product_attention_math
+        return whole(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None and query.dtype != torch.float32 and narrow and query.shape[-1] <= FLASH_WIDTH:
         op = torch.ops.aten._scaled_dot_product_flash_attention
         return op(query, key, value, dropout_p, is_causal, scale=scale)[0]

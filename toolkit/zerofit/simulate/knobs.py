@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.check.dotted import get, put
-from zerofit.spec.model_facts import is_text
+from zerofit.spec.profile import offered
 from zerofit.spec.run_folder import Job
 
-CHUNK = 1024  # targets of a loss in chunks
 PLAIN = ("zero0", "zero1", "zero2", "zero3")  # bundled JSONs that differ in the stage alone
 OFFLOADED = ("zero2_offload", "zero3_offload")
 SMALL_BUCKET = 10_000_000  # elements: smaller ones cost bandwidth on fast links
@@ -44,9 +43,14 @@ def knobs(job: Job, written: dict[str, Any], named: str | None = None) -> list[K
     if not run.activation_checkpointing:
         fields = {"activation_checkpointing": True}
         found.append(Knob(change="--activation-checkpointing", fields=fields, config=written))
-    cuts = run.loss_chunk is None and is_text(job.facts.task) and job.facts.gives_logits
-    if cuts and job.batch.micro * (run.seq_len or 0) > 2 * CHUNK:
-        found.append(Knob(change=f"--loss-chunk {CHUNK}", fields={"loss_chunk": CHUNK}, config=written))
+    chunks, length = offered(job.facts.task, job.facts.model_type), run.seq_len or 0
+    chunk, tile = chunks.loss_chunk, chunks.mlp_chunk
+    if chunk and run.loss_chunk is None and job.batch.micro * length > 2 * chunk:
+        found.append(Knob(change=f"--loss-chunk {chunk}", fields={"loss_chunk": chunk}, config=written))
+    if tile and run.mlp_chunk is None and length // layout.sp > 2 * tile:
+        found.append(Knob(change=f"--mlp-chunk {tile}", fields={"mlp_chunk": tile}, config=written))
+    if run.activation_checkpointing and not run.activation_offload:
+        found.append(Knob(change="--activation-offload", fields={"activation_offload": True}, config=written))
     stages = range(layout.zero_stage + 1, 2 if layout.pp > 1 else 4) if layout.dp * layout.sp > 1 else ()
     if named in PLAIN:
         found += [_bundled(f"zero{s}") for s in stages]

@@ -6,12 +6,15 @@ A step is recorded on the meta device, section by section: what a unit's forward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,16 +53,19 @@ class ProfileRecorder(TorchDispatchMode):
         self.calls: dict[Key, list[KernelCall]] = {}
         self.before: dict[Key, int] = {}  # bytes alive when a section began
         self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
+        self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
         self.last_op = ""
+        self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
+        self._frozen = {p.untyped_storage()._cdata: n for n, p in enumerate(model.parameters()) if not p.requires_grad}
         # the model's own storages are known, and count nothing
         own = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
         self._sizes = {storage._cdata: storage.nbytes() for storage in own}
 
-    def mark(self, phase: str, unit: int) -> None:
-        """Note that what follows belongs to this unit's forward or backward."""
+    def mark(self, phase: str, unit: int, leaving: int = 0) -> None:
+        """Note that what follows belongs to this unit's forward or backward; some bytes are alive for a moment only."""
         key = (phase, unit)
-        self.segments.append(GradientSegment(key, [self.live_bytes]))
-        self.before.setdefault(key, self.live_bytes)  # a shared module can begin twice
+        self.segments.append(GradientSegment(key, [self.live_bytes - leaving]))
+        self.before.setdefault(key, self.live_bytes - leaving)  # a shared module can begin twice
         self._calls = self.calls.setdefault(key, [])
 
     def watch(self) -> list[Any]:
@@ -76,9 +82,28 @@ class ProfileRecorder(TorchDispatchMode):
         parameter.grad = None
         self.segments.append(GradientSegment(last.key))
 
+    def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
+        """Return what stands in for torch's `save_on_cpu`: what is saved leaves the books, and comes back anew."""
+
+        def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+            self.on_host[self.segments[-1].key[1]] += tensor.nbytes
+            return tensor.shape, tensor.dtype
+
+        return saved_tensors_hooks(pack, lambda kept: torch.empty(kept[0], dtype=kept[1], device="meta"))
+
+    def few_chunks(self, targets: int, chunk: int) -> Iterator[int]:
+        """Yield where the first two chunks of a loss begin (train/loss.py): the others run the same kernels."""
+        starts, began = range(0, targets, chunk), 0
+        for start in starts[:2]:
+            began = len(self._calls)
+            yield start
+        self._calls += self._calls[began:] * (len(starts) - 2)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.last_op = str(func)
+        if self._frozen:
+            self._note_readers(args)
         out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -89,6 +114,12 @@ class ProfileRecorder(TorchDispatchMode):
         if _is_kernel(func):
             self._calls.append(call_of(func, args, kwargs, out))
         return out
+
+    def _note_readers(self, args: Any) -> None:
+        for leaf in tree_leaves(args):
+            place = self._frozen.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            if place is not None:
+                self.readers.setdefault(place, self.segments[-1].key[1])
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -120,12 +151,14 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
     mine = [every[index] for index in _parameters_of(model, recorder, unit)]
+    frozen = [p for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     return LayerRun(
         name=here.name,
         count=here.count,
         matrices=tuple(p.numel() for p in mine if p.dim() > 1),
         vectors=tuple(p.numel() for p in mine if p.dim() <= 1),
-        buffers_bytes=_buffers_bytes(model, {id(p) for p in mine}, rest=unit == 0),
+        frozen=tuple(p.numel() for p in frozen),
+        buffers_bytes=_buffers_bytes(model, {id(p) for p in (*mine, *frozen)}, rest=unit == 0),
         tied_to="embedding" if here.name == "head" and _is_tied(model) else None,
     )
 
@@ -133,11 +166,11 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:
     """Return the places in model.parameters() of those whose gradients are complete in a unit's backward.
 
-    Matrices first, each kind in the model's order. A parameter that gets no gradient goes to the first unit.
+    Matrices first, each kind in the model's order. A trained parameter that gets none goes to the first unit.
     """
     units = {s.parameter: s.key[1] for s in recorder.segments if s.parameter is not None}
     every = list(model.parameters())
-    mine = [index for index in range(len(every)) if units.get(index, 0) == unit]
+    mine = [index for index, p in enumerate(every) if p.requires_grad and units.get(index, 0) == unit]
     return sorted(mine, key=lambda index: every[index].dim() <= 1)
 
 
@@ -166,6 +199,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
         output_bytes=_line([r.handed_on.get(unit, 0) for r in recorders]),
         forward=forward,
         backward=moments,
+        host_bytes=_line([r.on_host[unit] for r in recorders]),
         forward_kernels=_kernels(recorders, unit, "forward"),
         backward_kernels=_kernels(recorders, unit, "backward"),
     )

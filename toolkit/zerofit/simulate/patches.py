@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.device import NAME, fake_op
-from zerofit.simulate.fake_kernels import MASKING, cuda_attention
+from zerofit.simulate.fake_experts import expert_rows, experts
+from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 from zerofit.simulate.weight_files import WeightFile
 
@@ -97,11 +98,12 @@ def tracing() -> None:
     replace_in(masking_utils, "is_tracing", MASKING["is_tracing"])
 
 
-def packed_samples() -> None:
+def packed_samples(packed: bool = False) -> None:
     """Keep transformers from looking for packed samples in the values of positions. (transformers.masking_utils)"""
     from transformers import masking_utils
 
-    replace_in(masking_utils, "find_packed_sequence_indices", MASKING["find_packed_sequence_indices"])
+    name = "find_packed_sequence_indices"
+    replace_in(masking_utils, name, (PACKED_MASKING if packed else MASKING)[name])
 
 
 def no_padding() -> None:
@@ -227,7 +229,7 @@ def data_setter() -> None:
 
 # of scripts, too
 ALWAYS = (module_apply, tracing, foreach_types, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
-EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter)
+EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter, experts)
 
 
 def tensor_constructor() -> None:
@@ -246,6 +248,24 @@ def tensor_constructor() -> None:
 
     torch.tensor = tensor
     partition_parameters._orig_torch_tensor = tensor  # what zero.Init puts back
+
+
+def list_indices() -> None:
+    """Make tensors of lists that index one on a GPU: torch would make them without asking for fakes.
+
+    (torch.Tensor.__getitem__)
+    """
+    original = torch.Tensor.__getitem__
+
+    def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
+        if self.device.type not in ("cpu", "meta"):
+            if isinstance(index, list):
+                index = torch.tensor(index, device=self.device)
+            elif isinstance(index, tuple):
+                index = tuple(torch.tensor(i, device=self.device) if isinstance(i, list) else i for i in index)
+        return original(self, index)
+
+    replace_in(torch.Tensor, "__getitem__", getitem)
 
 
 def constants() -> None:
@@ -318,16 +338,18 @@ def autocast() -> None:
     autocast_as_cuda("AutocastPrivateUse1", NAME)
 
 
-OF_GPUS = (constants, backend_keys, attention)  # of scripts, too
-ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast)
+OF_GPUS = (constants, backend_keys, attention, list_indices)  # of scripts, too
+ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows)
 
 
-def apply_all(gpu: bool, meter: AllocationTracker) -> None:
-    """Change what must be changed, for the rest of this process."""
+def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False) -> None:
+    """Change what must be changed, for the rest of this process; `packed`: samples hold several documents."""
     compiled_ops(meter)
     item(meter)
     rng_state(meter)
     for patch in EVERYWHERE + (ON_GPU if gpu else ()):
         patch()
+    if packed:
+        packed_samples(packed)
     if gpu:
         record_stream(meter)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zerofit.models.build import empty_batch, forward_logits, forward_loss, output_part
+from zerofit.models import checkpointing as models_checkpointing
+from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, tensors_of
+from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, tensors_of
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
@@ -24,7 +27,9 @@ from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
 from zerofit.simulate.traced_model import TracedModel, make_subject
 from zerofit.spec.model_facts import Precision, Task
-from zerofit.spec.profile import LayerCost, LayerRun, Linear, Profile, setting
+from zerofit.spec.profile import NOTHING_SAVED, LayerCost, LayerRun, Linear, Profile, Savings, setting
+from zerofit.train import loss as train_loss
+from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import weighted_cross_entropy
 
 
@@ -35,7 +40,7 @@ class TraceSetting(NamedTuple):
     checkpointing: bool = False
     tp: int = 1
     sp: int = 1
-    loss_chunk: int | None = None  # targets whose logits are in float32 at a time
+    savings: Savings = NOTHING_SAVED
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +81,7 @@ def profile_model(
         hidden_size=getattr(config, "hidden_size", None),
         sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
         model_type=getattr(config, "model_type", None),
-        pipelines=source.family != "custom" and _is_list_of_layers(subject.model),
+        pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
     )
 
@@ -85,14 +90,34 @@ def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
-    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp)
-    with as_on(device, one.sp):
+    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings)
+    with as_on(device, one.sp, are_packed(inputs)):
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
-    costs = tuple(cost_of(subject, (few, more), unit) for unit in units)
+    costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
     pairs = zip(costs, layers, strict=True)
     return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+
+
+def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
+    """Return the costs of the units that stand for layers.
+
+    What a first block leaves alive beside what those after it leave goes to the layer before it: with activations in
+    host memory the model still holds its input.
+    """
+    found: list[LayerCost] = []
+    for cost, after, unit in zip(costs, [*costs[1:], costs[-1]], subject.units, strict=True):
+        if unit.count:
+            found.append(cost)
+        elif found:
+            one, first, other = found[-1].saved_bytes, cost.saved_bytes, after.saved_bytes
+            more = Linear(
+                fixed=one.fixed + first.fixed - other.fixed,
+                per_sample=one.per_sample + first.per_sample - other.per_sample,
+            )
+            found[-1] = replace(found[-1], saved_bytes=more)
+    return tuple(found)
 
 
 def _is_list_of_layers(model: nn.Module) -> bool:
@@ -147,7 +172,9 @@ def _run(
     def begin(unit: int, tensors: Any) -> None:
         if not passing:  # checkpointing runs forwards again
             return
-        recorder.mark("forward", unit)
+        # a block that has returned is still in the hands of its caller, and so is its input
+        after = subject.units[unit].after
+        recorder.mark("forward", unit, recorder.on_host[unit - 1] if after else 0)
         tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
         if tensor is not None:
             recorder.handed_on[unit - 1] = tensor.nbytes
@@ -155,7 +182,7 @@ def _run(
 
     handles = recorder.watch()
     try:
-        with recorder, watched(subject.units, begin), torch.device("meta"):
+        with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device):
             recorder.mark("forward", 0)
             batch, kept = _batch(inputs, count, one, device)
             loss = _loss(model, batch, inputs, task, one, recorder)
@@ -172,6 +199,15 @@ def _run(
         for handle in handles:
             handle.remove()
     return recorder
+
+
+@contextmanager
+def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
+    """Keep activations on a host that is not the device, and run a few chunks of a loss for all."""
+    to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
+    in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
+    with in_chunks, patch.object(models_checkpointing, "save_on_cpu", to_host):
+        yield
 
 
 def _batch(inputs: Inputs, count: int, one: TraceSetting, device: str) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -191,14 +227,21 @@ def _loss(
 ) -> Tensor:
     if isinstance(inputs, NamedInputs):
         return forward_loss(model, inputs, batch)
-    x, labels, extra = batch["inputs"], batch["labels"], {}
+    x, labels, extra = batch["inputs"], batch["labels"], extra_inputs(inputs, batch)
     if one.sp > 1:
         extra["position_ids"] = torch.arange(x.shape[1]).expand(len(x), -1)
     if not hasattr(model, "config") and "labels" in inspect.signature(model.forward).parameters:  # gives its own loss
         out = model(input_ids=x, labels=labels) if task == "causal-lm" else model(x, labels=labels)
         return output_part(out, "loss")
-    logits, aux = forward_logits(model, x, **extra)
-    logits = output_part(logits, "logits")
-    recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
-    loss = weighted_cross_entropy(logits, labels, 1.0, one.loss_chunk)
+    head = head_loss(model, one.savings.loss_chunk, inside=True)
+    if head:
+        with head.given(labels):
+            loss, aux = forward_logits(model, x, **extra)
+        last = recorder.segments[-1].key[1]
+        recorder.handed_on[last] = recorder.handed_on[last - 1]  # a pipeline's last stage hands on what the head gets
+    else:
+        logits, aux = forward_logits(model, x, **extra)
+        logits = output_part(logits, "logits")
+        recorder.handed_on[recorder.segments[-1].key[1]] = logits.nbytes
+        loss = weighted_cross_entropy(logits, labels, 1.0, one.savings.loss_chunk)
     return loss if aux is None else loss + aux

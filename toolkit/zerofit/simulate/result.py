@@ -37,7 +37,9 @@ class SimulatedRun:
     precision: str | None
     seq_len: int | None
     activation_checkpointing: bool
+    activation_offload: bool
     loss_chunk: int | None
+    mlp_chunk: int | None
     optimizer: str | None
     ds_config: Any
     input: Inputs

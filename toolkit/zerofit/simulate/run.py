@@ -16,7 +16,7 @@ import torch
 
 from zerofit.check.dotted import get
 from zerofit.models.build import build, parameter_count
-from zerofit.models.catalog import find
+from zerofit.models.catalog import find, source_of
 from zerofit.models.depth import depths, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.simulate.host_memory import extended, highest
@@ -214,24 +214,24 @@ def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
 def _limits(target: SimulationTarget, total: int) -> list[float]:
     """Return how many layers reach each limit of DeepSpeed's that the whole model, of `total` layers, reaches."""
 
-    def parameters(layers: int) -> int:
+    def parameters(layers: int) -> tuple[int, int]:
         run = _with_layers(target, layers).job.run
         with torch.device("meta"):
-            return parameter_count(build(find(run.model), target.inputs, dict(run.model_args)))
+            model = build(source_of(run), target.inputs, dict(run.model_args))
+        return parameter_count(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-    a_layer = parameters(2) - parameters(1)
-    all_layers = a_layer * total
+    a_layer, trained = (more - one for one, more in zip(parameters(1), parameters(2), strict=True))
     zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
     facts, ranks = target.job.facts, layout.dp * layout.sp
     limits = []
     if layout.zero_stage in (1, 2):
         # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
-        whole = facts.largest_parameter + a_layer - (facts.parameters - all_layers) / ranks
-        limits = [(get(zero, "reduce_bucket_size", BUCKET), 1), (max(0, whole), ranks)]
+        whole = facts.largest_parameter + trained - (facts.trained_parameters - trained * total) / ranks
+        limits = [(get(zero, "reduce_bucket_size", BUCKET), trained), (max(0, whole) * ranks, trained)]
     if layout.zero_stage == 3:
         limits = [
-            (get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0), 1),
-            (get(zero, "reduce_bucket_size", BUCKET), 1),
-            (get(zero, "sub_group_size", SUB_GROUP), ranks),
+            (get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0), a_layer),
+            (get(zero, "reduce_bucket_size", BUCKET), trained),
+            (get(zero, "sub_group_size", SUB_GROUP) * ranks, trained),
         ]
-    return [limit * share / a_layer for limit, share in limits if limit * share < all_layers] or [0.0]
+    return [limit / size for limit, size in limits if limit < size * total] or [0.0]

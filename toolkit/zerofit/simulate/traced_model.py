@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.depth import Path, depths, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
+from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.spec.profile import NOTHING_SAVED, Savings
 from zerofit.train.build import batch_norm_in_fp32
 
 # linear layers whose outputs are summed over the ranks, so that their inputs are split (AutoTP's all_reduce_linears)
@@ -34,7 +37,13 @@ class TracedModel:
 
 
 def make_subject(
-    source: ModelSource, inputs: Inputs | None, args: dict[str, Any], dtype: torch.dtype, checkpointing: bool, tp: int
+    source: ModelSource,
+    inputs: Inputs | None,
+    args: dict[str, Any],
+    dtype: torch.dtype,
+    checkpointing: bool,
+    tp: int,
+    savings: Savings = NOTHING_SAVED,
 ) -> TracedModel:
     """Return the model as a rank has it, its parameters of this dtype and its buffers as built.
 
@@ -50,6 +59,10 @@ def make_subject(
         if len(found) != 1:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
         _shard(model, found[0][0], tp)
+    if savings.activation_offload and checkpointing:
+        keep_on_host(model)
+    if savings.mlp_chunk:
+        tile_mlps(model, savings.mlp_chunk)
     if dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
             parameter.data = parameter.data.to(dtype)

@@ -1,7 +1,8 @@
 """The mesh of ranks: which rank of a layout is where, and which ranks share an axis. Nothing else counts ranks.
 
 Axes from the outermost to the innermost: pipeline stages, data, sequence, tensor. Tensor ranks, which exchange most,
-are neighbours, so that a node holds them; and data x sequence is one axis between stages and tensor ranks, which is
+are neighbours, so that a node holds them. Experts are spread along data x sequence, whose ranks each have tokens of
+their own; and data x sequence is one axis between stages and tensor ranks, which is
 how DeepSpeed lays out a pipeline (`PipeModelDataParallelTopology`: pipe, data, model). With one of tensor and sequence
 parallelism alone this is also what DeepSpeed's own groups do (utils/groups.py `_init_tp_mesh_device`, sequence
 parallel state). The trainers check it when they start.
@@ -48,14 +49,34 @@ def ranks_along(layout: Layout, *axes: str) -> list[list[int]]:
     return [sorted(start + step for step in inside) for start in starts]
 
 
+def expert_ranks(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of ranks that hold a mixture's experts together, and those that hold the same experts.
+
+    Neighbours of the data x sequence axis hold them together, as in DeepSpeed (utils/groups.py,
+    `_create_expert_and_data_parallel`).
+    """
+    data = ranks_along(layout, "dp", "sp")
+    together = [ranks[first : first + layout.ep] for ranks in data for first in range(0, len(ranks), layout.ep)]
+    return together, [ranks[first :: layout.ep] for ranks in data for first in range(layout.ep)]
+
+
+def expert_rank(rank: int, layout: Layout) -> int:
+    """Return which share of the experts a rank holds."""
+    return next(ranks.index(rank) for ranks in expert_ranks(layout)[0] if rank in ranks)
+
+
 def first_of_stages(layout: Layout) -> list[int]:
     """Return the first rank of each pipeline stage."""
     return ranks_along(layout, "pp")[0]
 
 
 def describe_rank(rank: int, layout: Layout) -> str:
-    """Return where a rank is, along the axes that are divided: `stage 1, data 0, tensor 3`; "" where none is."""
-    return _described(rank, layout, AXES)
+    """Return where a rank is, along the axes that are divided: `stage 1, data 0, tensor 3`; "" where none is.
+
+    `experts 2`: it holds the third share of them.
+    """
+    experts = [f"experts {expert_rank(rank, layout)}"] if layout.ep > 1 else []
+    return ", ".join(filter(None, [_described(rank, layout, AXES), *experts]))
 
 
 def mesh_table(layout: Layout, most: int = 9) -> list[list[str]]:

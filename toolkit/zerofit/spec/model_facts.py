@@ -6,14 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Task = Literal["image", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs", "image-text"]
+Task = Literal[
+    "image", "table", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs", "image-text"
+]
 
 IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
 DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what the model takes where that is less
 
 
 def is_text(task: str) -> bool:
-    """Return whether a task has tokens in its samples; the others have images alone."""
+    """Return whether a task has tokens in its samples; the others have images, or rows of a table, alone."""
     return task in ("causal-lm", "masked-lm") or gives_loss(task)
 
 
@@ -33,6 +35,12 @@ SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 # of these, the ones that transformers itself plans, which is what zerofit goes by beside other dimensions
 TENSOR_PLAN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# model types whose experts AutoEP has been seen to spread so that they train like one process does
+EXPERT_TYPES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+# model types whose logits are the last hidden states times one matrix, without anything after it
+PLAIN_HEAD_TYPES = ("deepseek_v2", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+# model types whose blocks have an MLP that maps each token by itself and drops nothing out, under the name `mlp`
+TILED_MLP_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +54,31 @@ class ModelFacts:
     forward_flops: int | None  # of one sample; None where the ops cannot be counted
     attention_heads: int | None = None
     kv_heads: int | None = None
+    experts: int | None = None  # that a layer's router chooses from; None without a mixture of experts
     model_type: str | None = None  # transformers' model_type
     layers: int | None = None  # length of the list of layers that a pipeline cuts; None where it cannot
     own: bool = False  # the user's own model
+    trained: int | None = None  # of the parameters, where some are frozen; None: all
+    packed: bool = False  # a sample holds documents that must not see each other
 
     @property
     def gives_logits(self) -> bool:
         """Whether the loss is computed here, from the model's logits."""
         return self.task != "gan" and not gives_loss(self.task)
 
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that have gradients and optimizer states."""
+        return self.parameters if self.trained is None else self.trained
+
     def weight_bytes(self, precision: str) -> int:
-        """Return the bytes of all weights as they are trained and saved."""
+        """Return the bytes of all weights as they are used and saved."""
         return self.parameters * ELEMENT_BYTES[precision]
 
     def checkpoint_bytes(self, precision: str) -> int:
-        """Estimate a checkpoint on the disk: fp32 master weights, Adam's two moments, and the weights."""
-        return self.parameters * 12 + self.weight_bytes(precision)
+        """Estimate a checkpoint on the disk: fp32 master weights, Adam's two moments, and the weights; of what is
+        trained alone."""
+        return self.trained_parameters * (12 + ELEMENT_BYTES[precision])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from zerofit.spec.model_facts import Task
+from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, is_text
+
+
+class Savings(NamedTuple):
+    """What holds fewer activations beside checkpointing, and gives the same result; fields of a run."""
+
+    loss_chunk: int | None = None  # targets whose logits exist at a time
+    mlp_chunk: int | None = None  # tokens of a sequence that an MLP takes at a time
+    activation_offload: bool = False  # what checkpointing keeps lies in host memory
+
+    @classmethod
+    def of(cls, run: Any) -> Savings:
+        """Return what a settled run has."""
+        return cls(*(getattr(run, name) for name in cls._fields))
+
+    @property
+    def flags(self) -> str:
+        """The flags of a run that ask for this; "" for nothing."""
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in self._asdict().items() if value]
+        return " ".join(words).replace(" True", "")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a run that ask for this, without those that do not."""
+        return {name: value for name, value in self._asdict().items() if value}
+
+
+NOTHING_SAVED = Savings()
+# what is offered where nothing fits without: sizes at which products are still large
+OFFERED = Savings(loss_chunk=1024, mlp_chunk=4096, activation_offload=True)
+
+
+def offered(task: Task, model_type: str | None) -> Savings:
+    """Return what OFFERED has for such a model."""
+    chunks = is_text(task) and not gives_loss(task)
+    return OFFERED._replace(
+        loss_chunk=OFFERED.loss_chunk if chunks else None,
+        mlp_chunk=OFFERED.mlp_chunk if model_type in TILED_MLP_TYPES else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +102,7 @@ class LayerCost:
     backward_kernels: tuple[Kernel, ...] = ()  # with recomputation, where it is checkpointed
     tp_allreduce_bytes: Linear = Linear()  # sent by tensor parallelism in forward (backward: as much)
     sp_alltoall_bytes: Linear = Linear()  # sent by sequence parallelism in forward (backward: as much)
+    host_bytes: Linear = Linear()  # kept in host memory from its forward to its backward
     forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
     backward: tuple[BackwardMoment, ...] = ()  # backward_peak_bytes in its order; with a parameter's fresh gradient
     matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
@@ -86,8 +125,9 @@ class LayerRun:
 
     name: str  # "embedding", "block", "head", or the module's name
     count: int  # how many of them follow each other
-    matrices: tuple[int, ...]  # numels of the parameters with two or more dimensions, in order
-    vectors: tuple[int, ...]  # numels of biases and norms
+    matrices: tuple[int, ...]  # numels of the trained parameters with two or more dimensions, in order
+    vectors: tuple[int, ...]  # numels of trained biases and norms
+    frozen: tuple[int, ...] = ()  # numels of parameters that are not trained
     buffers_bytes: int = 0
     tied_to: str | None = None  # name of the layer whose matrix it shares (its own numels leave it out)
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
@@ -116,6 +156,11 @@ class Profile:
     @property
     def parameters(self) -> int:
         """Elements in all, tied ones once."""
+        return self.trained + sum(layer.count * sum(layer.frozen) for layer in self.layers)
+
+    @property
+    def trained(self) -> int:
+        """Elements that have gradients and states."""
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,7 +172,9 @@ class Profile:
         """Return the profile that `as_dict` gave."""
         costs = {key: tuple(_cost(entry) for entry in entries) for key, entries in value["costs"].items()}
         layers = tuple(
-            LayerRun(**{**entry, "matrices": tuple(entry["matrices"]), "vectors": tuple(entry["vectors"])})
+            LayerRun(
+                **entry | {name: tuple(entry[name]) for name in ("matrices", "vectors", "frozen") if name in entry}
+            )
             for entry in value["layers"]
         )
         return cls(**{**value, "layers": layers, "costs": costs})

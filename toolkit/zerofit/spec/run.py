@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.partial_training import LoraInit, LoraSettings, PartialTraining
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
 
@@ -67,7 +68,8 @@ class Run(BaseModel):
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
     data: str | None = _option(
         None,
-        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, pysource, text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
+        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, csv:FILE[:COLUMN], npy:FILE[:COLUMN], pysource, "
+        "text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
     )
     data_root: Path | None = _option(None, "folder that holds (or gets) the torchvision data sets")
     download: bool = _option(False, "download a torchvision data set that data_root does not hold")
@@ -75,9 +77,29 @@ class Run(BaseModel):
     tokenizer: str = _option(
         "bytes", "bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
     )
+    stream: bool = _option(False, "read hf: as it comes, a part at a time, for data larger than the disk")
+    chat_template: Path | None = _option(
+        None, "jinja file that turns conversations into text (default: the tokenizer's own)"
+    )
+    packing: bool = _option(True, "put several conversations into a sample, none of which sees another")
     image_size: PositiveInt | None = _option(None, "pixels to which images are resized (height and width)")
-    skip_bad: bool = _option(False, "count and skip unreadable images instead of refusing to start")
+    skip_bad: bool = _option(False, "count and skip unreadable images or rows instead of refusing to start")
     data_workers: NonNegativeInt | None = _option(None, "loader processes a rank (default: by the data)")
+
+    # what of it is trained
+    lora: PositiveInt | None = _option(None, "train LoRA adapters of this rank (peft's) beside the frozen model")
+    lora_alpha: PositiveInt | None = _option(None, "the adapters' scale is alpha / rank (default: twice the rank)")
+    lora_dropout: float = _option(0.0, "dropout of what the adapters read", ge=0, lt=1)
+    lora_targets: str = _option(
+        "all-linear", "layers with adapters: names with commas between, or all-linear (without the head)"
+    )
+    lora_init: LoraInit = _option("default", "how adapters begin, as peft has it; the frozen weights stay as they are")
+    dora: bool = _option(False, "train magnitudes beside the adapters (weight-decomposed LoRA)")
+    rslora: bool = _option(False, "scale adapters by alpha / sqrt(rank) (rank-stabilised LoRA)")
+    train: tuple[str, ...] = _option(
+        (), "parameters or modules that alone are trained, like '*.mlp.*'; may be repeated"
+    )
+    freeze: tuple[str, ...] = _option((), "parameters or modules that stay as they are, like wte; may be repeated")
 
     # how long and how much
     steps: PositiveInt | None = _option(None, "optimizer steps")
@@ -107,8 +129,14 @@ class Run(BaseModel):
     # numbers and memory
     precision: Precision | None = _option(None, "fp32, bf16 or fp16 (default: the DeepSpeed JSON's, else fp32)")
     activation_checkpointing: bool = _option(False, "recompute activations in backward to save memory")
+    activation_offload: bool = _option(
+        False, "recompute activations, and keep what that needs in host memory until backward"
+    )
     loss_chunk: PositiveInt | None = _option(
-        None, "targets whose logits are in float32 at a time, to save memory (default: all)"
+        None, "targets whose logits exist at a time, to save memory (default: all)"
+    )
+    mlp_chunk: PositiveInt | None = _option(
+        None, "tokens of a sequence that an MLP takes at a time, and again in backward, to save memory (default: all)"
     )
     compile: bool = _option(False, "torch.compile the model through the engine")
 
@@ -124,6 +152,7 @@ class Run(BaseModel):
     pipeline: PositiveInt = _option(1, "pipeline parallel degree")
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what stages are balanced by")
     sequence_parallel: PositiveInt = _option(1, "sequence parallel degree (Ulysses)")
+    expert_parallel: PositiveInt = _option(1, "data ranks that hold a mixture's experts together (AutoEP)")
 
     # saving
     save_every: Every = _option("30min", "steps (500) or time (30min) between checkpoints; 0: none are saved")
@@ -159,6 +188,22 @@ class Run(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 raise UserError(*map(_problem, error.errors())) from None
+
+    @property
+    def partial(self) -> PartialTraining | None:
+        """What of the model is trained, where that is not all of it."""
+        if self.lora is None and not self.train and not self.freeze:
+            return None
+        lora = self.lora and LoraSettings(
+            rank=self.lora,
+            alpha=self.lora_alpha or 2 * self.lora,
+            dropout=self.lora_dropout,
+            targets=self.lora_targets,
+            init=self.lora_init,
+            dora=self.dora,
+            rslora=self.rslora,
+        )
+        return PartialTraining(lora=lora or None, train=self.train, freeze=self.freeze, seed=self.seed)
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Run:

@@ -67,6 +67,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    ep: int = 1  # of the data x sequence ranks, so many neighbours hold a mixture's experts together
     zero_stage: int = 0
 
     @property
@@ -76,8 +77,8 @@ class Layout:
 
     @property
     def combined(self) -> bool:
-        """Whether there is more than one of tensor, pipeline and sequence parallelism."""
-        return sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+        """Whether zerofit makes groups and slices: experts, or more than one of tensor, pipeline and sequence."""
+        return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
 
     def as_dict(self) -> dict[str, int]:
         """Return the `layout` object of the command line's JSON."""

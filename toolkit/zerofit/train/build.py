@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerofit.check.dotted import get
 from zerofit.models.batch_norm import BatchNorm, batch_norms
 from zerofit.models.build import build
-from zerofit.models.catalog import ModelSource, find
+from zerofit.models.catalog import ModelSource, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
@@ -28,7 +28,7 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 
     Both happen as it is built. The weights are a function of the seed alone, whatever the layout.
     """
-    run, source = job.run, find(job.run.model)
+    run, source = job.run, source_of(job.run)
     torch.manual_seed(run.seed)
     with _partitioned_from_birth(source, job.ds_config) as partitioned:
         stored = None if partitioned else stored_by_engine(job)
@@ -44,13 +44,13 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
 def build_on_meta(job: Job, inputs: Inputs | None, checkpointing: bool = False) -> Any:
     """Build the run's model without any memory."""
     with torch.device("meta"):
-        return build(find(job.run.model), inputs, dict(job.run.model_args), checkpointing=checkpointing)
+        return build(source_of(job.run), inputs, dict(job.run.model_args), checkpointing=checkpointing)
 
 
 def build_from_seed(job: Job, inputs: Inputs | None, stored: Stored, keep: set[str] | None = None) -> nn.Module:
     """Build the run's model with its initial weights, of which those named in `keep` are stored (None: all)."""
     torch.manual_seed(job.run.seed)
-    return build(find(job.run.model), inputs, dict(job.run.model_args), stored=stored, keep=keep)
+    return build(source_of(job.run), inputs, dict(job.run.model_args), stored=stored, keep=keep)
 
 
 def _as_vector(parameter: nn.Parameter) -> None:
@@ -131,12 +131,13 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
 def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
     """Group matrices, which decay, and vectors (norms, biases), which do not; one group where nothing decays.
 
-    Each group costs the engine buckets and collectives of its own.
+    Each group costs the engine buckets and collectives of its own. DeepSpeed takes experts out of them, by their names
+    (moe/utils.py:103).
     """
     trained = [p for p in parameters if p.requires_grad]
     if not decay:
-        return [{"params": trained}]
+        return [{"name": "all", "params": trained}]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"name": "matrices", "params": matrices}, {"name": "vectors", "params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one

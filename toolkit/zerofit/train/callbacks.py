@@ -44,6 +44,11 @@ class StepRecord(TypedDict):
     loss_g: NotRequired[float]
     loss_scale: NotRequired[float]  # of fp16
     skipped_steps: NotRequired[float]
+    router_loss: NotRequired[float]  # part of the loss of a mixture of experts: for the balance of its routers
+    expert_load_most: NotRequired[float]  # tokens of the busiest expert of any layer over an even share, where spread
+    expert_load_least: NotRequired[float]  # and of the idlest
+    truncated: NotRequired[int]  # conversations of the training data that a sample is too short for
+    dropped: NotRequired[int]  # those that are left out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +28,7 @@ from zerofit.models.build import batch_keys, forward_logits, forward_loss, outpu
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
+from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
@@ -37,14 +40,17 @@ from zerofit.train.build import (
     parameter_groups,
     stored_by_engine,
 )
-from zerofit.train.loss import counts, weighted_cross_entropy
+from zerofit.train.expert_split import build_spread
+from zerofit.train.head_loss import head_loss
+from zerofit.train.loss import counts, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import rank_device
+from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, own_tokens
 from zerofit.train.zero_layouts import check_attributes
 
-SAMPLE_TOKENS = 240
+SAMPLE_TOKENS, SAMPLE_S = 120, 10.0  # at most, of a sample; each token is a forward of the whole model
 PROMPT = "def "
 TEMPERATURE = 0.7
 
@@ -57,8 +63,10 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         curve: dict[str, Any] = {"total": steps, "warmup": warmup_steps(run, steps), "schedule": run.schedule}
         curve["floor"] = min(1.0, run.min_lr / run.lr)
         more["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: learning_rate_factor(step, **curve))
-    if get(job.ds_config, "activation_checkpointing.cpu_checkpointing") is True:
-        keep_on_host(model)  # DeepSpeed itself would only do so for its own checkpoint function
+    if run.activation_offload:
+        keep_on_host(model)  # DeepSpeed's cpu_checkpointing would only do so for its own checkpoint function
+    if run.mlp_chunk:
+        tile_mlps(model, run.mlp_chunk)
     decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation knows no groups
     if str(get(job.ds_config, "optimizer.type")).lower() != "muon":
@@ -184,14 +192,17 @@ def _register_sequence_parallel(job: Job, model: nn.Module) -> Any:
 
 
 def _build_combined(job: Job, inputs: Inputs | None) -> tuple[nn.Module, MeshGroups]:
-    """Build a model for tensor and sequence parallelism together; return it with its groups."""
+    """Build a model for experts or tensor slices, and for parts of sequences; return it with its groups."""
     from zerofit.train.sequence_attention import exchange_heads
 
-    groups = MeshGroups(job.layout)
+    layout, stored, make = job.layout, stored_by_engine(job), partial(build_from_seed, job, inputs)
+    groups = MeshGroups(layout)
     shape = build_on_meta(job, inputs, checkpointing=job.run.activation_checkpointing)
-    exchange_heads(shape.config, job, groups.sequence)
-    make = partial(build_from_seed, job, inputs)
-    return build_split(shape, groups.tensor, stored_by_engine(job), make), groups
+    if layout.sp > 1:
+        exchange_heads(shape.config, job, groups.sequence)
+    if layout.ep > 1:
+        return build_spread(shape, layout, stored, make), groups
+    return build_split(shape, groups.tensor, stored, make), groups
 
 
 class ZeroTrainer(EngineTrainer):
@@ -211,8 +222,11 @@ class ZeroTrainer(EngineTrainer):
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         self._named = inputs if isinstance(inputs, NamedInputs) else None
+        self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
-        self._excess = _sequence_parallel_excess(job)
+        chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
+        self._head = head_loss(self.engine.module, chunk, inside=True)
+        self._excess, self._balance = _sequence_parallel_excess(job), RouterBalance(self.engine.module)
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
@@ -224,6 +238,10 @@ class ZeroTrainer(EngineTrainer):
             self.engine.step()
             losses.append(loss.detach().float())
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
+
+    def extra_metrics(self) -> dict[str, Any]:
+        """Return what is recorded beside what all runs record, of a mixture of experts the balance of its routers."""
+        return super().extra_metrics() | self._balance.figures()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
@@ -248,19 +266,26 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def _continue(self, prompt: list[int], context: int) -> list[int]:
-        """Return the prompt and 240 token ids that follow it, drawn one at a time at temperature 0.7.
+        """Return the prompt and the token ids that follow it, drawn one at a time at temperature 0.7.
 
-        Every rank runs the same forward, since under ZeRO-3 and tensor parallelism each holds only a part of the
-        weights; rank 0 draws, so that ranks cannot come apart.
+        There are SAMPLE_TOKENS of them, or as many as came in SAMPLE_S seconds. Every rank runs the same forward, since
+        under ZeRO-3 and tensor parallelism each holds only a part of the weights; rank 0 draws and looks at the clock,
+        so that ranks cannot come apart.
         """
         self.engine.eval()
+        deadline = time.monotonic() + SAMPLE_S
         generator, tokens = torch.Generator().manual_seed(self.job.run.seed), list(prompt)
         for _ in range(SAMPLE_TOKENS):
             logits, _ = forward_logits(self.engine, torch.tensor([tokens[-context:]], device=self.device))
             odds = torch.softmax(logits[0, -1].float().cpu() / TEMPERATURE, dim=-1)
             drawn = torch.multinomial(odds, 1, generator=generator).to(self.device)
+            if time.monotonic() > deadline:
+                drawn.fill_(-1)
             dist.broadcast(drawn, src=0)
-            tokens.append(int(drawn))
+            token = int(drawn)
+            if token < 0:
+                break
+            tokens.append(token)
         self.engine.train()
         return tokens
 
@@ -270,25 +295,34 @@ class ZeroTrainer(EngineTrainer):
             return forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
-        logits, aux = self._logits(x, extra)
+        self._balance.begin()
+        found, aux = self._logits(x, extra, labels)
         if self.job.run.loss == "mse":
-            return nn.functional.mse_loss(_one_a_sample(logits, labels), labels.float())
-        loss = weighted_cross_entropy(logits, labels, batch["weight"], self.job.run.loss_chunk)
+            return nn.functional.mse_loss(one_a_sample(found, labels), labels.float())
+        self._balance.end(aux)
+        if self._head:
+            loss = found * batch["weight"]
+        else:
+            loss = weighted_cross_entropy(found, labels, batch["weight"], self.job.run.loss_chunk)
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
         if self._own_loss or self._named:
             return self._own_eval(x, labels, extra)
-        logits, _ = self._logits(x, extra)
+        logits, _ = self._logits(x, extra, labels)
+        if self._head:
+            return logits  # which it has counted
         if self.job.run.loss == "mse":
             real = labels.reshape(-1) != IGNORE_INDEX
-            errors = (_one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
+            errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
         return counts(logits, labels)
 
-    def _logits(self, x: Tensor, extra: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        logits, aux = forward_logits(self.engine, x, **extra)
+    def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits (what a head that takes their place makes of them and the labels), and a router's loss."""
+        with self._head.given(labels) if self._head else nullcontext():
+            logits, aux = forward_logits(self.engine, x, **extra)
         return (output_part(logits, "logits") if self.job.facts.own else logits), aux
 
     def _own_eval(self, x: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
@@ -311,14 +345,13 @@ class ZeroTrainer(EngineTrainer):
         return self.engine(x, labels=labels)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return inputs and labels on this rank's device, and what else a batch of named inputs has.
+        """Return inputs and labels on this rank's device, and what else the model is fed by name.
 
         Under sequence parallelism they are the rank's slice, with positions.
         """
-        keys = batch_keys(self._named) if self._named else ["inputs", "labels"]
-        x, *others, labels = (self._moved(batch[key]) for key in keys)
+        x, *others, labels = (self._moved(batch[key]) for key in self._keys)
         if self.job.layout.sp == 1:
-            return x, labels, dict(zip(keys[1:-1], others, strict=True))
+            return x, labels, dict(zip(self._keys[1:-1], others, strict=True))
         mine = own_tokens(x.shape[1], self.job.layout, self.coords)
         positions = torch.arange(mine.start, mine.stop, device=self.device).expand(len(x), -1)
         return x[:, mine], labels[:, mine], {"position_ids": positions}
@@ -326,11 +359,3 @@ class ZeroTrainer(EngineTrainer):
     def _moved(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device, non_blocking=True)
         return moved.to(DTYPES[self.job.precision]) if moved.is_floating_point() else moved
-
-
-def _one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
-    if logits.numel() != labels.numel():
-        message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
-        raise ValueError(message)
-    return logits.float().reshape(labels.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import batch_norm_in_fp32, stored_by_engine
+from zerofit.train.callbacks import Callback
 from zerofit.train.engines import start_engine
 from zerofit.train.process_group import rank_device
 from zerofit.train.trainer import Batch, EngineTrainer
@@ -58,7 +60,7 @@ class GanTrainer(EngineTrainer):
         pairs = []
         for _ in range(self.job.batch.accumulation):
             real = next(batches)["inputs"].to(self.device, DTYPES[self.job.precision])
-            fake = self.generator(self._draw(len(real)))
+            fake = self.generator(self._draw(len(real), self._noise))
             pairs.append(torch.stack([self._discriminate(real, fake.detach()), self._generate(fake)]))
         losses = torch.stack(pairs)  # (micro batches, 2)
         self.last_losses = losses.mean(0)
@@ -94,15 +96,19 @@ class GanTrainer(EngineTrainer):
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
         """Have rank 0 save a grid of drawings."""
         if dist.get_rank() == 0:
-            from torchvision.utils import save_image
-
-            self.generator.eval()
-            with torch.no_grad():
-                drawn = self.generator.module(self._draw(DRAWINGS)).float().cpu()
-            self.generator.train()
-            pixels, file = functional.interpolate(drawn, scale_factor=4), folder.path / "drawings.png"
-            save_image(pixels, file, nrow=8, normalize=True, value_range=(-1, 1))
+            self.save_drawings(folder.path / "drawings.png", self._noise)
         return {}
+
+    @torch.no_grad()
+    def save_drawings(self, file: Path, noise: torch.Generator) -> None:
+        """Save a grid of drawings as a PNG."""
+        from torchvision.utils import save_image
+
+        self.generator.eval()
+        drawn = self.generator.module(self._draw(DRAWINGS, noise)).float().cpu()
+        self.generator.train()
+        pixels = functional.interpolate(drawn, scale_factor=4)
+        save_image(pixels, file, nrow=8, normalize=True, value_range=(-1, 1))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
@@ -121,14 +127,35 @@ class GanTrainer(EngineTrainer):
         return sums
 
     def _judge(self, real: Tensor) -> Tensor:
-        of_real, of_fake = self.engine(real), self.engine(self.generator(self._draw(len(real))))
+        of_real, of_fake = self.engine(real), self.engine(self.generator(self._draw(len(real), self._noise)))
         loss = (_judged(of_real, 1.0) + _judged(of_fake, 0.0)) * len(real)
         right = ((of_real > 0).sum() + (of_fake <= 0).sum()) / 2
         return torch.stack([loss.double(), torch.tensor(float(len(real)), device=self.device).double(), right.double()])
 
-    def _draw(self, count: int) -> Tensor:
-        noise = torch.randn(count, self.latent_size, 1, 1, generator=self._noise)
+    def _draw(self, count: int, source: torch.Generator) -> Tensor:
+        noise = torch.randn(count, self.latent_size, 1, 1, generator=source)
         return noise.to(self.device, DTYPES[self.job.precision])
+
+
+class EpochDrawings(Callback):
+    """A grid of drawings after every epoch, drawings/epoch-N.png, always from the same noise.
+
+    Batch norm's running statistics are those of rank 0; the noise of training is not touched.
+    """
+
+    def __init__(self, trainer: GanTrainer, folder: RunFolder, samples: int):
+        """Draw for rank 0's trainer; `samples` are those of an epoch."""
+        self._trainer, self._samples = trainer, samples
+        self._folder = folder.path / "drawings"
+        self._folder.mkdir(exist_ok=True)
+
+    def on_step_begin(self, step: int) -> None:
+        """Draw where the step before has completed an epoch."""
+        job = self._trainer.job
+        before, now = (job.samples_after(n) // self._samples for n in (step - 1, step))
+        if step and now > before:
+            noise = torch.Generator().manual_seed(job.run.seed)
+            self._trainer.save_drawings(self._folder / f"epoch-{now:03}.png", noise)
 
 
 def _judged(logits: Tensor, target: float) -> Tensor:

@@ -83,7 +83,7 @@ class Loop:
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
         """Yield each step that is to be done (0-based), its micro batches, and a list that gets their samples."""
-        order = Order(len(self.data.train), self.job.run.seed)
+        order = Order.of(self.data.train, self.job.run.seed)
         micro = micro_batches(self.data.train, order, self._slices(), self._workers())
         before_step = overridden(self.callbacks, "on_step_begin")
         self.progress.first = self.first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,46 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | floa
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
 
 
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Return the sum of cross entropies over targets straight from hidden states, in float32.
+
+    hidden (..., width) times a head's weight (classes, width) are the logits, of which those of `chunk` targets exist
+    at a time; labels (...).
+    """
+    return _FromHidden.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), chunk)
+
+
+class _FromHidden(torch.autograd.Function):
+    """The sum of cross entropies, with the gradients of hidden states and head made chunk by chunk in forward.
+
+    So no product is computed twice, and backward needs no weight. The head's gradient is summed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in chunk_starts(len(labels), chunk):
+            part = slice(start, start + chunk)
+            here = hidden[part]
+            loss, gradient = _with_gradient(functional.linear(here, weight), labels[part], wants_hidden or wants_weight)
+            total += loss
+            if of_hidden is not None:
+                of_hidden[part] = gradient @ weight
+            if of_weight is not None:
+                _add_product(of_weight, gradient.t(), here)
+        ctx.gradients, ctx.dtype = (of_hidden, of_weight), weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (of_hidden, of_weight), ctx.gradients = ctx.gradients, None
+        of_hidden = None if of_hidden is None else of_hidden.mul_(scale)
+        return of_hidden, None if of_weight is None else of_weight.mul_(scale).to(ctx.dtype), None, None
+
+
 class _Chunked(torch.autograd.Function):
     """The sum of cross entropies, its gradient made chunk by chunk in forward and kept in the logits' precision.
 
@@ -37,15 +78,12 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:  # (targets, classes), (targets,)
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         total = logits.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(labels), chunk):
+        for start in chunk_starts(len(labels), chunk):
             part = slice(start, start + chunk)
-            log_p = functional.log_softmax(logits[part].float(), dim=-1)
-            total += functional.nll_loss(log_p, labels[part], ignore_index=IGNORE_INDEX, reduction="sum")
+            loss, of_logits = _with_gradient(logits[part], labels[part], gradient is not None)
+            total += loss
             if gradient is not None:
-                real = (labels[part] != IGNORE_INDEX).unsqueeze(1)
-                p = log_p.exp_()
-                p.scatter_add_(1, labels[part].clamp_min(0).unsqueeze(1), p.new_full((len(p), 1), -1.0))
-                gradient[part] = p.mul_(real)
+                gradient[part] = of_logits
         ctx.gradient = gradient
         return total
 
@@ -55,6 +93,31 @@ class _Chunked(torch.autograd.Function):
         return gradient.mul_(scale), None, None
 
 
+def chunk_starts(targets: int, chunk: int) -> Iterable[int]:
+    """Return where chunks of targets begin."""
+    return range(0, targets, chunk)
+
+
+def _with_gradient(logits: Tensor, labels: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Return the sum of cross entropies, float32, and where wanted its gradient by the logits in their precision."""
+    log_p = functional.log_softmax(logits.float(), dim=-1)
+    loss = functional.nll_loss(log_p, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if not wanted:
+        return loss, logits
+    real = (labels != IGNORE_INDEX).unsqueeze(1)
+    p = log_p.exp_()
+    p.scatter_add_(1, labels.clamp_min(0).unsqueeze(1), p.new_full((len(p), 1), -1.0))
+    return loss, p.mul_(real).to(logits.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a float32 sum."""
+    if left.dtype == right.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
     """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
@@ -62,3 +125,11 @@ def counts(logits: Tensor, labels: Tensor) -> Tensor:
     total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     right = (flat.argmax(-1) == labels) & real
     return torch.stack([total.double(), real.sum().double(), right.sum().double()])
+
+
+def one_a_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return float32 outputs in the labels' shape. Raises ValueError where there is not one output a label."""
+    if logits.numel() != labels.numel():
+        message = f"--loss mse needs one output a sample: got {tuple(logits.shape)} for labels {tuple(labels.shape)}"
+        raise ValueError(message)
+    return logits.float().reshape(labels.shape)

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,9 @@ from zerofit.train.stop_signals import StopRequests
 BLOCK_S = 0.5  # seconds between exchanges: below what a person notices
 BLOCK_STEPS = 100
 TIMED_STEPS = 1000  # the last ones, whose median is the run's step time
-EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps")  # of a StepRecord, where `extra_metrics` gives them
+# of a StepRecord, where `extra_metrics` gives them
+EXTRA = ("loss_d", "loss_g", "loss_scale", "skipped_steps", "router_loss", "expert_load_most", "expert_load_least")
+OF_DATA = ("truncated", "dropped")  # of a StepRecord, where the data has conversations
 
 
 @dataclass
@@ -48,8 +50,17 @@ class _Step:
 class MetricsRecorder:
     """Turns steps into metrics records on rank 0 and stops all ranks at a loss that is not finite."""
 
-    def __init__(self, job: Job, device: torch.device, callbacks: Sequence[Callback], requests: StopRequests):
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        callbacks: Sequence[Callback],
+        requests: StopRequests,
+        counts: Mapping[str, int] | None = None,
+    ):
+        """Begin; `counts` are of the run's data (see `zerofit.data.Data`)."""
         self._job, self._device, self._requests = job, device, requests
+        self._counts = counts or {}
         self._on_step = overridden(callbacks, "on_step")
         self.asked_to_stop = self.asked_to_save = False  # the same on all ranks, as of the last exchange
         self._block: list[_Step] = []
@@ -143,6 +154,9 @@ class MetricsRecorder:
         for name in EXTRA:
             if name in step.extra:
                 record[name] = float(step.extra[name])
+        for name in OF_DATA:
+            if name in self._counts:
+                record[name] = self._counts[name]
         return record
 
     @property

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zerofit.models.build import build, empty_batch
-from zerofit.models.catalog import find
+from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers
@@ -27,6 +28,7 @@ from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
+from zerofit.train.head_loss import HeadLoss, head_loss
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import accelerator, rank_device
@@ -40,7 +42,7 @@ class PipelineTrainer(EngineTrainer):
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
         self.device = rank_device()
-        self._layers, bounds = _build_stage(job, coords, inputs)
+        self._layers, bounds, self._head = _build_stage(job, coords, inputs)
         self.first_layer = bounds[coords.pp_rank]
         self._own_layers = self._layers[self.first_layer : bounds[coords.pp_rank + 1]]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -88,7 +90,7 @@ class PipelineTrainer(EngineTrainer):
         coords, weights = self.coords, {}
         mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
-            own = dict(whole_state(layer.module, self.job.layout, mine))
+            own = dict(whole_state(layer.module, self.job.layout, mine, self.saves_adapters))
             weights |= {layer.names[name]: tensor for name, tensor in own.items() if name in layer.names}
         if mine:
             scratch.mkdir(parents=True, exist_ok=True)
@@ -104,9 +106,14 @@ class PipelineTrainer(EngineTrainer):
         shutil.rmtree(scratch)
 
     def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the weighted loss of logits, or of the hidden states that a head which stands aside hands on."""
         labels, weight = target
         if not torch.is_grad_enabled():
-            self._counts += counts(logits, labels)
+            found = self._head.of(logits, labels) if self._head else counts(logits, labels)
+            self._counts += found
+            return found[0].float() * weight
+        if self._head:
+            return self._head.of(logits, labels) * weight
         return weighted_cross_entropy(logits, labels, weight, self.job.run.loss_chunk)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -204,14 +211,14 @@ class _Tied(TiedLayerSpec):
         return self._layer.module
 
 
-def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int]]:
-    """Return all layers, of which only this stage's have memory, and the bounds of the stages."""
+def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int], HeadLoss | None]:
+    """Return all layers, of which only this stage's have memory, the bounds of the stages, and what the loss is of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
     if run.pipeline_balance == "time":
-        weights = _measured(job, find(run.model), inputs)
-    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=layout.pp)]
+        weights = _measured(job, source_of(run), inputs)
+    bounds = _bounds(weights, layers, layout.pp)
     mine = layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
     keep = {name for layer in mine for name in layer.names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
@@ -221,7 +228,19 @@ def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Lay
     layers = as_layers(model, checkpointing=run.activation_checkpointing)
     if layout.sp > 1:
         _share_sequences(job, coords, model.config, layers, groups)
-    return layers, bounds
+    return layers, bounds, head_loss(model, run.loss_chunk, inside=False)
+
+
+def _bounds(weights: list[float], layers: list[Layer], stages: int) -> list[int]:
+    """Return the bounds of stages of equal weight; where one would train nothing, of equally many trained parameters.
+
+    DeepSpeed fails in a stage without a trained parameter (runtime/engine.py:2493).
+    """
+    trained = [float(sum(p.numel() for p in one.module.parameters() if p.requires_grad)) for one in layers]
+    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=stages)]
+    if all(sum(trained[first:last]) for first, last in pairwise(bounds)):
+        return bounds
+    return [int(b) for b in partition_balanced(weights=trained, num_parts=stages)]
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:

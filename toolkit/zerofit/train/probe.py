@@ -13,12 +13,14 @@ from torch import nn
 
 from zerofit.models.build import build, check_forward, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.layers import as_layers
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
+
+TABLES = ("csv:", "npy:")  # data that only a table's models are fed
 
 
 def probe(
@@ -56,10 +58,26 @@ def probe(
         forward_flops=flops,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
         layers=layers,
         own=source.family == "custom",
+        trained=trained_count(model),
+        packed=are_packed(inputs),
     )
+
+
+def expert_count(config: Any) -> int | None:
+    """Return how many experts a layer of a transformers model chooses from; None where it has no mixture."""
+    names = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), None)
+
+
+def trained_count(model: nn.Module) -> int | None:
+    """Count the parameters that are trained; None where all are."""
+    if all(p.requires_grad for p in model.parameters()):
+        return None
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def _hidden_size(config: Any) -> int | None:
@@ -69,16 +87,18 @@ def _hidden_size(config: Any) -> int | None:
 
 
 def task_of(source: ModelSource, run: Run) -> Task:
-    """Return what a model is fed; a user's own one tokens if its forward takes input_ids, else images."""
+    """Return what a model is fed; of a user's own one see `fed_with`."""
     if source.task != "custom":
         return source.task
     with models_say("MODEL"), torch.device("meta"):
-        return fed_with(build(source, None, dict(run.model_args)))
+        return fed_with(build(source, None, dict(run.model_args)), run)
 
 
-def fed_with(model: nn.Module) -> Task:
-    """Return what a user's own model is fed: tokens if its forward takes input_ids, else images."""
-    return "causal-lm" if "input_ids" in inspect.signature(model.forward).parameters else "image"
+def fed_with(model: nn.Module, run: Run) -> Task:
+    """Return what a user's own model is fed: tokens if its forward takes input_ids, a table if named, else images."""
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        return "causal-lm"
+    return "table" if (run.data or "").startswith(TABLES) else "image"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from zerofit.checkpoint.store import Manifest, read_manifest
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.run_folder import Start
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
+from zerofit.train.frozen import refuse_other_frozen
 from zerofit.train.shard_index import IndexedShard, indexed_shards, loss_scaler
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
 from zerofit.train.zero_layouts import Unsupported, in_memory, inner_optimizer, to_training_precision
@@ -36,12 +37,15 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     parameters' shards are then taken out of them one by one.
     """
     checkpoint = Path(start.checkpoint)
+    manifest = read_manifest(checkpoint)
+    refuse_other_frozen(trainer, manifest.frozen)
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
     if start.same_layout and not piece_by_piece(trainer.job.ds_config):
         for tag, engine in trainer.engines().items():
             if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
                 engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
-            path, _ = engine.load_checkpoint(str(checkpoint), tag=tag)
+            whole = trainer.job.run.partial is None
+            path, _ = engine.load_checkpoint(str(checkpoint), tag=tag, load_module_strict=whole)
             assert path is not None, f"DeepSpeed finds no checkpoint in {checkpoint}, though it was verified"
     else:
         for tag, engine in trainer.engines().items():
@@ -51,7 +55,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     for one in settings:
         one.put_back()
     dist.barrier()
-    return read_manifest(checkpoint)
+    return manifest
 
 
 class _RunSettings:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zerofit.checkpoint.export import PublishedFiles, PublishedModel
+from zerofit.checkpoint.adapters import write_adapters
 from zerofit.checkpoint.model_folder import CARD, ModelInfo
+from zerofit.checkpoint.published import PublishedFiles, PublishedModel
 from zerofit.data import Data, open_data
-from zerofit.data.tokenizer import load_transformers
+from zerofit.data.chat_template import tokenizer_files
 from zerofit.models.build import build
-from zerofit.models.catalog import find
+from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
 from zerofit.models.inputs import Inputs, TextInputs
 from zerofit.spec.errors import Problem, RunFailed
@@ -35,7 +36,9 @@ from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.build import stored_by_engine
 from zerofit.train.callbacks import Callback, EventLog, StepRecord, load_callbacks, make_loggers
 from zerofit.train.engines import ZeroTrainer
-from zerofit.train.gan import GanTrainer
+from zerofit.train.expert_split import share_of
+from zerofit.train.frozen import frozen_weights
+from zerofit.train.gan import EpochDrawings, GanTrainer
 from zerofit.train.heartbeat import RankProgress
 from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.memory import MemoryWatch
@@ -86,9 +89,11 @@ class RankRun:
         self.data = open_data(job.run, job.facts.task, job.run.seq_len, Reporter())
         events.phase("building the model and the DeepSpeed engine")
         self.trainer = _make_trainer(job, coords, self.data, model)
+        if self.rank == 0 and isinstance(self.trainer, GanTrainer):
+            callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
         _seed_rank(job, coords)
         requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
-        recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests)
+        recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests, self.data.counts)
         self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
         if job.start:
             events.phase(f"going on from step {job.start.step}")
@@ -192,30 +197,37 @@ def _result(job: Job, last: StepRecord, figures: dict[str, float], data: Data) -
         "layout": job.layout.as_dict(),
         "resumed_from": job.start.checkpoint if job.start else None,
         "unigram_entropy_nats": data.unigram_entropy_nats,
+        "conversations": dict(data.counts) or None,
     }
 
 
 def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, scratch: Path) -> None:
     """Write the trained model into a folder: transformers' own format, or one safetensors file for other models.
 
+    Of a model with adapters it is these, as peft has them.
     All ranks call this; rank 0 writes. It holds one module of a transformers model in host memory at a time, and other
     models whole. `scratch`: see `EngineTrainer.weights`.
     """
-    source, weights = find(job.run.model), trainer.weights(scratch)
+    source, weights = source_of(job.run), trainer.weights(scratch)
+    frozen = frozen_weights(trainer) if trainer.saves_adapters else None
     if dist.get_rank() != 0:
         deque(weights, maxlen=0)  # takes part in gathering them
         dist.barrier()
         return
     folder.mkdir(exist_ok=True)
     dtype = stored_by_engine(job).dtype
-    if source.family == "transformers":
+    if trainer.saves_adapters:
+        with torch.device("meta"):
+            model = build(source, inputs, dict(job.run.model_args))
+        write_adapters(folder, model, source, weights)
+    elif source.family == "transformers":
         with torch.device("meta"):
             model = build(source, inputs, dict(job.run.model_args))
         PublishedFiles(PublishedModel(model, transformers=True), dtype).write(folder, weights)
-        if isinstance(inputs, TextInputs) and job.run.tokenizer != "bytes":
-            load_transformers(job.run.tokenizer).save_pretrained(folder)
-    ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype)).write(folder)
-    if source.family != "transformers":
+    if source.family == "transformers" and isinstance(inputs, TextInputs):
+        tokenizer_files(job.run.tokenizer, job.run.chat_template)(folder)
+    ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype), frozen).write(folder)
+    if source.family != "transformers" and not trainer.saves_adapters:
         whole, file = {name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors"
         save_file(_without_shared(whole), file)
         shutil.copymode(folder / CARD, file)  # safetensors lets nobody else read it
@@ -234,20 +246,28 @@ def _without_shared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_replicas(trainer: EngineTrainer) -> None:
-    """Raise RunFailed unless every parameter has the same float64 sum on all data parallel ranks.
+    """Raise RunFailed unless every parameter has the same float64 sum on all ranks that hold the same.
 
     They step on the same gradients, so a difference means that a collective or a device has failed them. ZeRO-3 ranks
     hold no replicas.
     """
     if trainer.job.layout.zero_stage == 3:
         return
-    sums = [p.detach().double().sum() for p in trainer.module.parameters()]
-    mine, group = torch.stack(sums), trainer.engine.seq_data_parallel_group
+    engine, held = trainer.engine, dict(trainer.module.named_parameters())
+    experts = {name: p for name, p in held.items() if share_of(p)}
+    apart = _apart({name: p for name, p in held.items() if name not in experts}, engine.seq_data_parallel_group)
+    if experts:
+        (group,) = engine.expert_data_parallel_group.values()
+        apart += _apart(experts, group)
+    if apart:
+        message = f"ranks have come apart: {len(apart)} of {len(held)} parameters differ, {apart[0]} the first"
+        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))
+
+
+def _apart(parameters: dict[str, nn.Parameter], group: Any) -> list[str]:
+    """Return which of these are not the same on all ranks of the group."""
+    mine = torch.stack([p.detach().double().sum() for p in parameters.values()])
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    if not torch.equal(least, most):
-        names = [name for name, _ in trainer.module.named_parameters()]
-        apart = [name for name, same in zip(names, (least == most).tolist(), strict=True) if not same]
-        message = f"ranks have come apart: {len(apart)} of {len(names)} parameters differ, {apart[0]} the first"
-        raise RunFailed(Problem(kind="ranks-apart", message=message, hint="look at every rank's log and device"))
+    return [name for name, same in zip(parameters, (least == most).tolist(), strict=True) if not same]

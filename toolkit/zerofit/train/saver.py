@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zerofit.checkpoint.frozen import FrozenWeights
 from zerofit.checkpoint.store import STATE, FileMark, Manifest, Store, files_of, folder_name, marks_of
 from zerofit.models.inputs import Inputs
 from zerofit.spec.errors import Problem
@@ -28,6 +29,7 @@ from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
 from zerofit.train.callbacks import Callback, EventLog, SavedCheckpoint, overridden
 from zerofit.train.checkpoint_engine import SyncedCheckpointEngine
+from zerofit.train.frozen import frozen_weights, leave_out_frozen
 from zerofit.train.shard_index import build_index
 from zerofit.train.trainer import EngineTrainer
 
@@ -63,10 +65,13 @@ class Saver:
         self._store = Store(folder.checkpoints)
         self._files = SyncedCheckpointEngine(trainer.job.layout.zero_stage)
         self._thread: threading.Thread | None = None
+        self._frozen: FrozenWeights | None = None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         for engine in trainer.engines().values():
             engine.checkpoint_engine = self._files
             engine._copy_recovery_script = lambda _: None  # its scripts unpickle anything; `zerofit ckpt` does not
+            if self._job.run.partial:
+                leave_out_frozen(engine)
 
     def save(self, step: int, figures: dict[str, Any], background: bool) -> Problem | None:
         """Save the state after `step` optimizer steps; return what went wrong, the same on all ranks.
@@ -76,6 +81,8 @@ class Saver:
         """
         self.wait()
         save = _Save(step=step, staging=self._store.staging_path(step), figures=figures, start=time.monotonic())
+        if self._job.run.partial and self._frozen is None:
+            self._frozen = frozen_weights(self._trainer)
         problem = self._shared(lambda: self._make_room(save.staging))
         if problem:
             return self._failed(save, problem)
@@ -105,7 +112,9 @@ class Saver:
     def _write(self, staging: Path) -> None:
         """Write DeepSpeed's files, this rank's own state, and the index of where everything lies."""
         for tag, engine in self._trainer.engines().items():
-            engine.save_checkpoint(str(staging), tag=tag, save_latest=False)
+            engine.save_checkpoint(
+                str(staging), tag=tag, save_latest=False, exclude_frozen_parameters=self._job.run.partial is not None
+            )
         own = staging / "ranks" / f"rank-{self._rank:05}"
         self._files.save(self._trainer.rank_state(), own.with_suffix(".pt"))
         own.with_suffix(".json").write_text(json.dumps(build_index(self._trainer)))
@@ -165,6 +174,7 @@ class Saver:
                 inputs=self._inputs,
                 figures=save.figures,
                 files=dict(sorted(marks.items())),
+                frozen=self._frozen,
             ).write(save.staging)
             self._store.make_visible(save.step)
             self._store.prune(self._job.run.keep_last, self._job.run.keep_every)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import nn
 
-from zerofit.checkpoint.full_state import TensorParallelSlice
+from zerofit.checkpoint.full_state import TensorSlice
+from zerofit.spec.mesh import RankCoords, expert_rank
+from zerofit.spec.run_folder import Layout
+from zerofit.train.expert_split import share_of
 from zerofit.train.tensor_split import slice_of
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
-from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, inner_optimizer, local_shards
+from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, frozen_shards, inner_optimizer, local_shards
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
 
@@ -25,7 +28,7 @@ class IndexedShard:
 
     name: str  # in the whole model
     shape: tuple[int, ...]  # of the whole model's tensor
-    cut: TensorParallelSlice | None  # this tensor parallel rank's share of it
+    cut: TensorSlice | None  # this rank's share of it
     shard: ParamShard
     first: bool  # whether no lower rank holds the same
 
@@ -37,18 +40,31 @@ def build_index(trainer: EngineTrainer) -> dict[str, Any]:
 
 
 def indexed_shards(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
-    """Yield all shards of one engine on this rank. Raises Unsupported where they cannot be found."""
+    """Yield all shards of one engine on this rank that a checkpoint has. Raises Unsupported where they are not found.
+
+    What the run has frozen is left out; weights that a user's own model holds fixed by itself are not.
+    """
+    found = local_shards(engine, tag, frozen=trainer.job.run.partial is None)
+    yield from _named(trainer, engine, (one for one in found if one.numel))  # without those of padding alone
+
+
+def indexed_frozen(trainer: EngineTrainer, engine: Any, tag: str) -> Iterator[IndexedShard]:
+    """Yield the shards on this rank of what the run has frozen, empty ones too."""
+    yield from _named(trainer, engine, frozen_shards(engine, tag))
+
+
+def _named(trainer: EngineTrainer, engine: Any, shards: Iterable[ParamShard]) -> Iterator[IndexedShard]:
     names = trainer.state_names(engine).parameters
-    for one in local_shards(engine, tag):
-        if one.numel == 0:
-            continue  # only padding
-        shape, cut = _whole_shape(one.parameter, trainer.coords.tp_rank)
+    for one in shards:
+        shape, cut = _whole_shape(one.parameter, trainer.coords, trainer.job.layout)
         first = _is_first(trainer, one, cut)
         yield IndexedShard(names[id(one.parameter)], shape, cut, one, first)
 
 
 def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, Any]:
     names, own_file = trainer.state_names(engine), f"ranks/rank-{dist.get_rank():05}.pt"
+    if trainer.job.run.partial:
+        names = names.only({id(p) for p in engine.module.parameters() if p.requires_grad})
     index = {
         "unsupported": None,
         "names": list(dict.fromkeys(names.ties.get(name, name) for name in names.parameters.values())),
@@ -74,7 +90,7 @@ def _entry(engine: Any, indexed: IndexedShard) -> dict[str, Any]:
     return {
         "name": indexed.name,
         "shape": list(indexed.shape),
-        "cut": indexed.cut and {"dim": indexed.cut.dim, "ranges": [list(r) for r in indexed.cut.ranges]},
+        "cut": indexed.cut and asdict(indexed.cut),
         "start": one.start,
         "numel": one.numel,
         "where": {kind: _where(slot, one) for kind, slot in slots.items()},
@@ -87,11 +103,13 @@ def _where(slot: StateSlot, one: ParamShard) -> dict[str, Any]:
     return where if keys else where | {"raw": str(slot.tensor.dtype).removeprefix("torch.")}
 
 
-def _whole_shape(p: nn.Parameter, rank: int) -> tuple[tuple[int, ...], TensorParallelSlice | None]:
-    """Return the shape in the whole model, and what of it the tensor parallel rank `rank` has."""
-    local = tuple(getattr(p, "ds_shape", p.shape))
+def _whole_shape(p: nn.Parameter, coords: RankCoords, layout: Layout) -> tuple[tuple[int, ...], TensorSlice | None]:
+    """Return the shape in the whole model, and what of it this rank has."""
+    local, experts = tuple(getattr(p, "ds_shape", p.shape)), share_of(p)
+    if experts is not None:
+        return experts.shape, experts.cut(expert_rank(coords.rank, layout))
     try:
-        cut = slice_of(p, rank)
+        cut = slice_of(p, coords.tp_rank)
     except ValueError as reason:
         raise Unsupported(str(reason)) from None
     if cut is None:
@@ -102,7 +120,7 @@ def _whole_shape(p: nn.Parameter, rank: int) -> tuple[tuple[int, ...], TensorPar
     return shape, cut
 
 
-def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorParallelSlice | None) -> bool:
+def _is_first(trainer: EngineTrainer, one: ParamShard, cut: TensorSlice | None) -> bool:
     """Return whether no lower rank holds the same stretch of the same parameter."""
     coords = trainer.coords
     if getattr(one.parameter, "ds_pipe_replicated", False):

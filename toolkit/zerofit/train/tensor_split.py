@@ -5,7 +5,7 @@ A model is split on the meta device, and of each parameter only this rank's slic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 from torch import nn
 
-from zerofit.checkpoint.full_state import TensorParallelSlice
+from zerofit.checkpoint.full_state import TensorSlice
 from zerofit.models.deferred import Stored
 
 
@@ -31,12 +31,12 @@ def build_split(shape: nn.Module, group: Any, stored: Stored, make: Callable[[St
     auto = _split(shape, degree, group)
     cuts = {name: slice_of(p, rank) for name, p in shape.named_parameters()}
     slices = {name: cut.take for name, cut in cuts.items() if cut is not None}
-    _fill(shape, make(replace(stored, slices=slices)))
+    fill(shape, make(replace(stored, slices=slices)), {})
     auto.register_replicated_grad_hooks(shape)  # of the norms of Qwen3's heads
     return shape
 
 
-def slice_of(p: nn.Parameter, rank: int) -> TensorParallelSlice | None:
+def slice_of(p: nn.Parameter, rank: int) -> TensorSlice | None:
     """Return what tensor rank `rank` has of a parameter that AutoTP has split; None where each rank has all of it.
 
     Raises ValueError where DeepSpeed does not say.
@@ -53,7 +53,7 @@ def slice_of(p: nn.Parameter, rank: int) -> TensorParallelSlice | None:
         offset += sum(widths)
     if offset != meta["logical_shape"][dim]:
         raise ValueError(f"a weight of shape {meta['logical_shape']} was cut along {dim} into parts of {offset} in all")
-    return TensorParallelSlice(dim, tuple(ranges))
+    return TensorSlice(dim, tuple(ranges))
 
 
 def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
@@ -81,13 +81,18 @@ def _split(model: nn.Module, degree: int, group: Any) -> AutoTP:
     return auto
 
 
-def _fill(shape: nn.Module, weights: nn.Module) -> None:
-    """Give a split model on meta the parameters and buffers of one that has them, with what AutoTP notes on each."""
-    have = dict(weights.named_modules(remove_duplicate=False))
+def fill(shape: nn.Module, weights: nn.Module, given: Mapping[str, nn.Parameter]) -> None:
+    """Give a split model on meta the parameters and buffers of one that has them, with what is noted on each.
+
+    `given`: parameters by name that the other one has elsewhere.
+    """
+    have = {**dict(weights.named_parameters(remove_duplicate=False)), **given}
+    others = dict(weights.named_modules(remove_duplicate=False))
     for path, module in shape.named_modules(remove_duplicate=False):
         for name, noted in module._parameters.items():
             if noted is not None:
-                parameter: Any = have[path]._parameters[name]
+                parameter: Any = have[f"{path}.{name}" if path else name]
                 vars(parameter).update({k: v for k, v in vars(noted).items() if k not in vars(parameter)})
                 module._parameters[name] = parameter
-        module._buffers.update(have[path]._buffers)
+        if path in others:
+            module._buffers.update(others[path]._buffers)

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
+from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
+from zerofit.train.expert_split import published_names, whole_experts
 
 Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
 
@@ -30,6 +32,12 @@ class StateNames:
     parameters: dict[int, str] = field(default_factory=dict)  # by id, in the order of the model
     ties: dict[str, str] = field(default_factory=dict)  # other names of the same tensor
     buffers: dict[int, str] = field(default_factory=dict)  # by id
+
+    def only(self, wanted: set[int]) -> StateNames:
+        """Return the names without parameters of other ids."""
+        parameters = {key: name for key, name in self.parameters.items() if key in wanted}
+        ties = {name: first for name, first in self.ties.items() if first in parameters.values()}
+        return StateNames(parameters=parameters, ties=ties, buffers=self.buffers)
 
 
 class EngineTrainer(ABC):
@@ -62,7 +70,7 @@ class EngineTrainer(ABC):
         return {}
 
     def extra_metrics(self) -> dict[str, Any]:
-        """Return what is recorded of the last step beside what all runs record."""
+        """Return what is recorded of the last step beside what all runs record; all ranks call this."""
         if self.job.precision != "fp16":
             return {}
         return {"loss_scale": self.engine.optimizer.loss_scale, "skipped_steps": self.engine.skipped_steps}
@@ -70,27 +78,36 @@ class EngineTrainer(ABC):
     def state_names(self, engine: Any) -> StateNames:
         """Return the names in the whole model of what one of the engines holds."""
         module: nn.Module = engine.module
-        names = StateNames(buffers={id(buffer): name.lstrip(".") for name, buffer in persistent_buffers(module)})
-        for name, p in module.named_parameters(remove_duplicate=False):
+        published = published_names(module)
+        own_buffers = {name.lstrip("."): buffer for name, buffer in persistent_buffers(module)}
+        names = StateNames(buffers={id(buffer): published.get(own, own) for own, buffer in own_buffers.items()})
+        for own, p in module.named_parameters(remove_duplicate=False):
+            name = published.get(own, own)
             if 0 not in getattr(p, "ds_shape", p.shape) and names.parameters.setdefault(id(p), name) != name:
                 names.ties[name] = names.parameters[id(p)]
         return names
 
+    @property
+    def saves_adapters(self) -> bool:
+        """Whether the model that is saved is the adapters alone."""
+        return self.job.run.lora is not None
+
     def weights(self, scratch: Path) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of the whole model by name on rank 0 (elsewhere nothing), on the CPU, a module's at a time.
 
-        All ranks go through this together. `scratch`: a folder that all ranks share, for parts on their way; what a
-        killed run leaves there goes with the next start.
+        With `saves_adapters` it is theirs only. All ranks go through this together. `scratch`: a folder that all ranks
+        share, for parts on their way; what a killed run leaves there goes with the next start.
         """
-        layout, mine = self.job.layout, dist.get_rank() == 0
-        if layout.zero_stage < 3 and layout.tp == 1:
-            for name, tensor in self.module.state_dict().items() if mine else ():
-                yield name, tensor.detach().cpu()
+        layout, mine, some = self.job.layout, dist.get_rank() == 0, self.saves_adapters
+        if layout.zero_stage < 3 and layout.tp == layout.ep == 1:
+            for name, tensor in self.module.state_dict(keep_vars=True).items() if mine else ():
+                if tensor.requires_grad or not some:
+                    yield name, tensor.detach().cpu()
             return
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions what is still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for name, tensor in whole_state(self.module, layout, mine):
+        for name, tensor in whole_state(self.module, layout, mine, some):
             yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
@@ -133,19 +150,27 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
     return slice(coords.sp_rank * share, (coords.sp_rank + 1) * share)
 
 
-def whole_state(module: nn.Module, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
+def whole_state(
+    module: nn.Module, layout: Layout, mine: bool, trained_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's state by name where it is `mine`, on the CPU, gathered one submodule at a time from all ranks.
 
-    All ranks that hold a part of it go through this together.
+    `trained_only`: without frozen parameters and buffers. All ranks that hold a part of it go through this together.
     """
+    published = published_names(module)
     for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, GroupedExperts):
+            yield from whole_experts(part, layout, mine)
+            continue
         parameters, prefix = list(part.parameters(recurse=False)), f"{path}." if path else ""
+        if trained_only and not any(p.requires_grad for p in parameters):
+            continue
         zero = GatheredParameters(parameters, modifier_rank=0, enabled=layout.zero_stage == 3)
         with zero, GatherReplacedLayerParams(parameters, part, enabled=layout.tp > 1):
             held = {**part._parameters, **part._buffers} if mine else {}
-            own = {name: t for name, t in held.items() if name not in part._non_persistent_buffers_set}
-            found = {prefix + name: t.detach().cpu() for name, t in own.items() if t is not None}
-        yield from found.items()
+            own = {n: t for n, t in held.items() if t is not None and n not in part._non_persistent_buffers_set}
+            found = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
+        yield from ((published.get(name, name), t) for name, t in found.items())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

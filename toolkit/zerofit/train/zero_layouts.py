@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import MASTER
 from zerofit.spec.errors import Problem, RunFailed
+from zerofit.train.expert_split import share_of
 
 Address = tuple[str, tuple[Any, ...]]  # a file, by its path in the checkpoint, and the keys to something in it
 
@@ -123,14 +124,17 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def local_shards(engine: Any, tag: str) -> list[ParamShard]:
-    """Return all that this rank has; `tag` is the folder of the engine's files. Raises Unsupported if unknown."""
+def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
+    """Return all that this rank has, or only what it trains; `tag` is the folder of the engine's files.
+
+    Raises Unsupported where that is not known.
+    """
     kind = type(engine.optimizer).__name__
     if engine.zenflow or (kind not in LAYOUTS and hasattr(engine.optimizer, "optimizer")):
         raise Unsupported(f"{kind} keeps part of its state in a way of its own")
-    if engine.has_moe_layers:
-        raise Unsupported("under DeepSpeed's own expert parallelism each rank has files of its own for its experts")
-    return [*LAYOUTS.get(kind, _plain)(engine, tag), *_frozen(engine, tag)]
+    if engine.has_moe_layers and not any(share_of(p) for p in engine.module.parameters()):
+        raise Unsupported("DeepSpeed's own layers of experts (moe.layer.MoE) have files of their own on each rank")
+    return [*LAYOUTS.get(kind, _plain)(engine, tag), *(frozen_shards(engine, tag) if frozen else ())]
 
 
 @torch.no_grad()
@@ -229,8 +233,8 @@ LAYOUTS = {
 }
 
 
-def _frozen(engine: Any, tag: str) -> Iterator[ParamShard]:
-    """Return parameters that are not trained, in training precision."""
+def frozen_shards(engine: Any, tag: str) -> Iterator[ParamShard]:
+    """Yield parameters that are not trained, in training precision."""
     found = [p for p in engine.module.parameters() if not p.requires_grad and p.numel() + getattr(p, "ds_numel", 0)]
     module = _module_addresses(engine, tag) if found else {}
     for p in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -50,6 +50,9 @@ def compare_strategies(
     run: Run | RunRequest,
     *,
     strategies: Sequence[str] | None = None,
+    slow: Mapping[int, float] | None = None,
+    straggle: float = 0.0,
+    target: float | None = None,
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[StrategyRow]:
@@ -61,6 +64,9 @@ def compare_strategies(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategies: names of `zerofit compare strategies --list`; all if None. The single device always runs.
+        slow: by rank, how many times as long as others its steps take; every step then takes 0.05 s at least.
+        straggle: the chance of each step of each rank to take five times as long.
+        target: validation accuracy; rows of parameter servers say when it was reached.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
@@ -74,12 +80,14 @@ def compare_strategies(
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
-    job, parameters = _resolve(asked, set(STEPPED), problems, report)
+    own = {"slow": {str(rank): times for rank, times in (slow or {}).items()}, "straggle": straggle, "target": target}
+    job, parameters = _resolve(asked, set(STEPPED), problems, report, **own)
     identity = {"job": vars(job), "strategies": [one.name for one in chosen], **_code(job.model)}
     store = RowStore(asked.run.output, "strategies", identity)
     gate = StateGate(parameters=parameters, folder=store.folder, anyway=anyway)
     rows = [_measure(one, replace(job, strategy=one.name), store, one.name, gate, report) for one in chosen]
-    about = _about(job, *STEPPED)
+    unequal = [name for name in ("slow", "straggle", "target") if getattr(job, name)]
+    about = _about(job, *STEPPED, *unequal)
     return Comparison(kind="strategies", about=about, rows=against_single(rows)).write(store.folder)
 
 
@@ -237,7 +245,7 @@ def _resolve(
     report: Reporter,
     size_place: str = "--global-batch",
     has_accuracy: bool = False,
-    **own: int,
+    **own: Any,
 ) -> tuple[CompareJob, int]:
     """Return the job of a run and its model's parameters, with its data opened once.
 
@@ -258,9 +266,13 @@ def _resolve(
         hint = f"take {size_place} {below or job.ranks} or {below + job.ranks}"
         message = f"{size_place} {job.global_batch} cannot be split evenly over {job.ranks} ranks"
         problems.add("batch-size", message, hint, size_place)
+    _check_paces(job, problems)
     if machine.accelerator == "cuda" and job.ranks > machine.devices:
         problems.add("ranks", f"{job.ranks} ranks for {machine.devices} GPUs", f"take {machine.devices}", "--ranks")
     found = problems.attempt(lambda: find_model(asked))
+    if run.partial:
+        message = "strategies are compared on whole models, without adapters and frozen weights"
+        problems.add("conflict", message, "leave --lora, --train and --freeze out", str(run.model))
     problems.raise_if_any()
     assert found
     source, task = found
@@ -274,6 +286,18 @@ def _resolve(
     problems.raise_if_any()
     settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
     return replace(job, **settled), opened.facts.parameters
+
+
+def _check_paces(job: CompareJob, problems: Problems) -> None:
+    for rank, times in job.slow.items():
+        if not 0 <= int(rank) < job.ranks:
+            message, hint = f"--slow {rank}={times:g}: there are {job.ranks} ranks", f"0 to {job.ranks - 1}"
+            problems.add("ranks", message, hint, "--slow")
+        if not 1 <= times <= 1000:
+            message = f"--slow {rank}={times:g}: the factor is how many times as long its steps take"
+            problems.add("bad-value", message, "1 to 1000", "--slow")
+    if not 0 <= job.straggle <= 1:
+        problems.add("bad-value", f"--straggle {job.straggle:g} is no chance", "0 to 1", "--straggle")
 
 
 def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:

@@ -64,6 +64,9 @@ class StrategyRow(Row):
     batch_norm: bool | None = None
     agrees: bool | None = None
     staleness: list[int] | None = None  # updates between pull and push, of asynchronous strategies
+    dropped: int | None = None  # gradients that came too late for backup workers' server
+    curve: list[dict[str, Any]] | None = None  # steps, seconds, loss, accuracy, of parameter servers with a target
+    seconds_to_target: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +192,17 @@ def strategy_row(strategy: Strategy, job: CompareJob, reports: Sequence[dict[str
         batch_norm=judged["batch_norm"],
         agrees=difference <= AGREES if strategy.synchronous and difference is not None else None,
         staleness=next((one["staleness"] for one in reports if "staleness" in one), None),
+        dropped=next((one["dropped"] for one in reports if "dropped" in one), None),
+        **_on_the_way(reports, job.target),
     )
+
+
+def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict[str, Any]:
+    curve = next((one["curve"] for one in reports if "curve" in one), None)
+    if curve is None or target is None:
+        return {}
+    reached = (point["seconds"] for point in curve if (point["accuracy"] or 0.0) >= target)
+    return {"curve": curve, "seconds_to_target": next(reached, None)}
 
 
 def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:

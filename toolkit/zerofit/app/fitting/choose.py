@@ -115,10 +115,10 @@ def _misfit(simulation: Simulation) -> tuple[int, int]:
 def _machinery(option: LayoutOption) -> tuple[int, ...]:
     """Return what sorts plain options first: plan's order, without sizes and with the chunks of the loss."""
     offloads, degrees, checkpointing, stage, overlap, *_ = plain(option.layout)
-    return (offloads, degrees, checkpointing, stage, option.loss_chunk is not None, overlap)
+    return (offloads, degrees, checkpointing, stage, len(option.savings.fields), overlap)
 
 
 def _kind(option: LayoutOption) -> tuple:
     """Return what a refusal depends on."""
     layout = option.layout
-    return (layout.zero_stage, layout.offload, layout.tp, layout.pp, layout.sp, layout.checkpointing, option.loss_chunk)
+    return (layout.zero_stage, layout.offload, layout.tp, layout.pp, layout.sp, layout.checkpointing, option.savings)

@@ -154,7 +154,11 @@ class _Fit:
 
         most = LEANER * self.known.reserved_bytes if self.known and self.known.ran_out else math.inf
         search = FitSearch(options, free, simulate, most_bytes=most)
-        option = search.run() or (search.leanest if anyway else None)
+        option = search.run()
+        if option is None:
+            _, lean = options_of(resolved, self.given, cluster, self.report, lean=True)
+            search = FitSearch(lean, free, simulate, most_bytes=most) if lean else search
+            option = search.run() or (search.leanest if anyway else None)
         if option is None:
             raise DoesNotFit(_nothing_fits(self.asked.run.model, search))
         why = (*_reasons(option, search), self._as_asked())

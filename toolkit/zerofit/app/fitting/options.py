@@ -11,7 +11,7 @@ from typing import Any
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields, merged
 from zerofit.app.planning.of_run import profile_of
-from zerofit.app.planning.pins import FIELDS, decided
+from zerofit.app.planning.pins import FIELDS, decided, savings_of
 from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import ResolvedJob, ds_document
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
@@ -21,13 +21,11 @@ from zerofit.plan.space import Degrees, PlanRequest, stage3_sizes
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.model_facts import is_text
-from zerofit.spec.profile import Profile
-from zerofit.spec.run import RunRequest
+from zerofit.spec.profile import Profile, Savings, offered
+from zerofit.spec.run import Run, RunRequest
 
-CHUNK = 1024  # targets of a loss in chunks
 ALL, AMPLE = 10**6, 10**18  # layouts; bytes of a memory in which everything fits
-CHOSEN = (*FIELDS.values(), "global_batch", "loss_chunk", "ds_config")  # fields of the run
+CHOSEN = (*FIELDS.values(), "global_batch", *Savings._fields, "ds_config")  # fields of the run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +33,7 @@ class LayoutOption:
     """A layout that a run may take, with its forecast by plan."""
 
     layout: PlannedLayout
-    loss_chunk: int | None
+    savings: Savings
     memory: LayoutMemory
     samples_per_s: float
 
@@ -45,7 +43,7 @@ class LayoutOption:
         return self.layout.global_batch / self.samples_per_s
 
     def __str__(self) -> str:
-        return f"{self.layout}, loss in chunks of {self.loss_chunk}" if self.loss_chunk else str(self.layout)
+        return ", ".join(filter(None, (str(self.layout), self.savings.flags)))
 
 
 def given_fields(asked: RunRequest) -> dict[str, Any]:
@@ -56,13 +54,14 @@ def given_fields(asked: RunRequest) -> dict[str, Any]:
 
 
 def options_of(
-    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter
+    resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster, report: Reporter, *, lean: bool = False
 ) -> tuple[Profile, tuple[LayoutOption, ...]]:
     """Return the model's profile and all layouts with the run's global batch, by plan's time, the fastest first.
 
-    Of equally fast ones the plainest is first. Raises UserError and ModelError.
+    Of equally fast ones the plainest is first. `lean`: with everything that makes longer sequences fit. Raises
+    UserError and ModelError.
     """
-    job, knobs = resolved.job, decided(given)
+    job, run, knobs = resolved.job, resolved.job.run, decided(given)
     degrees = {name: knobs[name] for name in ("tp", "pp", "sp") if knobs.get(name, 1) > 1}
     own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing") if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
@@ -73,27 +72,49 @@ def options_of(
     traced = None if not degrees else (Degrees(), Degrees(degrees.get("tp", 1), 1, degrees.get("sp", 1)))
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=_disk_bytes(given))
     profiles = {
-        chunk: profile_of(resolved, cluster, job.precision, report, degrees=traced, loss_chunk=short)
-        for chunk, short in _chunks(resolved, given)
+        savings: profile_of(resolved, cluster, job.precision, report, degrees=traced, savings=_within(savings, run))
+        for savings in (_leanest(resolved, given, cluster) if lean else _choices(resolved, given))
     }
-    profile = next(iter(profiles.values()))  # times are those of the first: chunks do the same arithmetic
     calibration, found = read_calibration(cluster.device.kind), []
-    for chunk, memory in profiles.items():
-        result = search(profile, ample, request, forecast_of(memory, cluster), calibration, top=ALL)
+    for savings, profile in profiles.items():
+        wanted = replace(request, checkpointing=True) if savings.activation_offload else request
+        result = search(profile, ample, wanted, forecast_of(profile, cluster), calibration, top=ALL)
         for one in result.layouts:
             if one.layout.persistence <= stage3_sizes(profile).persistence or "persistence" in keep:
                 option = {"layout": one.layout, "memory": one.memory, "samples_per_s": one.samples_per_s}
-                found.append(LayoutOption(loss_chunk=chunk, **option))
-    found.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout), one.loss_chunk is not None))
-    return profile, tuple(found)
+                found.append(LayoutOption(savings=savings, **option))
+    found.sort(key=lambda one: (-one.samples_per_s, *plain(one.layout), bool(one.savings.fields)))
+    return next(iter(profiles.values())), tuple(found)
 
 
-def _chunks(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[tuple[int | None, int | None]]:
-    """Return the chunks of the loss that may be taken, and what each is profiled with: a sample's targets at most."""
+def _choices(resolved: ResolvedJob, given: Mapping[str, Any]) -> list[Savings]:
+    """Return what may be taken where layouts fit: what was given, without and with a loss in chunks."""
+    asked, chunk = savings_of(given, given.get("ds_config", {})), _able(resolved).loss_chunk
+    return [asked] if chunk is None or "loss_chunk" in given else [asked, asked._replace(loss_chunk=chunk)]
+
+
+def _leanest(resolved: ResolvedJob, given: Mapping[str, Any], cluster: Cluster) -> list[Savings]:
+    """Return what else may be taken: in what was not given MLPs in tiles, then checkpoints in host memory."""
+    asked, able = savings_of(given, given.get("ds_config", {})), _able(resolved)
+    kept = {name: getattr(asked, name) for name in Savings._fields if name in given}
+    if cluster.on_cpu or given.get("activation_checkpointing") is False:
+        able = able._replace(activation_offload=False)
+    most = able._replace(**kept, activation_offload=kept.get("activation_offload", able.activation_offload))
+    found = [most._replace(activation_offload=asked.activation_offload), most]
+    return [one for one in dict.fromkeys(found) if one not in _choices(resolved, given)]
+
+
+def _able(resolved: ResolvedJob) -> Savings:
+    """Return what this run can take."""
     run, facts = resolved.job.run, resolved.job.facts
-    able = is_text(facts.task) and facts.gives_logits and run.loss != "mse" and not (facts.own and run.loss is None)
-    chunks = [given["loss_chunk"]] if "loss_chunk" in given else [None, CHUNK] if able else [None]
-    return [(chunk, chunk and min(chunk, run.seq_len or chunk)) for chunk in chunks]
+    able = offered(facts.task, None if facts.own or run.compile else facts.model_type)
+    return able._replace(loss_chunk=None) if run.loss == "mse" or (facts.own and run.loss is None) else able
+
+
+def _within(savings: Savings, run: Run) -> Savings:
+    """Return what is profiled: chunks of a sample's targets at most."""
+    chunk = savings.loss_chunk
+    return savings._replace(loss_chunk=chunk and min(chunk, run.seq_len or chunk))
 
 
 def _disk_bytes(given: Mapping[str, Any]) -> int | None:
@@ -122,7 +143,7 @@ def chosen_fields(
         **degrees,
         **layout_fields(option.layout),
         "global_batch": option.layout.global_batch,
-        "loss_chunk": option.loss_chunk,
+        **option.savings._asdict(),
         "optimizer": optimizer,
         "ds_config": merged(config, given.get("ds_config", {})),
     }

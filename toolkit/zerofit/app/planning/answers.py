@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
 from zerofit.app.planning.measured import MeasuredScaling
+from zerofit.app.planning.pins import savings_of
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
 from zerofit.app.planning.traces import trace_of_layout, write_trace
 from zerofit.plan.layout import PlannedLayout
@@ -16,10 +17,20 @@ from zerofit.plan.result import PlanResult, RankedLayout, Rejected
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.files import field_data
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import Profile, Savings
 from zerofit.spec.run import Run
 
 DEPTH = "num_hidden_layers"  # what transformers calls the number of layers, for every model (`attribute_map`)
+
+
+class LongerSequence(NamedTuple):
+    """The longest sequence, by forecast, with more than was asked for that holds fewer activations."""
+
+    savings: Savings
+    value: int  # tokens
+
+    def __str__(self) -> str:
+        return f"{self.value} with {self.savings.flags}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +45,25 @@ class LargestFit:
     limit: int | None = None  # of the model
     layer: str | None = None  # that is repeated
     now: int | None = None  # how often the model repeats it
+    longer: tuple[LongerSequence, ...] = ()  # each with one thing more than the one before; the rest gives nothing
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `asked` is in `zerofit plan --json`."""
-        found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now")}
+        found = {"max": self.what, **field_data(self, "what", "bounded", "limit", "layer", "now", "longer")}
         if self.what == "seq-len":
             found["limit"] = self.limit
+            found["longer"] = [{"value": one.value, **one.savings.fields} for one in self.longer]
         if self.what == "layers":
             found |= {"layer": self.layer, "now": self.now}
         return {**found, "next_fits": None if self.bounded else False}
 
     def __str__(self) -> str:
+        if self.longer:
+            return f"{self._found}. By forecast: {'; '.join(map(str, self.longer))}"
+        return self._found
+
+    @property
+    def _found(self) -> str:
         if self.value is None:
             return f"no {self.what} fits"
         words = f"largest {self.what}: {self.value}"
@@ -145,9 +164,8 @@ class PlannedRun:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the run but its DeepSpeed JSON and its data."""
-        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image)
-        chunk = self.request.pins.get("loss_chunk")
-        return {**fields, "loss_chunk": chunk} if chunk else fields
+        fields = run_fields(self.layout, self.profile, self.model_args, self.request.image) | self.request.part
+        return {**fields, **savings_of(self.request.pins, self.request.ds_config).fields}
 
     def to_run(self) -> Run:
         """Return the run, to which only the data is to be added (`run.model_copy(update={"data": ...})`)."""

@@ -54,7 +54,7 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
     zero = config["zero_optimization"]
     if layout.zero_stage:
         zero["overlap_comm"] = layout.overlap
-        if layout.bucket != bucket_elements(profile.parameters):
+        if layout.bucket != bucket_elements(profile.trained):
             for key in {"reduce_bucket_size", "allgather_bucket_size"} & set(zero):
                 zero[key] = layout.bucket
         if layout.zero_stage == 3 and layout.persistence > stage3_sizes(profile).persistence:
@@ -79,6 +79,8 @@ def data_line(profile: Profile, image: str | None) -> str:
     if profile.task == "image":
         size = f"{image.rpartition(':')[2]} images" if image else "images"
         return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
+    if profile.task == "table":
+        return "# data: csv:/path/to/table.csv   # without it synthetic is taken\n"
     if gives_loss(profile.task):
         return f"# data: synthetic   # {profile.task} models are trained on nothing else here, to measure them\n"
     return "# data: text:/path/to/file.txt   # without it pysource is taken\n"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from zerofit.app.planning.answers import LargestFit
-from zerofit.app.planning.profiles import longest_sequence, trace
+from zerofit.app.planning.answers import LargestFit, LongerSequence
+from zerofit.app.planning.profiles import ProfileRequest, longest_sequence, trace
 from zerofit.app.planning.question import PlanQuestion, forecast_of
 from zerofit.app.planning.request import Maximum
 from zerofit.plan import inverse
 from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
 from zerofit.plan.search import host_needed, pressure
+from zerofit.plan.space import Degrees
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import DEVICES
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.profile import Profile, Savings, offered
 from zerofit.spec.units import shown_bytes
 
 MOST_TOKENS = 2**24  # of a sequence
@@ -93,7 +98,7 @@ def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
     limit, model = longest_sequence(traced), traced.model
     # where it may be recomputed it is: the longest sequence is found among the layouts that need least
     checkpointing = True if request.checkpointing is None else request.checkpointing
-    lean = replace(traced, checkpointings=(checkpointing,))
+    lean = replace(traced, checkpointings=(checkpointing,), degrees=_degrees_on(cluster, question.profile))
     single = replace(request, micro_batch=request.micro_batch or 1)
 
     def wants(seq_len: int) -> float:
@@ -101,13 +106,56 @@ def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
         profile = trace(replace(lean, seq_len=seq_len), report)
         return pressure(profile, cluster, single, forecast_of(profile, cluster))
 
-    found, looked = largest(wants, TOKENS, TOKENS, limit or MOST_TOKENS, end_first=limit is not None)
-    bounded = found is not None and found + TOKENS > (limit or MOST_TOKENS)
-    fit = LargestFit(what="seq-len", value=found, step=TOKENS, looked=looked, bounded=bounded, limit=limit)
+    most = limit or MOST_TOKENS
+    found, looked = largest(wants, TOKENS, TOKENS, most, end_first=limit is not None)
+    bounded = found is not None and found + TOKENS > most
+    leanest = replace(question, traced=lean, request=single)
+    longer = () if bounded else tuple(_longer(leanest, cluster, found, most, report))
+    figures = {"step": TOKENS, "looked": looked, "bounded": bounded, "limit": limit}
+    fit = LargestFit(what="seq-len", value=found, longer=longer, **figures)
     if found is None:
         return question, fit
     traced = replace(traced, seq_len=found)
     return replace(question, profile=trace(traced, report), traced=traced, request=single), fit
+
+
+def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
+    """Return the degrees of a profile that a cluster can have."""
+    found = [tuple(int(part.split("=")[1]) for part in key.split("/")[2:]) for key in profile.costs]
+    fitting = [(tp, sp) for tp, sp in found if cluster.ranks % (tp * sp) == 0]
+    return tuple(dict.fromkeys((Degrees(), *(Degrees(tp, 1, sp) for tp, sp in fitting))))
+
+
+def _longer(
+    question: PlanQuestion, cluster: Cluster, found: int | None, most: int, report: Reporter
+) -> Iterator[LongerSequence]:
+    """Add what makes longer sequences fit, each time what needs least memory at twice the length; until none does."""
+    traced, known = question.traced, question.profile
+    assert traced
+    choices = offered(known.task, known.model_type).fields
+    if cluster.on_cpu or not all(traced.checkpointings):  # host memory is the device's, or there is nothing to keep
+        choices.pop("activation_offload")
+    length = found or 0
+    while length + TOKENS <= most and (choices := _others(choices, traced.savings)):
+        tries = [replace(traced, savings=traced.savings._replace(**{name: choices[name]})) for name in choices]
+
+        def wants(seq_len: int, one: ProfileRequest) -> float:
+            report.status(f"tracing {one.model} at {seq_len} tokens with {one.savings.flags} ...")
+            profile = trace(replace(one, seq_len=seq_len), report)
+            return pressure(profile, cluster, question.request, forecast_of(profile, cluster))
+
+        there = min(max(2 * length, TOKENS), most)
+        pressures = [wants(there, one) for one in tries]
+        traced = tries[pressures.index(min(pressures))]
+        longer, _ = largest(partial(wants, one=traced), max(length, TOKENS), TOKENS, most)
+        if longer is None or longer <= length:
+            return
+        length = longer
+        yield LongerSequence(traced.savings, length)
+
+
+def _others(choices: dict[str, Any], savings: Savings) -> dict[str, Any]:
+    return {name: value for name, value in choices.items() if not getattr(savings, name)}
 
 
 def _deepest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tuple[PlanQuestion, LargestFit]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.app.planning.request import no_formulas
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
 from zerofit.launch.hostfile import Host
@@ -13,7 +14,7 @@ from zerofit.plan.space import Degrees
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.profile import Profile
+from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 
 
 def cluster_of(ranks: int, hosts: Sequence[Host]) -> Cluster:
@@ -33,10 +34,12 @@ def profile_of(
     report: Reporter,
     *,
     degrees: tuple[Degrees, ...] | None = None,
-    loss_chunk: int | None = None,
+    savings: Savings = NOTHING_SAVED,
 ) -> Profile:
     """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
     run, inputs = resolved.job.run, resolved.inputs
+    if resolved.job.layout.ep > 1:
+        raise UserError(no_formulas("--expert-parallel"))
     request = ProfileRequest(
         model=run.model,
         precision=precision,
@@ -45,6 +48,7 @@ def profile_of(
         image=input_option(inputs),
         model_args=dict(run.model_args),
         degrees=degrees,
-        loss_chunk=loss_chunk,
+        savings=savings,
+        partial=run.partial,
     )
     return get_profile(request, report)[0]

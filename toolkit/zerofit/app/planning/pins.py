@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from zerofit.check.document import of_data
@@ -10,6 +10,8 @@ from zerofit.check.dotted import get
 from zerofit.config.ds_json import find_config, read_document
 from zerofit.plan.layout import OFFLOADS, Offload
 from zerofit.spec.errors import Problems
+from zerofit.spec.partial_training import LoraInit
+from zerofit.spec.profile import Savings
 from zerofit.spec.run import Precision
 
 # knob of a layout -> the run's field, the DeepSpeed JSON's key
@@ -61,7 +63,18 @@ class LayoutPins(TypedDict, total=False):
     offload: Offload | None  # of the optimizer's states
     offload_param: Offload | None
     overlap_comm: bool | None
+    activation_offload: bool | None
     loss_chunk: int | None
+    mlp_chunk: int | None
+    lora: int | None
+    lora_alpha: int | None
+    lora_dropout: float
+    lora_targets: str
+    lora_init: LoraInit
+    dora: bool
+    rslora: bool
+    train: Sequence[str]
+    freeze: Sequence[str]
     ds_config: str | dict[str, Any] | None  # a file, a name from ds_configs/, or its content
 
 
@@ -70,10 +83,18 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     config = given.get("ds_config", {})
     found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
-    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
+    if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
     values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
     return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()}
+
+
+def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:
+    """Return what fields of a run and a DeepSpeed JSON ask for beside checkpointing to hold fewer activations."""
+    found = {name: given[name] for name in Savings._fields if given.get(name)}
+    if get(config, "activation_checkpointing.cpu_checkpointing") is True:
+        found["activation_offload"] = True
+    return Savings(**found)
 
 
 def read_config(ds_config: str | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -68,10 +68,10 @@ def plan(
         **options: how long the whole training is (`epochs`, `tokens`, `samples`), what a GPU hour costs (`price`) and
             how often machines fail (`mtbf`; `storage` or `timed_by` say what a save takes), for the `outlook` of each
             layout ("15T", "2.5", "6000/node"); and what is fixed of the layouts: `global_batch`, `micro_batch`,
-            `gradient_accumulation_steps`, `seq_len`, `precision`, `activation_checkpointing`, `tensor_parallel`,
-            `pipeline`, `sequence_parallel`, `zero_stage`, `offload` (of the optimizer), `offload_param`,
-            `overlap_comm`, `loss_chunk`, `model_args`, and `ds_config`, a DeepSpeed JSON of which every value but
-            "auto" is kept.
+            `gradient_accumulation_steps`, `seq_len`, `precision`, `activation_checkpointing`, `activation_offload`,
+            `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`, `sequence_parallel`, `zero_stage`, `offload` (of
+            the optimizer), `offload_param`, `overlap_comm`, `model_args`, what is trained (`lora` and its options,
+            `train`, `freeze`), and `ds_config`, a DeepSpeed JSON of which every value but "auto" is kept.
 
     Raises UserError with everything that is wrong.
 
@@ -112,7 +112,7 @@ def answer_request(request: PlanningRequest, clusters: Sequence[Cluster], *, on_
     if request.measured and len(clusters) > 1:
         problems.add("usage", "--measured is of one kind of machine", "name one with --gpu", "--measured, --gpu")
     problems.raise_if_any()
-    plans = [_plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
+    plans = [plan_for(cluster, request, Reporter(on_event)) for cluster in clusters]
     plans.sort(key=lambda one: -one.result.layouts[0].samples_per_s if one.result.layouts else 0.0)
     boxes = tuple(plans) if len(plans) > 1 else ()
     best = _confirmed(plans[0], Reporter(on_event))
@@ -129,7 +129,8 @@ def _confirmed(plan: Plan, report: Reporter) -> Plan:
     return plan
 
 
-def _plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Plan:
+def plan_for(cluster: Cluster, request: PlanningRequest, report: Reporter) -> Plan:
+    """Return the plan for one cluster."""
     question, file = question_of(cluster, request, report)
     if request.maximum:
         question, largest_fit = maximum_of(question, cluster, request.maximum, report)

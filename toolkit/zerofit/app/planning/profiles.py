@@ -6,21 +6,22 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
 from zerofit.models.catalog import ModelError, ModelSource, find, names_callable
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
-from zerofit.spec.profile import Profile
+from zerofit.spec.partial_training import PartialTraining
+from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
 
 TRACED_RANKS = 8  # the largest tensor and sequence parallel degree that is traced
@@ -38,7 +39,8 @@ class ProfileRequest:
     model_args: dict[str, Any] = field(default_factory=dict)
     checkpointings: tuple[bool, ...] = (False, True)
     degrees: tuple[Degrees, ...] | None = None  # None: all that are worth it
-    loss_chunk: int | None = None
+    savings: Savings = NOTHING_SAVED
+    partial: PartialTraining | None = None
 
 
 def read_profile(path: Path) -> Profile:
@@ -88,7 +90,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
-        source = find(wanted.model)
+        source = replace(find(wanted.model), partial=wanted.partial)
     task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))
     if task == "gan":
         message = f"{wanted.model} trains two engines, which no profile describes"
@@ -100,7 +102,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
             # the largest first: where one does not divide every layer, it shows at once
             ordered = sorted(degrees, reverse=True)
             pairs = [(degree, c) for degree in ordered for c in checkpointings]
-            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, wanted.loss_chunk) for d, c in pairs]
+            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, wanted.savings) for d, c in pairs]
             try:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
@@ -141,7 +143,9 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     heads = (attention, getattr(config, "num_key_value_heads", None) or attention)
     model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
     found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS)
-    return inputs, [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
+    found = [degrees for degrees in found if degrees.tp == 1 or source.partial is None]
+    fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
+    return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix documents
 
 
 def _place(wanted: ProfileRequest) -> Path | None:
@@ -153,9 +157,11 @@ def _place(wanted: ProfileRequest) -> Path | None:
         "model": content,
         "args": wanted.model_args,
         "inputs": [wanted.seq_len, wanted.image],
-        "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.loss_chunk],
+        "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.savings],
         "device": wanted.device,
     }
+    if wanted.partial:
+        key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)
     return kept_file("profiles", key, f"{stem}-{wanted.precision}-")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
-from zerofit.app.planning.pins import batch_and_precision, knobs_of
+from zerofit.app.planning.pins import batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.plan.fit import Forecast
@@ -18,6 +18,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
+from zerofit.spec.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
         image=request.image,
         model_args=pins.get("model_args") or {},
         degrees=degrees,
-        loss_chunk=pins.get("loss_chunk"),
+        savings=savings_of(pins, request.ds_config),
+        partial=Run(**request.part).partial,
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)

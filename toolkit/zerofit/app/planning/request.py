@@ -11,15 +11,19 @@ from typing import Any, Literal
 
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
-from zerofit.app.requests import parse_input
+from zerofit.app.requests import PACKED, parse_input
+from zerofit.check.dotted import get
+from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import gives_loss
+from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, load_run
+from zerofit.spec.run_folder import Layout
 from zerofit.tune.step_time_model import StepTimeModel, forecast_errors
 from zerofit.tune.trial import Candidate
 
@@ -107,7 +111,7 @@ class PlanningRequest:
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems, run = Problems(), self.model
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
@@ -117,6 +121,12 @@ class PlanningRequest:
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
             refuse_impossible(self.pins, knobs_of(self.pins, config), problems)
+            asked = isinstance(run, Run) and run.expert_parallel > 1
+            if asked or get(config, "expert_parallel.enabled") is True:
+                problems.extend([no_formulas("expert_parallel")])
+            partly = problems.attempt(lambda: Run(**self.part))
+            if partly:
+                check_part(partly, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)
         if (self.model is None) == (self.profile is None):
             problems.add("usage", "a plan is made for MODEL or from --profile FILE", "give one of them", "MODEL")
         if isinstance(self.model, str):
@@ -144,6 +154,11 @@ class PlanningRequest:
         return read_config(self.pins.get("ds_config"))
 
     @cached_property
+    def part(self) -> dict[str, Any]:
+        """The fields of the run that say what of the model is trained."""
+        return {name: self.pins[name] for name in PART_FIELDS if self.pins.get(name)}
+
+    @cached_property
     def corrections(self) -> TunedLayouts | None:
         """The trials of a tuning. Raises UserError where they cannot be read."""
         return read_tuned(self.tuned) if self.tuned else None
@@ -151,13 +166,14 @@ class PlanningRequest:
     def refuse_meaningless(self, profile: Profile) -> None:
         """Raise a UserError for what says nothing of such a model."""
         problems = Problems()
-        if profile.task == "image" and self.pins.get("seq_len"):
-            message = f"{profile.model} takes images, which have no --seq-len"
-            problems.add("flag", message, "leave it out; --input image:CxHxW sets their size", "--seq-len")
+        taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
+        if profile.task in ("image", "table") and self.pins.get("seq_len"):
+            message = f"{profile.model} takes {taken}, which have no --seq-len"
+            problems.add("flag", message, f"leave it out; --input {size} sets the size", "--seq-len")
         if profile.seq_len is None and self.work and self.work.tokens:
-            message = f"{profile.model} takes images, and --tokens are of text"
+            message = f"{profile.model} takes {taken}, and --tokens are of text"
             problems.add("flag", message, "say --samples instead", "--tokens")
-        if profile.seq_len is not None and self.image and not gives_loss(profile.task):
+        if profile.seq_len is not None and self.image not in (None, PACKED) and not gives_loss(profile.task):
             message = f"{profile.model} takes tokens, and --input is for images"
             problems.add("flag", message, "leave it out; --seq-len sets how many tokens", "--input")
         problems.raise_if_any()
@@ -172,3 +188,10 @@ class PlanningRequest:
         if seq_len and longest and seq_len > longest:
             message = f"--seq-len {seq_len} is more than the {longest} positions of {model}"
             problems.add("seq-len", message, f"take {longest} or less", "--seq-len")
+
+
+def no_formulas(where: str) -> Problem:
+    """Return why layouts with spread experts are not searched."""
+    message = "experts that are spread over ranks (expert parallelism): there are no formulas of their memory and time"
+    hint = "`zerofit simulate MODEL --expert-parallel N` says what a rank of one layout needs; else leave it out"
+    return Problem(kind="expert-parallel", message=message, hint=hint, where=where)

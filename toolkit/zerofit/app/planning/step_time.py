@@ -15,7 +15,7 @@ from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import Profile, Savings, setting
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
@@ -25,6 +25,8 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     traced or measured here.
     """
     job = resolved.job
+    if job.layout.ep > 1:
+        return None
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)
     except UserError:  # a GPU that is not in the catalogue
@@ -53,6 +55,8 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
             image=image,
             model_args=dict(run.model_args),
             degrees=degrees,
+            savings=Savings.of(run),
+            partial=run.partial,
         )
         profile = kept_profile(wanted)
         if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:

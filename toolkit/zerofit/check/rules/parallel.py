@@ -33,6 +33,11 @@ def _experts(c: CheckSubject) -> int:
     return c.degree(f"{EP}.autoep_size")
 
 
+def _refused_beside_tensor_slices(c: CheckSubject) -> bool:
+    offloads = any(c.section(f"{ZERO}.{part}") for part in ("offload_optimizer", "offload_param"))
+    return bool(c.deepcompile or c.pipeline > 1 or c.sequence_parallel > 1 or offloads)
+
+
 PARALLEL = (
     Rule(
         code="tensor-parallel-ranks",
@@ -206,21 +211,35 @@ EXPERTS = (
     Rule(
         code="experts-tensor-parallel",
         path=f"{EP}.enabled",
-        when=lambda c: (
-            c.on(f"{EP}.enabled")
-            and c.tensor_parallel > 1
-            and (
-                c.deepcompile
-                or c.pipeline > 1
-                or c.sequence_parallel > 1
-                or c.section(f"{ZERO}.offload_optimizer")
-                or c.section(f"{ZERO}.offload_param")
-            )
-        ),
+        when=lambda c: c.on(f"{EP}.enabled") and c.tensor_parallel > 1 and _refused_beside_tensor_slices(c),
         message="expert_parallel with tensor_parallel beside DeepCompile, a pipeline, sequence parallelism or offload",
         why='DeepSpeed stops: "... with AutoEP+AutoTP folding is not supported"',
         fix="leave one of them out",
         source="module_inject/auto_ep_folding.py:202",
+    ),
+    Rule(
+        code="experts-clipping",
+        severity="warning",
+        path=f"{EP}.enabled",
+        when=lambda c: c.on(f"{EP}.enabled") and c.stage == 0 and bool(c.number("gradient_clipping")),
+        message="expert_parallel with gradient_clipping and without ZeRO",
+        why="DeepSpeed averages the gradients' norm over ranks that hold different experts: it is too small, and clips "
+        "too late",
+        fix="take zero_optimization.stage 1, 2 or 3",
+        source="runtime/utils.py:413-419",
+    ),
+    Rule(
+        code="experts-tensor-gradients",
+        severity="warning",
+        path=f"{EP}.enabled",
+        when=lambda c: (
+            c.on(f"{EP}.enabled") and c.tensor_parallel > 1 and c.stage < 3 and not _refused_beside_tensor_slices(c)
+        ),
+        message=lambda c: f"expert_parallel with tensor_parallel at ZeRO stage {c.stage}",
+        why="DeepSpeed leaves experts of all tensor ranks but the first out of the gradients' norm, and at stage 2 "
+        "corrects accumulated gradients once more for each micro batch",
+        fix="take zero_optimization.stage 3, or one of them",
+        source="runtime/zero/stage_1_and_2.py:2682,1434",
     ),
     Rule(
         code="experts-ranks",

@@ -22,7 +22,8 @@ def serve(work: BenchmarkTask, workers: int):
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros_like(parameters_to_vector(model.parameters()))
-    for _ in range(work.job.steps):
+    for step in range(work.job.steps):
+        work.keep(model, step)
         total = torch.zeros_like(pushed)
         for worker in range(workers):
             dist.recv(pushed, worker)
@@ -31,6 +32,7 @@ def serve(work: BenchmarkTask, workers: int):
         optimizer.step()
         for worker in range(workers):
             dist.send(parameters_to_vector(model.parameters()).detach(), worker)
+    work.keep(model, work.job.steps)
 
 
 def push_and_pull(work: BenchmarkTask, server: int):

@@ -26,12 +26,14 @@ def serve(work: BenchmarkTask, workers: int):
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and what it is of
     staleness = []
     for version in range(work.job.steps * workers):
+        work.keep(model, version / workers)
         worker = dist.recv(pushed)
         staleness.append(version - int(pushed[-1]))
         set_gradients(model, pushed[:-1])
         optimizer.step()
         weights = parameters_to_vector(model.parameters()).detach()
         dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), worker)
+    work.keep(model, work.job.steps)
     work.notes["staleness"] = staleness
     for statistics in running_statistics(model):  # of a worker: the server has seen no sample
         dist.recv(statistics, 0)

@@ -1,0 +1,123 @@
+"""Training a part of a model: peft's adapters beside frozen weights, or the parameters that patterns name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerofit.models.catalog import ModelError, nearest
+from zerofit.spec.partial_training import LoraSettings, PartialTraining
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+ADAPTER = "default"  # peft's name of the only adapter
+ALL_LINEAR = "all-linear"
+BASE = ".base_layer"  # what peft puts into the names of the weights that an adapter stands beside
+
+
+def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
+    """Freeze a built model but for its part, adapters included, which are added here. The model itself is changed.
+
+    Adapters are drawn on the CPU in float32, as peft draws them after `torch.manual_seed` with the run's seed, in the
+    order of the model's modules: the same numbers whatever of the model this rank holds. An adapter beside a weight on
+    meta is there, too. Raises ModelError where nothing would be trained, and for names that the model does not have.
+    """
+    if partial.lora is not None:
+        torch.manual_seed(partial.seed)
+        return _with_adapters(model, partial.lora)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in (*partial.train, *partial.freeze):
+        if not any(_matches(name, pattern) for name in names):
+            modules = {name.rpartition(".")[0] for name in names}
+            hint = nearest(pattern, modules, "a shell pattern of whole names; e.g. " + ", ".join(list(names)[:2]))
+            raise ModelError("model-part", f"no parameter or module of the model is named {pattern!r}", hint)
+    trained = {
+        id(parameter)
+        for name, parameter in names.items()
+        if not partial.train or any(_matches(name, pattern) for pattern in partial.train)
+    }
+    trained -= {id(p) for name, p in names.items() if any(_matches(name, pattern) for pattern in partial.freeze)}
+    for parameter in names.values():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ModelError("model-part", "every parameter of the model is frozen", "leave something to be trained")
+    return model
+
+
+def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
+    """Return peft's configuration of these adapters for a model that has none yet."""
+    from peft import LoraConfig
+
+    targets: str | list[str] = [name.strip() for name in lora.targets.split(",") if name.strip()]
+    if targets == [ALL_LINEAR]:
+        targets = _linear_layers(model)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        init_lora_weights=True if lora.init == "default" else lora.init,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+    )
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Yield the layers of a model that have adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def name_without_adapters(name: str) -> str:
+    """Return the name that a frozen weight has in the model without adapters."""
+    return name.replace(BASE, "")
+
+
+def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
+    from peft import inject_adapter_in_model
+
+    parameters = list(model.parameters())
+    config = lora_config(model, lora)
+    try:
+        with warnings.catch_warnings(), torch.device("meta" if all(p.is_meta for p in parameters) else "cpu"):
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # which peft then sets right by itself
+            inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        message = f"--lora-targets {lora.targets}: {' '.join(str(error).split())[:300]}"
+        kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
+        raise ModelError("model-part", message, hint) from None
+    _refuse_shared(model)
+    return model
+
+
+def _linear_layers(model: nn.Module) -> str | list[str]:
+    """Return what peft calls all linear layers; it looks for them, and for the head, in transformers' models alone."""
+    if hasattr(model, "get_output_embeddings"):
+        return ALL_LINEAR
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _refuse_shared(model: Any) -> None:
+    """Refuse an adapter beside a weight that another layer shares: merging it would change both."""
+    adapted = {id(p): name for name, layer in lora_layers(model) for p in layer.get_base_layer().parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        mine = adapted.get(id(parameter))
+        if mine is not None and not name.startswith(f"{mine}."):
+            message = f"{mine} shares its weight with {name.rpartition('.')[0]}: an adapter cannot stand beside one"
+            raise ModelError("model-part", message, "leave it out of --lora-targets")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a shell pattern names a parameter, or a module that it is in."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -1,0 +1,51 @@
+"""Conversations on the command line: a look at them, and commands that count their mask."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+
+from tests.cli.test_named_inputs import ask, refused
+from zerofit.cli.main import main
+
+TURNS = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+LINE = json.dumps({"messages": TURNS}) + "\n"
+SMALL = ["llama-tiny", "--model-args", '{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}']
+
+
+def test_a_look_at_conversations(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(LINE * 4)
+    shown = CliRunner().invoke(main, ["data", f"{tmp_path}/chats.jsonl", "--seq-len", "100", "--show", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("⟦4<|end|>") == 2 and "OpenAI" in shown.stdout and "padding" in shown.stdout
+    view = ask("data", f"jsonl:{tmp_path}/chats.jsonl", "--seq-len", 100, "--show", 1)
+    (sample,) = view["samples"]
+    assert [[(seen["text"], seen["learned"]) for seen in document] for document in sample["documents"]] == [
+        [("<|user|>\n2 + 2?<|end|>\n<|assistant|>\n", False), ("4<|end|>\n", True)]
+    ] * 2
+    assert view["counts"]["conversations"] == 3 and view["counts"]["dropped"] == 0
+
+
+def test_a_look_at_plain_text(tmp_path):
+    (tmp_path / "a.txt").write_text("plain words " * 99)
+    (sample,) = ask("data", f"{tmp_path}/a.txt", "--seq-len", 12, "--show", 1)["samples"]
+    assert [(seen["text"], seen["learned"]) for seen in sample["documents"][0]] == [
+        ("p", False),
+        ("lain words p", True),
+    ]
+
+
+def test_bad_lines_are_bad_input(tmp_path):
+    (tmp_path / "chats.jsonl").write_text(LINE + '{"messages": 5}\n')
+    assert "chats.jsonl:2:" in refused("data", f"{tmp_path}/chats.jsonl")
+    assert "no such kind of data" in refused("data", "nothing")
+
+
+def test_a_mask_is_counted_where_it_is_asked_for():
+    pinned = [*SMALL, "--gpus", "2", "--gpu", "l4", "--seq-len", 1024, "--micro-batch", 1, "--zero-stage", 2]
+    layouts = [ask("plan", *pinned, *more)["layouts"] for more in ([], ["--input", "packed"])]
+    plain, packed = (rows[0]["peak_bytes"] for rows in layouts)
+    assert plain + 1024 * 1024 <= packed < plain + 2 * 1024 * 1024  # a byte for each pair of places
+    assert all(row["pp"] == row["sp"] == 1 for row in layouts[1])
+    assert "is not fed packed" in refused("simulate", "t5-small", "--input", "packed", "--gpus", 2, "--gpu", "l4")

@@ -1,0 +1,128 @@
+"""A look at data as a model sees it: the tokens of samples, and which of them it learns to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from zerofit.data import Data, open_data, split_name
+from zerofit.data.chats import ChatRows
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX
+from zerofit.spec.run import Run
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+
+
+class DataViewOptions(TypedDict, total=False):
+    """Fields of Run that decide what text becomes."""
+
+    text_field: str | None
+    tokenizer: str | None
+    chat_template: Path | None
+    packing: bool | None
+    seq_len: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenText:
+    """Tokens in a row that are learned, or are not."""
+
+    text: str
+    ids: tuple[int, ...]
+    learned: bool  # the model is trained to say them
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleView:
+    """One sample."""
+
+    documents: tuple[tuple[SeenText, ...], ...]  # which do not see each other
+    padding: int  # places at its end that hold nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataView:
+    """A data set, and its first samples in the order of the data."""
+
+    data: str
+    seq_len: int  # tokens of a sample
+    notes: tuple[str, ...]
+    counts: Mapping[str, int]  # of conversations; empty for plain text
+    train_samples: int
+    valid_samples: int
+    samples: tuple[SampleView, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit data --json` prints."""
+        return asdict(self)
+
+
+def look_at_data(
+    path: str | Path, *, show: int = 3, on_event: OnEvent | None = None, **options: Unpack[DataViewOptions]
+) -> DataView:
+    """Open text as a causal language model is trained on it, and return what it sees of the first `show` samples.
+
+    `path` is what `--data` takes, or a file of text or JSON lines. Keyword arguments are those of DataViewOptions.
+
+    >>> import zerofit as zf
+    >>> lines = '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}\\n' * 2
+    >>> Path("chats.jsonl").write_text(lines) > 0
+    True
+    >>> sample, = zf.look_at_data("chats.jsonl", show=1, seq_len=64).samples
+    >>> [seen.text for seen in sample.documents[0]]
+    ['<|user|>\\n2 + 2?<|end|>\\n<|assistant|>\\n', '4<|end|>\\n']
+
+    Raises UserError with all that is wrong in it.
+    """
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    run = Run(data=_named(str(path)), **fields)
+    seq_len = run.seq_len or DEFAULT_SEQ_LEN
+    data = open_data(run, "causal-lm", seq_len, Reporter(on_event))
+    count = min(show, len(data.train))
+    return DataView(
+        data=data.name,
+        seq_len=seq_len,
+        notes=data.notes,
+        counts=data.counts,
+        train_samples=len(data.train),
+        valid_samples=len(data.valid),
+        samples=tuple(_sample(data, index, seq_len) for index in range(count)),
+    )
+
+
+def _named(path: str) -> str:
+    """Return the name of the data that a path means. Raises UserError for a word that is neither."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return f"{'jsonl' if file.suffix in JSON_LINES else 'text'}:{path}"
+    split_name(path)
+    return path
+
+
+def _sample(data: Data, index: int, seq_len: int) -> SampleView:
+    batch = data.train.batch([index], [0])
+    inputs, labels = batch["inputs"][0].tolist(), batch["labels"][0].tolist()
+    lengths = data.train.lengths(index) if isinstance(data.train, ChatRows) else [seq_len]
+    documents, at = [], 0
+    for length in lengths:
+        part = slice(at, at + length)
+        documents.append(_document(data, inputs[part], labels[part]))
+        at += length
+    return SampleView(documents=tuple(documents), padding=seq_len - at)
+
+
+def _document(data: Data, inputs: Sequence[int], labels: Sequence[int]) -> tuple[SeenText, ...]:
+    """Return a document's tokens: its first, and after each the one that it is followed by."""
+    if data.decode is None:
+        message = f"{data.name} has no words to show"
+        raise UserError(Problem(kind="data-task", message=message, hint="name text or conversations", where="PATH"))
+    learned = [False, *(label != IGNORE_INDEX for label in labels)]
+    ids = [*inputs, labels[-1]] if learned[-1] else list(inputs)  # a last token that is not learned is never seen
+    runs = groupby(zip(ids, learned, strict=False), key=lambda pair: pair[1])
+    parts = [(tuple(token for token, _ in run), said) for said, run in runs]
+    return tuple(SeenText(text=data.decode(list(part)), ids=part, learned=said) for part, said in parts)

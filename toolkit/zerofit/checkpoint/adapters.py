@@ -1,0 +1,129 @@
+"""Adapters on the disk: a folder as peft writes and reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zerofit.checkpoint.merge import TrainedPart
+from zerofit.checkpoint.model_folder import CARD, ModelInfo, read_model_info, refuse_untrusted_code
+from zerofit.checkpoint.store import CHECKPOINTS, Store
+from zerofit.models.build import build
+from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.models.partial import ADAPTER
+from zerofit.spec.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # what names in peft's files begin with
+
+
+def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write the adapters of a model as `PeftModel.from_pretrained` takes them, and where its frozen weights are.
+
+    `weights` are the adapters' by their names in `model`, which may be on meta.
+    """
+    config = peft_config(model)
+    config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
+    config.inference_mode = True
+    names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
+    held = {names[name]: tensor.contiguous() for name, tensor in weights}
+    assert held.keys() == set(names.values()), f"nothing came for {set(names.values()) - held.keys()}"
+    config.save_pretrained(str(folder))
+    save_file(held, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets nobody else read it
+
+
+def is_adapters(folder: Path) -> bool:
+    """Return whether a folder holds adapters, and not a whole model."""
+    return (folder / CONFIG).is_file()
+
+
+def adapters_of(path: Path) -> Path | None:
+    """Return the folder of adapters that a path is, or that a run's folder without checkpoints has; None for others."""
+    saved = path / "model"
+    if is_adapters(path):
+        return path
+    return saved if is_adapters(saved) and not any(Store(path / CHECKPOINTS).entries()) else None
+
+
+def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
+    """Return what a folder's adapters were trained on, as zerofit or peft wrote them; their numbers are not read yet.
+
+    Raises UserError where they are no LoRA adapters, or the model beside which they were trained is not there.
+    """
+    from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        held = safe_open(folder / WEIGHTS, framework="pt")
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        hint = f"it needs {CONFIG} and {WEIGHTS} as peft writes them"
+        raise _unreadable(folder, f"cannot be read: {' '.join(str(error).split())[:200]}", hint) from None
+    if not isinstance(config, LoraConfig):
+        raise _unreadable(folder, f"holds {config.peft_type}, and not LoRA", "merge it with peft's merge_and_unload")
+    config.inference_mode = False  # in which peft freezes adapters, too
+    info = read_model_info(folder)
+    source, args = _base(folder, config, info)
+    refuse_untrusted_code(source, args, folder / CARD, trust_model_code)
+    inputs = info.inputs if info else None
+    try:
+        with torch.device("meta"):
+            model = inject_adapter_in_model(config, build(source, inputs, args), ADAPTER)
+    except (ModelError, ValueError) as error:
+        raise _unreadable(
+            folder, f"does not fit {source.name}: {error}", "is it the model they were made for?"
+        ) from None
+    names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
+    missing = set(names.values()) ^ set(held.keys())
+    if missing:
+        raise _unreadable(folder, f"does not fit {source.name}: {min(missing)} is on one side alone", "copy it again")
+    return TrainedPart(
+        source=source,
+        inputs=inputs,
+        model_args=args,
+        seed=info.seed if info else 0,
+        dtype=getattr(torch, info.frozen.dtype) if info and info.frozen else torch.float32,
+        model=model,
+        read=lambda name: held.get_tensor(names[name]),
+        names=frozenset(names),
+        frozen=info.frozen if info else None,
+    )
+
+
+def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[ModelSource, dict[str, Any]]:
+    """Return the model that adapters stand beside, and its arguments. Raises UserError."""
+    name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
+    try:
+        return find(name if Path(name).is_dir() or info is None else info.model), args
+    except ModelError as error:
+        hint = f"put the model there, or name its folder as base_model_name_or_path in {folder / CONFIG}"
+        raise _unreadable(folder, f"stands beside a model that is not here: {error.message}", hint) from None
+
+
+def _unreadable(folder: Path, what: str, hint: str) -> UserError:
+    return UserError(Problem(kind="adapters", message=f"{folder} {what}", hint=hint, where=str(folder)))
+
+
+def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that peft's files have for these parameters of a model with adapters."""
+    from peft import get_peft_model_state_dict
+
+    marks = {name: nn.Parameter() for name in names}
+    state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
+    own = {id(mark): name for name, mark in marks.items()}
+    return {own[id(mark)]: PREFIX + name for name, mark in state.items()}
+
+
+def peft_config(model: Any) -> LoraConfig:
+    """Return peft's configuration of a model that has adapters."""
+    return model.peft_config[ADAPTER]

@@ -1,0 +1,139 @@
+"""The files of a published model: transformers' own folder, or one safetensors file, written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from zerofit.checkpoint.model_folder import TensorEntry, TensorFile, check_file, cut
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_BYTES = 1 << 30  # who loads a shard into host memory whole, as accelerate does, needs no more than this
+INDEX = "model.safetensors.index.json"
+
+
+class PublishedFiles:
+    """The files of a published model: weights in safetensors of at most so many bytes, and what stands beside them.
+
+    Parameters are in `dtype`; buffers keep their own.
+    """
+
+    def __init__(self, published: PublishedModel, dtype: torch.dtype, max_shard_bytes: int = SHARD_BYTES):
+        self.published, self._dtype = published, dtype
+        model = published.model
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        dtypes = {
+            name: dtype if name in parameters and t.is_floating_point() else t.dtype
+            for name, t in model.state_dict().items()
+        }
+        entries = [
+            TensorEntry(name=name, shape=shape, dtype=dtypes[part.source])
+            for part in published.parts
+            for name, shape in part.outputs.items()
+        ]
+        self.bytes = sum(entry.bytes for entry in entries)
+        shards = cut(entries, max_shard_bytes) if published.transformers else [entries]
+        self._files = {"model.safetensors": shards[0]}
+        if len(shards) > 1:  # as transformers names them
+            number = len(shards)
+            self._files = {f"model-{i:05}-of-{number:05}.safetensors": s for i, s in enumerate(shards, start=1)}
+
+    def write(
+        self,
+        folder: Path,
+        tensors: Iterable[tuple[str, Tensor]],
+        wrote: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Write tensors under their names in the model, in any order, one at a time; those left out are passed over.
+
+        `wrote` is called with bytes as they go out. Raises RunFailed where the files do not read back.
+        """
+        parts = {part.source: part for part in self.published.parts}
+        files = {name: TensorFile(folder / name, entries) for name, entries in self._files.items()}
+        where = {entry.name: file for file in files.values() for entry in file.entries}
+        for name, tensor in tensors:
+            if name in parts:
+                for output, piece in self.published.tensors(parts.pop(name), tensor).items():
+                    where[output].write(output, piece, wrote)
+        assert not parts, f"nothing came for {', '.join(parts)}"
+        for name, entries in self._files.items():
+            check_file(folder / name, entries)
+        if self.published.transformers:
+            self._write_configs(folder)
+
+    def _write_configs(self, folder: Path) -> None:
+        """Write config.json, generation_config.json where the model generates, and the index of several files."""
+        model = cast("PreTrainedModel", self.published.model)
+        config = model.config
+        config.dtype = self._dtype
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if len(self._files) > 1:
+            total = {"total_parameters": model.num_parameters(), "total_size": self.bytes}
+            where = {entry.name: file for file, entries in self._files.items() for entry in entries}
+            index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTensor:
+    """One tensor of the model and what it becomes in the files."""
+
+    source: str  # its name in the model's state_dict
+    outputs: dict[str, tuple[int, ...]]  # names in the files, and shapes
+
+
+class PublishedModel:
+    """The published form of a model on the meta device: transformers' own, or just its state_dict."""
+
+    def __init__(self, model: nn.Module, transformers: bool):
+        self.model, self.transformers = model, transformers
+        self._converts = False
+        left_out: set[str] = set()
+        if transformers:  # names that it does not write: tied to others, or made anew when the model is loaded
+            published = cast("PreTrainedModel", model)
+            left_out = {*published.all_tied_weights_keys, *(published._keys_to_ignore_on_save or ())}
+        state = {name: t for name, t in model.state_dict().items() if name not in left_out}
+        self.parts = [PublishedTensor(source=name, outputs={name: tuple(t.shape)}) for name, t in state.items()]
+        if transformers:
+            self._convert(state)
+
+    def tensors(self, part: PublishedTensor, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensor of a part as the files have it, by name."""
+        return self._converted({part.source: tensor}) if self._converts else {part.source: tensor}
+
+    def _convert(self, state: dict[str, Tensor]) -> None:
+        """Go over to the names that transformers publishes models of this kind under, which may differ from its own.
+
+        A mixture of experts has one tensor an expert there. A model of which one published tensor takes several of
+        ours keeps its own names, which transformers loads as well.
+        """
+        whole = self._converted(dict(state))
+        try:
+            parts = [(name, self._converted({name: tensor})) for name, tensor in state.items()]
+        except (RuntimeError, ValueError, IndexError, KeyError):
+            return
+        times = Counter(name for _, outputs in parts for name in outputs)
+        alone = {name: t.shape for _, outputs in parts for name, t in outputs.items()}
+        if max(times.values()) == 1 and alone == {name: t.shape for name, t in whole.items()}:
+            self._converts = True
+            self.parts = [
+                PublishedTensor(source=source, outputs={name: tuple(t.shape) for name, t in outputs.items()})
+                for source, outputs in parts
+            ]
+
+    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(cast("PreTrainedModel", self.model), tensors)

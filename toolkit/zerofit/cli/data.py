@@ -1,0 +1,56 @@
+"""`zerofit data`: what a model sees of a data set, and what it learns of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zerofit.cli.console import EventConsole, answer_watched
+from zerofit.cli.options import AS_JSON, given, run_options
+
+if TYPE_CHECKING:
+    from zerofit.app.data_view import DataView, SeenText
+
+FIELDS = ("text_field", "tokenizer", "chat_template", "packing", "seq_len")
+
+
+@click.command()
+@click.argument("path", metavar="PATH")
+@click.option("--show", type=click.IntRange(0), default=3, show_default=True, help="samples to show")
+@run_options(FIELDS)
+@AS_JSON
+def data(path: str, show: int, as_json: bool, **options: Any) -> None:
+    """Show what a language model sees of PATH: a file of text or JSON lines, or what --data takes.
+
+    What it learns to say is green (between ⟦ and ⟧ where there are no colours), what it only reads is dim.
+    Conversations are recognised, rendered, packed and counted as a training would. Exit code 2: bad lines, by number.
+    """
+
+    def look(console: EventConsole) -> DataView:
+        from zerofit.app.data_view import look_at_data
+
+        return look_at_data(path, show=show, on_event=console, **given(options))
+
+    answer_watched(look, as_json, _show)
+
+
+def _show(view: DataView) -> None:
+    for note in view.notes:
+        click.echo(note)
+    click.echo(f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate")
+    for number, sample in enumerate(view.samples, 1):
+        click.echo(click.style(f"\nsample {number}", bold=True))
+        for place, document in enumerate(sample.documents):
+            if place:
+                click.echo(click.style("\n── the next one does not see what is above ──", fg="cyan"))
+            click.echo("".join(map(_painted, document)), nl=not document[-1].text.endswith("\n"))
+        if sample.padding:
+            click.echo(click.style(f"({sample.padding:,} places of padding)", fg="cyan"))
+
+
+def _painted(seen: SeenText) -> str:
+    if sys.stdout.isatty():
+        return click.style(seen.text, fg="green") if seen.learned else click.style(seen.text, dim=True)
+    return f"⟦{seen.text}⟧" if seen.learned else seen.text

@@ -1,0 +1,73 @@
+"""A synchronous parameter server with backup workers: it steps when enough gradients are there and drops the late ones.
+
+Chen, Pan, Monga, Bengio and Jozefowicz (2016): no gradient is stale, and the slowest workers' work is lost.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.strategies.parameter_server import gradients, set_gradients
+from zerofit.compare.strategies.parameter_server_async import running_statistics
+
+
+def train(work: BenchmarkTask, spare: int):
+    """Run a server, or one of its workers, `spare` of which it does not wait for."""
+    dist.init_process_group("gloo")
+    server = dist.get_world_size() - 1
+    return serve(work, server, server - spare) if dist.get_rank() == server else push_and_pull(work, server)
+
+
+def serve(work: BenchmarkTask, workers: int, needed: int):
+    """Step on the first gradients of these weights; who brings one of older weights gets the new ones at once."""
+    model = work.model().cpu()
+    optimizer = work.optimizer(model.parameters())
+    pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
+    dropped, early = 0, set()
+    for version in range(work.job.steps):
+        work.keep(model, version)
+        total, early = torch.zeros_like(pushed[:-1]), set()
+        while len(early) < needed:
+            worker = dist.recv(pushed)
+            if int(pushed[-1]) == version:
+                total += pushed[:-1]
+                early.add(worker)
+            else:
+                dropped += 1
+                answer(model, version, worker)
+        set_gradients(model, total / needed)
+        optimizer.step()
+        for worker in early:
+            answer(model, version + 1, worker)
+    for _ in range(workers - len(early)):  # who is still at work pushes once more, and hears that it is over
+        answer(model, work.job.steps, dist.recv(pushed))
+        dropped += 1
+    work.keep(model, work.job.steps)
+    work.notes["dropped"] = dropped
+    for statistics in running_statistics(model):
+        dist.recv(statistics, 0)
+    return whole_state(model)
+
+
+def answer(model, version, worker):
+    """Send a worker the weights and their version."""
+    weights = parameters_to_vector(model.parameters()).detach()
+    dist.send(torch.cat([weights, torch.tensor([float(version)])]), worker)
+
+
+def push_and_pull(work: BenchmarkTask, server: int):
+    """Send the version of the weights along with the gradient; a worker that is late misses steps of others."""
+    model, version = work.model(), torch.zeros(1)
+    for x, y in work.batches(dist.get_rank(), server):
+        model.zero_grad()
+        work.loss(model(x), y).backward()
+        dist.send(torch.cat([gradients(model), version]), server)
+        pulled = torch.empty(parameters_to_vector(model.parameters()).numel() + 1)
+        dist.recv(pulled, server)
+        vector_to_parameters(pulled[:-1].to(work.device), model.parameters())
+        version = pulled[-1:].clone()
+        if int(version) == work.job.steps:
+            break
+    for statistics in running_statistics(model) if dist.get_rank() == 0 else ():
+        dist.send(statistics.cpu(), server)

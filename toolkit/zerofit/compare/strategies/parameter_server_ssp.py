@@ -1,0 +1,46 @@
+"""A parameter server with bounded staleness: nobody waits, unless it is too many steps ahead of the slowest worker.
+
+Stale synchronous parallel of Ho, Cipar, Cui and others (2013). With a bound of 0 all make the
+same number of steps, without one it is the asynchronous server.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector
+
+from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.compare.strategies.parameter_server import set_gradients
+from zerofit.compare.strategies.parameter_server_async import push_and_pull, running_statistics
+
+
+def train(work: BenchmarkTask, bound: int):
+    """Run a server, or one of its workers, which are those of the asynchronous server."""
+    dist.init_process_group("gloo")
+    server = dist.get_world_size() - 1
+    return serve(work, server, bound) if dist.get_rank() == server else push_and_pull(work, server)
+
+
+def serve(work: BenchmarkTask, workers: int, bound: int):
+    """Step on whatever comes; keep the answer to a worker back while it is more than `bound` steps ahead."""
+    model = work.model().cpu()
+    optimizer = work.optimizer(model.parameters())
+    optimizer.param_groups[0]["lr"] /= workers
+    pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
+    staleness, clocks, held = [], [0] * workers, []
+    for version in range(work.job.steps * workers):
+        work.keep(model, version / workers)
+        worker = dist.recv(pushed)
+        staleness.append(version - int(pushed[-1]))
+        set_gradients(model, pushed[:-1])
+        optimizer.step()
+        clocks[worker] += 1
+        held.append(worker)
+        weights = parameters_to_vector(model.parameters()).detach()
+        for one in [w for w in held if clocks[w] - min(clocks) <= bound]:
+            held.remove(one)
+            dist.send(torch.cat([weights, torch.tensor([version + 1.0])]), one)
+    work.keep(model, work.job.steps)
+    work.notes["staleness"] = staleness
+    for statistics in running_statistics(model):
+        dist.recv(statistics, 0)
+    return whole_state(model)

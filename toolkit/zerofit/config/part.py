@@ -1,0 +1,68 @@
+"""What cannot go with adapters or frozen weights, refused with the reason before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerofit.check.dotted import get
+from zerofit.spec.errors import Problems
+from zerofit.spec.run import Run, flag
+from zerofit.spec.run_folder import Layout
+
+# keys whose code counts on every weight being trained
+_WHOLE_MODEL = (
+    "zero_optimization.zenflow",
+    "zero_optimization.offload_optimizer.super_offload",
+    "expert_parallel.enabled",
+    "compile.deepcompile",
+)
+LORA_FIELDS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_init")
+
+
+def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """Check adapters and frozen weights against each other and against what loses them."""
+    of_lora = [name for name in (*LORA_FIELDS, "dora", "rslora") if getattr(run, name) != _default(run, name)]
+    if run.lora is None and of_lora:
+        named = ", ".join(map(flag, of_lora))
+        problems.add("conflict", f"{named} without --lora", "give --lora RANK, or leave it out", flag(of_lora[0]))
+    partial = run.partial
+    if partial is None:
+        return
+    asked = "--lora" if partial.lora else "--train" if partial.train else "--freeze"
+    if partial.lora and (partial.train or partial.freeze):
+        problems.add(
+            "conflict",
+            "--lora freezes the whole model beside its adapters, and --train or --freeze choose of it otherwise",
+            "give --lora, or patterns",
+            "--train" if partial.train else "--freeze",
+        )
+    if layout.tp > 1:
+        why = "DeepSpeed's AutoTP puts its own layers in place of those with adapters, and drops these without a word"
+        if not partial.lora:
+            why = "DeepSpeed's AutoTP makes the layers that it splits anew, and trains all of them"
+        hint = "leave --tensor-parallel at 1: ZeRO-3 spreads frozen weights over all ranks"
+        problems.add("layout", f"{asked} with --tensor-parallel {layout.tp}: {why} (auto_tp.py:1079)", hint, asked)
+    if run.optimizer == "muon":
+        what = (
+            "Muon makes whole matrices orthogonal, and an adapter is two factors of one"
+            if partial.lora
+            else ("Muon with frozen weights has not been seen to train like one device does")
+        )
+        problems.add("conflict", f"{asked}: {what}", "take --optimizer adamw", "--optimizer")
+    if layout.ep > 1:
+        message = (
+            f"{asked} with --expert-parallel {layout.ep}: it has not been seen to train there like one device does"
+        )
+        problems.add("layout", message, "leave --expert-parallel at 1", asked)
+    if run.mlp_chunk and run.lora_dropout:
+        message = f"--lora-dropout {run.lora_dropout} with --mlp-chunk: a tile that is computed again would drop others"
+        problems.add("conflict", message, "leave one of them out", "--lora-dropout")
+    for path in _WHOLE_MODEL:
+        if get(config, path):
+            message = f"{asked} with {path}: it has not been seen to train there like one device does"
+            problems.add("layout", message, "remove the key", path)
+
+
+def _default(run: Run, name: str) -> Any:
+    return type(run).model_fields[name].default

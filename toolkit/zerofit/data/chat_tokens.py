@@ -1,0 +1,117 @@
+"""Tokens of conversations on the disk, with what the assistant has written of them; made once, mapped by all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.data.chat_source import ChatPiece, ChatSource
+from zerofit.data.chat_template import MARK_IT, ChatTemplate, EncodedChat
+from zerofit.data.prepared import Preparation
+from zerofit.data.text_sources import NAMED
+from zerofit.data.token_cache import SPLITS, TokenFile
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_text
+
+FORMAT = "chats-1"  # raise it when files or split rules change
+AT_ONCE = 256  # conversations, for the tokenizer's threads
+PARTS = ("ids", "targets", "starts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTokens:
+    """The conversations of one split, one after the other."""
+
+    ids: TokenFile  # uint16 or uint32 (tokens,)
+    targets: TokenFile  # bool (tokens,): written by the assistant
+    starts: TokenFile  # int64 (conversations + 1,): where each begins, and where the last one ends
+
+
+def open_chat_tokens(source: ChatSource, template: ChatTemplate, progress: Reporter) -> dict[str, ChatTokens]:
+    """Open the tokens of a source's conversations by split: mapped if they were made before, else made now.
+
+    Raises UserError with up to 20 records that are no conversations, or of which the template cannot tell what is the
+    assistant's, and as `Preparation.open` does.
+    """
+
+    def write(staging: Path, documents: int) -> None:
+        writers = {split: _ChatWriter(staging, split, template.tokenizer.vocab_size) for split in SPLITS}
+        with progress.task(f"{source.name}: tokenizing", documents, "conversations") as task:
+            for piece, chat in _encoded(source, template, documents):
+                writers["valid" if piece.held_out else "train"].add(chat)
+                task.advance()
+        for writer in writers.values():
+            writer.close()
+        meta = {"format": FORMAT, "source": source.name, "tokenizer": template.tokenizer.name}
+        sizes = {path.name: path.stat().st_size for path in staging.iterdir()}
+        dtypes = {split: writer.dtypes for split, writer in writers.items()}
+        write_text(staging / "meta.json", json.dumps({**meta, "sizes": sizes, "dtypes": dtypes}))
+
+    identity = (template.identity, FORMAT)
+    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
+
+
+def _encoded(source: ChatSource, template: ChatTemplate, documents: int) -> Iterator[tuple[ChatPiece, EncodedChat]]:
+    """Yield all conversations with their tokens. Raises UserError with what is wrong, at the end or from 20 on."""
+    problems: list[Problem] = []
+    found = source.pieces(documents)
+    while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
+        problems += [one for one in block if isinstance(one, Problem)]
+        pieces = [one for one in block if isinstance(one, ChatPiece)]
+        for piece, chat in zip(pieces, template.encode_all([one.conversation for one in pieces]), strict=True):
+            if isinstance(chat, EncodedChat):
+                yield piece, chat
+                continue
+            message = f"{piece.where}: {chat}"
+            problems.append(Problem(kind="chat-template", message=message, hint=MARK_IT, where=piece.where))
+    if problems:
+        raise UserError(*problems[:NAMED])
+
+
+class _ChatWriter:
+    """The files of one split."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int):
+        ids = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        self.dtypes: dict[str, str] = dict(zip(PARTS, (ids, "bool", "int64"), strict=True))
+        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in PARTS}
+        self._end = 0
+        self._put("starts", np.zeros(1))
+
+    def _put(self, part: str, values: np.ndarray) -> None:
+        self._files[part].write(values.astype(self.dtypes[part]).data)
+
+    def add(self, chat: EncodedChat) -> None:
+        """Append a conversation."""
+        self._end += len(chat.ids)
+        self._put("ids", chat.ids)
+        self._put("targets", chat.targets)
+        self._put("starts", np.array([self._end]))
+
+    def close(self) -> None:
+        """Flush all to the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+def _read(folder: Path) -> dict[str, ChatTokens] | None:
+    """Return the tokens in a finished folder; None where there is none or its files have another size than noted."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):
+            return None
+        return {
+            split: ChatTokens(**{part: TokenFile(folder / f"{split}.{part}", dtypes[part]) for part in PARTS})
+            for split, dtypes in meta["dtypes"].items()
+        }
+    except (OSError, ValueError, KeyError):
+        return None

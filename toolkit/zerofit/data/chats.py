@@ -1,0 +1,198 @@
+"""Samples of conversations: packed into rows without seeing each other, or each in a row of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.chat_source import ChatSource
+from zerofit.data.chat_template import ChatTemplate, open_chat_template
+from zerofit.data.chat_tokens import ChatTokens, open_chat_tokens
+from zerofit.data.tokenizer import Tokenizer
+from zerofit.models.inputs import TextInputs
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.model_facts import IGNORE_INDEX
+from zerofit.spec.run import Run
+
+BLOCK = 1 << 22  # tokens whose targets are counted at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRows(Dataset):
+    """Row i: some conversations one after the other, each from position 0 on; labels are what the assistant says next.
+
+    A conversation of n tokens takes n - 1 places (its last token is a label only). What is left of a row is padding,
+    a document of its own.
+    """
+
+    draws = False
+
+    tokens: ChatTokens
+    seq_len: int  # L
+    pad_id: int
+    documents: np.ndarray  # int64: conversations, row by row
+    ends: np.ndarray  # int64 (rows,): where the conversations of each row end in `documents`
+    row_targets: np.ndarray  # int64 (rows,): labels of each row that count
+    packed: bool  # whether batches say where each token stands in its own conversation
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """Return "inputs", "labels" and, packed, "position_ids", int64 (batch, seq_len); `keys` are not used."""
+        import torch
+
+        shape = (len(indices), self.seq_len)
+        inputs, labels = np.full(shape, self.pad_id), np.full(shape, IGNORE_INDEX)
+        positions = np.zeros(shape, dtype=np.int64)
+        for place, row in enumerate(np.asarray(indices)):
+            at = 0
+            for document in self.row(int(row)):
+                ids, targets = self._conversation(int(document))
+                part = slice(at, at + len(ids) - 1)
+                inputs[place, part] = ids[:-1]
+                labels[place, part] = np.where(targets[1:], ids[1:], IGNORE_INDEX)
+                positions[place, part] = np.arange(len(ids) - 1)
+                at = part.stop
+            positions[place, at:] = np.arange(self.seq_len - at)
+        made = {"inputs": inputs, "position_ids": positions, "labels": labels}
+        wanted = made if self.packed else {name: made[name] for name in ("inputs", "labels")}
+        return {name: torch.from_numpy(array) for name, array in wanted.items()}
+
+    def row(self, index: int) -> np.ndarray:
+        """Return the numbers of the conversations in a row."""
+        return self.documents[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the places that each conversation of a row takes."""
+        return [len(self._conversation(int(document))[0]) - 1 for document in self.row(index)]
+
+    def targets(self, indices: Integers) -> int:
+        """Count what the assistant says in these rows."""
+        return int(self.row_targets[np.asarray(indices, dtype=np.int64)].sum())
+
+    def _conversation(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids int64 and targets of a conversation, at most seq_len + 1 tokens."""
+        start, stop = self.tokens.starts.array()[number : number + 2]
+        part = slice(start, min(stop, start + self.seq_len + 1))
+        return self.tokens.ids.array()[part].astype(np.int64), self.tokens.targets.array()[part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatCounts:
+    """What became of the conversations of a split."""
+
+    conversations: int
+    truncated: int  # longer than a sample: their ends are left out
+    dropped: int  # without anything of the assistant's in what is left
+    rows: int
+    tokens: int  # places of the rows that are no padding
+    targets: int  # labels that count
+
+
+def make_rows(tokens: ChatTokens, seq_len: int, pad_id: int, packed: bool) -> tuple[ChatRows, ChatCounts]:
+    """Return the samples of a split, and what became of its conversations."""
+    starts = tokens.starts.array()
+    whole = np.maximum(np.diff(starts) - 1, 0)  # places
+    places = np.minimum(whole, seq_len)
+    targets = _count_targets(tokens.targets.array(), starts[:-1] + 1, places)
+    kept = np.flatnonzero(targets)
+    rows = pack(places[kept], seq_len) if packed else [[n] for n in range(len(kept))]
+    documents = kept[np.array([n for row in rows for n in row], dtype=np.int64)]
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    row_targets = np.array([targets[kept[row]].sum() for row in rows], dtype=np.int64)
+    counts = ChatCounts(
+        conversations=len(whole),
+        truncated=int((whole[kept] > seq_len).sum()),
+        dropped=len(whole) - len(kept),
+        rows=len(rows),
+        tokens=int(places[kept].sum()),
+        targets=int(targets.sum()),
+    )
+    made = {"documents": documents, "ends": ends, "row_targets": row_targets}
+    return ChatRows(tokens=tokens, seq_len=seq_len, pad_id=pad_id, packed=packed, **made), counts
+
+
+def pack(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:
+    """Return rows of numbers whose lengths fit into `room`: the longest first, each where the least room is left.
+
+    (Best-fit decreasing: at most 11/9 of the fewest rows that are possible.)
+    """
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows that have so much room left
+    rooms: list[int] = []  # its keys, in order
+    for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[number])
+        place = bisect_left(rooms, length)
+        free, row = (rooms[place], with_room[rooms[place]].pop()) if place < len(rooms) else (room, len(rows))
+        if place < len(rooms) and not with_room[free]:
+            rooms.pop(place)
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        rest = free - length
+        if not with_room.setdefault(rest, []) and rest:
+            insort(rooms, rest)
+        with_room[rest].append(row)
+    return rows
+
+
+def _count_targets(targets: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many targets each part of these starts and lengths has, int64; parts are in order."""
+    found = np.zeros(len(starts), dtype=np.int64)
+    first = 0
+    while first < len(starts):
+        past = max(first + 1, int(np.searchsorted(starts, starts[first] + BLOCK)))
+        offset = int(starts[first])
+        sums = np.concatenate([[0], np.cumsum(targets[offset : int(starts[past - 1] + lengths[past - 1])])])
+        begin = starts[first:past] - offset
+        found[first:past] = sums[np.minimum(begin + lengths[first:past], len(sums) - 1)] - sums[begin]
+        first = past
+    return found
+
+
+def open_chats(source: ChatSource, tokenizer: Tokenizer, run: Run, seq_len: int, progress: Reporter) -> Data:
+    """Open conversations as samples of `seq_len` tokens. Raises UserError where there is nothing to learn."""
+    template = open_chat_template(run.chat_template, tokenizer)
+    splits = open_chat_tokens(source, template, progress)
+    made = {name: make_rows(tokens, seq_len, tokenizer.eod_id, run.packing) for name, tokens in splits.items()}
+    (train, counts), (valid, held_out) = made["train"], made["valid"]
+    if not len(train) or not len(valid):
+        message = f"{source.name} has {len(train):,} training and {len(valid):,} validation samples with words of an "
+        message += f"assistant within {seq_len:,} tokens; each needs one"
+        hint = "more conversations, or a larger --seq-len; `zerofit data` shows what a model sees"
+        raise UserError(Problem(kind="data-too-short", message=message, hint=hint, where="--data"))
+    return Data(
+        name=source.name,
+        train=train,
+        valid=valid,
+        inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len, packed=run.packing),
+        decode=tokenizer.decode,
+        notes=tuple(_notes(source, template, counts, held_out, train)),
+        counts={**vars(counts), "validation_conversations": held_out.conversations},
+    )
+
+
+def _notes(
+    source: ChatSource, template: ChatTemplate, counts: ChatCounts, held_out: ChatCounts, train: ChatRows
+) -> list[str]:
+    how = "which marks what the assistant writes" if template.marked else "what the assistant writes found by prefixes"
+    places = counts.rows * train.seq_len
+    fill = f"{counts.tokens / places:.0%} full, {counts.targets / counts.tokens:.0%} of the tokens are learned"
+    notes = [
+        f"{source.name}: conversations in the {source.form.title} form, {counts.conversations:,} to train on and "
+        f"{held_out.conversations:,} to validate",
+        f"chat template of {template.origin}, {how}",
+        f"{'packed into' if train.packed else 'each in one of'} {counts.rows:,} samples of {train.seq_len:,} tokens, "
+        + fill,
+    ]
+    if counts.truncated:
+        notes.append(f"{counts.truncated:,} conversations are longer than a sample: their ends are left out")
+    if counts.dropped:
+        notes.append(f"{counts.dropped:,} conversations are left out: the assistant says nothing in a sample's length")
+    return notes

@@ -1,0 +1,244 @@
+"""Text that is read as it comes: of a set larger than the disk, a block of tokens at a time.
+
+Block after block of windows is tokenized into the cache, by whichever process needs it first, and the oldest go. Beside
+each block lies where the stream stood before it, so that a run that goes on reads on from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.cache import cache_errors, waiting_lock
+from zerofit.data.hashing import text_digest
+from zerofit.data.hf import VALID_SPLITS, load_splits
+from zerofit.data.text import CausalText
+from zerofit.data.token_cache import TokenFile
+from zerofit.data.tokenizer import Tokenizer, open_tokenizer
+from zerofit.models.inputs import TextInputs
+from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import atomic_write, cache_root, write_json
+from zerofit.spec.run import Run
+
+FORMAT = "stream-1"  # raise it when files change
+BLOCK_TOKENS = 1 << 22
+VALID_WINDOWS = 256
+KEPT = 3  # blocks on the disk
+AT_ONCE = 256  # documents, for the tokenizer's threads
+ENDLESS = 1 << 62  # samples
+
+
+class _Reader:
+    """The tokens of a streamed split, without end: after the last row comes the first again."""
+
+    def __init__(self, stream: TokenStream, split: str, place: dict[str, Any]):
+        """Begin at a `place` of this split."""
+        self._stream, self._split = stream, split
+        self._tokenizer = open_tokenizer(stream.tokenizer)
+        self.passes = 0  # ends that were reached
+        self._set, self._state = self._opened(), place["rows"]
+        if self._state is not None:
+            self._set.load_state_dict(self._state)
+        self._texts = self._rows()
+        self._chunk = np.zeros(0, np.uint32)
+        self._at, self._begun = 0, False
+        if place["tokens"]:
+            self._read()
+            self._at = place["tokens"]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where it stands, as JSON: the rows before those it has read last, and tokens of these that were taken."""
+        return {"rows": self._state, "tokens": self._at}
+
+    def take(self, count: int) -> np.ndarray:
+        """Return the next tokens, uint32 (count,)."""
+        taken, have = [], 0
+        while have < count:
+            if self._at == len(self._chunk):
+                self._read()
+            taken.append(self._chunk[self._at : self._at + count - have])
+            have += len(taken[-1])
+            self._at += len(taken[-1])
+        return np.concatenate(taken)
+
+    def _read(self) -> None:
+        """Read some rows."""
+        if self._begun:  # else it is at its place, which a set does not tell before it is read
+            self._state = self._set.state_dict()
+        self._begun, self._at = True, 0
+        end = np.uint32(self._tokenizer.eod_id)
+        found = self._tokenizer.encode_all(list(islice(self._texts, AT_ONCE)))
+        self._chunk = np.concatenate([np.append(ids.astype(np.uint32), end) for ids in found])
+
+    def _opened(self) -> Any:
+        return load_splits(self._stream.name, streaming=True)[self._split].select_columns([self._stream.column])
+
+    def _rows(self) -> Iterator[str]:
+        name, column = self._stream.name, self._stream.column
+        while True:
+            empty = True
+            for row in self._set:
+                empty = False
+                if not isinstance(row[column], str):
+                    message = f"--data hf:{name}: {column!r} is {type(row[column]).__name__} in a row, need a string"
+                    hint = "--text-field names another column"
+                    raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
+                yield row[column]
+            if empty and self.passes:
+                message = f"--data hf:{name} has no rows in {self._split}"
+                raise UserError(Problem(kind="empty-data", message=message, where="--data"))
+            self.passes += 1
+            self._set = self._opened()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStream:
+    """Blocks of tokens of one streamed set; each begins with the last token of the one before."""
+
+    folder: Path  # in the cache: of this set, column, tokenizer and size of blocks
+    name: str
+    column: str
+    tokenizer: str
+    block_tokens: int
+    valid_tokens: int
+
+    def block(self, number: int) -> TokenFile:
+        """Return a block's tokens, made now (with all before it that it takes) where they are not there."""
+        path = self.folder / f"block-{number}.bin"
+        with cache_errors(f"hf:{self.name}"):
+            if not path.is_file():
+                with self._alone():
+                    if not path.is_file():
+                        self._make(number)
+        return TokenFile(path, "uint32")
+
+    def begin(self, valid_split: str | None) -> TokenFile:
+        """Return the tokens to validate on: of a split of their own, or the first ones, which training leaves out."""
+        path, beginning = self.folder / "valid.bin", {"rows": None, "tokens": 0}
+        with cache_errors(f"hf:{self.name}"), self._alone():
+            if not self._noted(0).is_file():
+                reader = _Reader(self, valid_split or "train", beginning)
+                tokens = reader.take(self.valid_tokens)
+                if reader.passes and valid_split is None:
+                    message = f"--data hf:{self.name} has fewer tokens than the {self.valid_tokens:,} that a stream "
+                    message += "validates on"
+                    raise UserError(Problem(kind="data-too-short", message=message, hint="leave --stream out"))
+                self._write(path, tokens)
+                self._note(0, beginning if valid_split else reader.place, int(tokens[-1]))
+        return TokenFile(path, "uint32")
+
+    def _make(self, number: int) -> None:
+        """Write this block, and those before it whose beginning is not noted; only the newest stay."""
+        first = number
+        while not self._noted(first).is_file():
+            first -= 1
+        noted = json.loads(self._noted(first).read_text(encoding="utf-8"))
+        reader, last = _Reader(self, "train", noted["place"]), noted["last"]
+        for block in range(first, number + 1):
+            tokens = np.append(np.uint32(last), reader.take(self.block_tokens))
+            last = int(tokens[-1])
+            self._write(self.folder / f"block-{block}.bin", tokens)
+            self._note(block + 1, reader.place, last)
+            (self.folder / f"block-{block - KEPT}.bin").unlink(missing_ok=True)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return waiting_lock(self.folder / "lock", f"another process reads hf:{self.name}", Reporter())
+
+    def _noted(self, block: int) -> Path:
+        return self.folder / f"before-{block}.json"
+
+    def _note(self, block: int, place: dict[str, Any], last: int) -> None:
+        """Write where the stream stands before a block, and the token that it begins with."""
+        write_json(self._noted(block), {"place": place, "last": last})
+
+    def _write(self, path: Path, tokens: np.ndarray) -> None:
+        with atomic_write(path) as file:
+            file.write(tokens.astype(np.uint32).tobytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedText(Dataset):
+    """Window i of an endless stream: as `CausalText` has it, of the block that window i is in."""
+
+    draws = False
+
+    stream: TokenStream
+    seq_len: int
+    pad_id: int
+
+    @property
+    def ordered_in(self) -> int:
+        """Windows of a block, within which samples are shuffled."""
+        return self.stream.block_tokens // self.seq_len
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """See Dataset.batch; `keys` are not used."""
+        import torch
+
+        blocks, places = np.divmod(np.asarray(indices, dtype=np.int64), self.ordered_in)
+        tokens, made = self.stream.block_tokens + 1, dict[str, Any]()
+        for block in np.unique(blocks).tolist():  # most batches are of one
+            mine = np.flatnonzero(blocks == block)
+            text = CausalText(file=self.stream.block(block), tokens=tokens, seq_len=self.seq_len, pad_id=self.pad_id)
+            for name, rows in text.batch(places[mine], keys).items():
+                made.setdefault(name, torch.empty(len(blocks), self.seq_len, dtype=rows.dtype))[mine] = rows
+        return made
+
+    def targets(self, indices: Integers) -> int:
+        """Count the windows' tokens."""
+        return len(indices) * self.seq_len
+
+
+def open_stream(run: Run, argument: str, tokenizer: Tokenizer, seq_len: int) -> Data:
+    """Open the column `run.text_field` of a set as a stream. Raises UserError."""
+    splits = load_splits(argument, streaming=True)
+    columns = splits["train"].column_names if "train" in splits else None
+    if not columns or run.text_field not in columns:
+        what = f"no column {run.text_field!r} in a split called train; it has {', '.join(columns or splits)}"
+        hint = f"--text-field: {nearest(run.text_field, columns or [])}"
+        message = f"--data hf:{argument} has {what}"
+        raise UserError(Problem(kind="text-field", message=message, hint=hint, where="--text-field"))
+    windows = max(1, BLOCK_TOKENS // seq_len)
+    key = text_digest(_content(argument), run.text_field, tokenizer.identity, FORMAT, str(windows), str(seq_len))
+    stream = TokenStream(
+        folder=cache_root() / "streams" / key,
+        name=argument,
+        column=run.text_field,
+        tokenizer=run.tokenizer,
+        block_tokens=windows * seq_len,
+        valid_tokens=VALID_WINDOWS * seq_len + 1,
+    )
+    with cache_errors(f"hf:{argument}"):
+        stream.folder.mkdir(parents=True, exist_ok=True)
+    held_out = stream.begin(next((word for word in VALID_SPLITS if word in splits), None))
+    valid = CausalText(file=held_out, tokens=stream.valid_tokens, seq_len=seq_len, pad_id=tokenizer.eod_id)
+    return Data(
+        name=f"hf:{argument}",
+        train=StreamedText(stream=stream, seq_len=seq_len, pad_id=tokenizer.eod_id),
+        valid=valid,
+        inputs=TextInputs(vocab_size=tokenizer.vocab_size, seq_len=seq_len),
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        notes=(f"read as it comes, {windows:,} samples at a time, in an order of their own each time",),
+    )
+
+
+def _content(argument: str) -> str:
+    """Return the name of a set; of a local folder also its files, their sizes and times of change."""
+    folder = Path(argument.partition(":")[0]).expanduser()
+    files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    facts = ((path, path.stat()) for path in files)
+    return "\0".join([argument, *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in facts)])

@@ -1,0 +1,202 @@
+"""Tables of numbers: a CSV file or a NumPy array, one sample a row, one column its class."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.hashing import stratified_fifth
+from zerofit.models.inputs import TableInputs
+from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.events import Reporter
+from zerofit.spec.run import Run
+
+SHOWN = 5  # broken rows and class names that a message lists
+MOST_CLASSES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRows(LabelledDataset):
+    """Rows of features, and their classes."""
+
+    features: np.ndarray  # float32 (n, features)
+    labels: np.ndarray  # int64 (n,)
+    draws = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """Return float32 (batch, features) and int64 (batch,); `keys` are not used."""
+        import torch
+
+        chosen = np.asarray(indices)
+        return {"inputs": torch.from_numpy(self.features[chosen]), "labels": torch.from_numpy(self.labels[chosen])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """What a file holds; classes are the words of its label column."""
+
+    features: np.ndarray  # float64 (n, features)
+    classes: Sequence[str]  # of the n rows
+    label: str  # the label column's name
+    lines: Sequence[int]  # where each row stands, counted from 1
+    broken: tuple[str, ...] = ()  # "line 3: why"
+
+
+def open_table(name: str, run: Run, progress: Reporter) -> Data:
+    """Open csv:FILE[:COLUMN] or npy:FILE[:COLUMN]; the label column is the named one, or the last.
+
+    A fixed fifth of each class is held out; features are standardised by mean and deviation of the training rows.
+    Raises UserError for rows that are broken (all of their lines, unless `skip_bad`) and labels that are no classes.
+    """
+    kind, _, argument = name.partition(":")
+    path, column = _file_and_column(name, argument)
+    try:
+        table = _read_csv(path, column) if kind == "csv" else _read_npy(path, column)
+    except (OSError, ValueError, csv.Error) as error:
+        raise _unusable("data-missing", f"{path} cannot be read as {kind}: {error}", f"--data {kind}:FILE") from None
+    if table.broken and not run.skip_bad:
+        shown = "; ".join(table.broken[:SHOWN]) + ("; ..." if len(table.broken) > SHOWN else "")
+        message = f"{len(table.broken)} of {len(table.broken) + len(table.lines)} rows of {path} are broken: {shown}"
+        raise _unusable("bad-rows", message, "mend them, or --skip-bad leaves them out")
+    labels, classes = _as_classes(path, table)
+    held_out = stratified_fifth(labels)
+    if held_out.all() or not held_out.any():
+        raise _unusable("data-too-short", f"{path} has {len(labels)} rows: too few to hold a fifth out", "more rows")
+    whole = TableRows(features=_standardised(table.features, ~held_out), labels=labels)
+    train, valid = (
+        replace(whole, features=whole.features[part], labels=labels[part]) for part in (~held_out, held_out)
+    )
+    notes = [f"{path}: {len(train)} rows to train on and {len(valid)} held out, classes in {table.label!r}"]
+    notes += [f"{len(table.broken)} broken rows are left out"] if table.broken else []
+    inputs = TableInputs(features=whole.features.shape[1], classes=len(classes))
+    return Data(name=name, train=train, valid=valid, inputs=inputs, bad_samples=table.broken, notes=tuple(notes))
+
+
+def _file_and_column(name: str, argument: str) -> tuple[Path, str]:
+    """Split "FILE:COLUMN"; a file whose name has a colon is taken as a whole. Raises UserError."""
+    path, column = Path(argument).expanduser(), ""
+    if not path.is_file() and ":" in argument:
+        before, _, column = argument.rpartition(":")
+        path = Path(before).expanduser()
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        kind = name.partition(":")[0]
+        raise _unusable("data-missing", f"--data {name}: {path} {what}", f"--data {kind}:FILE or {kind}:FILE:COLUMN")
+    return path, column
+
+
+def _read_csv(path: Path, column: str) -> _Table:
+    """Read a table; its first line names the columns where no cell of it is a number, or it has the named one."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    if not lines:
+        raise ValueError("it is empty")
+    first = lines[0][1]
+    named = all(_number(cell) is None for cell in first) or (column in first and _number(column) is None)
+    names = first if named else [str(n) for n in range(1, len(first) + 1)]
+    label = _label_place(path, names, column)
+    rows, places, broken = [], [], []
+    for line, row in lines[named:]:
+        why = _fault(row, names, label)
+        if why:
+            broken.append(f"line {line}: {why}")
+        else:
+            rows.append(row)
+            places.append(line)
+    features = [[float(cell) for n, cell in enumerate(row) if n != label] for row in rows]
+    return _Table(
+        features=np.array(features, dtype=np.float64).reshape(len(rows), len(names) - 1),
+        classes=[row[label] for row in rows],
+        label=names[label],
+        lines=places,
+        broken=tuple(broken),
+    )
+
+
+def _read_npy(path: Path, column: str) -> _Table:
+    """Read numbers (rows, columns); lines are rows counted from 1, and so are columns."""
+    array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "fiub":
+        raise ValueError("it holds no array of numbers (rows, columns)")
+    names = [str(n) for n in range(1, array.shape[1] + 1)]
+    label = _label_place(path, names, column)
+    array = array.astype(np.float64)
+    whole = np.isfinite(array).all(axis=1)
+    places = np.flatnonzero(whole)
+    return _Table(
+        features=np.delete(array[whole], label, axis=1),
+        classes=[f"{value:.17g}" for value in array[whole, label]],
+        label=names[label],
+        lines=[int(place) + 1 for place in places],
+        broken=tuple(f"line {n + 1}: a value is not finite" for n in np.flatnonzero(~whole)),
+    )
+
+
+def _label_place(path: Path, names: Sequence[str], column: str) -> int:
+    if len(names) < 2:
+        raise ValueError(f"it has {len(names)} column, and takes features and a label")
+    if column and column not in names:
+        message = f"{path} has no column {column!r} ({', '.join(names[:20])}{', ...' if len(names) > 20 else ''})"
+        raise _unusable("data-argument", message, nearest(column, names) or "name one of them, or none for the last")
+    return names.index(column) if column else len(names) - 1
+
+
+def _fault(row: Sequence[str], names: Sequence[str], label: int) -> str:
+    """Return what is wrong with a row; "" for nothing."""
+    if len(row) != len(names):
+        return f"{len(row)} cells, the table has {len(names)} columns"
+    for place, (cell, name) in enumerate(zip(row, names, strict=True)):
+        if place == label and not cell:
+            return f"no label in {name!r}"
+        if place != label and _number(cell) is None:
+            return f"{cell!r} in {name!r} is no finite number"
+    return ""
+
+
+def _number(cell: str) -> float | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if np.isfinite(value) else None
+
+
+def _as_classes(path: Path, table: _Table) -> tuple[np.ndarray, list[str]]:
+    """Return labels int64 (n,) and the classes in their order: of their numbers, else of their words."""
+    for word, line in zip(table.classes, table.lines, strict=True):
+        value = _number(word)
+        if value is not None and value != int(value):
+            message = f"{path}, line {line}: the label {word} is a fraction, and labels are classes here"
+            raise _unusable("data-classes", message, "name the column of the classes: FILE:COLUMN")
+    values = {word: _number(word) for word in set(table.classes)}
+    first, others = table.classes[:1], set(table.classes[1:])
+    if others and [values[word] for word in first] == [None] and all(values[word] is not None for word in others):
+        message = f"{path}, line {table.lines[0]}: the label {first[0]!r} is a word, and all others are numbers"
+        raise _unusable("data-classes", message, f"if it is the column's name: FILE:{first[0]}")
+    numeric = all(value is not None for value in values.values())
+    keys = {word: f"{int(value or 0)}" if numeric else word for word, value in values.items()}  # "1" and "1.0" are one
+    classes = sorted(set(keys.values()), key=lambda word: (int(word) if numeric else 0, word))
+    if not 2 <= len(classes) <= MOST_CLASSES:
+        message = f"{path}: {table.label!r} holds {len(classes)} classes; 2 to {MOST_CLASSES:,} can be told apart"
+        raise _unusable("data-classes", message, "name the column of the classes: FILE:COLUMN")
+    places = {word: n for n, word in enumerate(classes)}
+    return np.array([places[keys[word]] for word in table.classes], dtype=np.int64), classes
+
+
+def _standardised(features: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Return float32 (n, features) of mean 0 and deviation 1 over the training rows; constant columns become 0."""
+    mean, std = features[train].mean(axis=0), features[train].std(axis=0)
+    return ((features - mean) / np.where(std > 0, std, 1.0)).astype(np.float32)
+
+
+def _unusable(kind: str, message: str, hint: str) -> UserError:
+    return UserError(Problem(kind=kind, message=message, hint=hint, where="--data"))

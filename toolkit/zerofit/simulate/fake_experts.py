@@ -1,0 +1,94 @@
+"""Patches for experts on fake tensors, which do not say which experts a token goes to: each gets as many as any other.
+
+See `patches`, which applies them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm
+from torch import Tensor
+from torch._subclasses import fake_impls
+
+from zerofit.simulate.device import NAME
+
+
+def experts() -> None:
+    """Let tokens fall evenly on experts: which ones they go to is a question of values.
+
+    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm)
+    """
+    from deepspeed.module_inject import auto_ep, auto_ep_layer
+    from deepspeed.moe import ep_kernels
+
+    auto_ep._gate_activation_matches = lambda experts_module: None  # it compares values of the experts' activation
+    auto_ep_layer.compute_split_plan = _even_split_plan
+    ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = _unfilled_indices
+    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = _grouped_product
+
+
+def expert_rows() -> None:
+    """Order the rows of experts as Triton's kernels do on a GPU. (deepspeed.moe.ep_kernels)"""
+    from deepspeed.moe import ep_kernels
+
+    ep_kernels.permute_rows_supported = lambda rows: rows.device.type == NAME
+    ep_kernels.gather_rows = _gather_rows
+
+
+def _even_split_plan(
+    selected_experts: Tensor,
+    num_experts: int,
+    ep_size: int,
+    num_local_experts: int,
+    ep_group: Any,
+    num_tokens_per_expert: Tensor | None = None,
+) -> Any:
+    """Return AutoEP's plan of what ranks send each other, with the exchange of counts that it makes.
+
+    (deepspeed/module_inject/auto_ep_layer.py, compute_split_plan)
+    """
+    from deepspeed.module_inject.auto_ep_layer import SplitPlan
+
+    assert num_tokens_per_expert is not None  # the layer hands on what its router counts
+    counts = num_tokens_per_expert.view(-1).contiguous()
+    received = torch.empty_like(counts)
+    if ep_size > 1:
+        comm.all_to_all_single(received, counts, group=ep_group)
+    share, more = divmod(selected_experts.numel(), ep_size)
+    splits = [share + (rank < more) for rank in range(ep_size)]
+    return SplitPlan(splits, splits, received.view(ep_size, num_local_experts))
+
+
+def _unfilled_indices(
+    counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: Any
+) -> Tensor:
+    """Return rows' places among the experts, none of which is known. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
+    return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
+
+
+def _gather_rows(src: Tensor, index: Tensor) -> Tensor:
+    """Return what Triton's kernel would fill with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
+    return torch.empty((index.numel(), src.shape[1]), dtype=src.dtype, device=src.device)
+
+
+def _grouped_product(
+    fake_mode: Any,
+    func: Any,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the output of torch._grouped_mm, in fp32 too, for which it has no form without data.
+
+    Rows by a matrix for each group, or (in backward) the product of each group's rows.
+    """
+    if mat_a.dim() == mat_b.dim() == 2:
+        assert offs is not None
+        shape = (offs.numel(), mat_a.shape[0], mat_b.shape[1])
+    else:
+        shape = (*mat_a.shape[:-1], mat_b.shape[-1])
+    return mat_a.new_empty(shape, dtype=out_dtype or mat_a.dtype)

@@ -1,0 +1,36 @@
+"""Training a part of a model: adapters beside frozen weights, or the parameters that patterns name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PART_FIELDS = (  # of a run
+    *("lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_init", "dora", "rslora"),
+    *("train", "freeze"),
+)
+Method = Literal["full", "lora"]
+LoraInit = Literal["default", "gaussian", "orthogonal"]  # peft's others change the frozen weights, or read data
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The settings of LoRA adapters, as peft has them."""
+
+    rank: int
+    alpha: int  # adapters are scaled by alpha / rank
+    dropout: float
+    targets: str  # names of layers with commas between, or "all-linear"
+    init: LoraInit
+    dora: bool
+    rslora: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialTraining:
+    """What of a model is trained; everything else is frozen."""
+
+    lora: LoraSettings | None
+    train: tuple[str, ...]  # shell patterns of parameters or modules
+    freeze: tuple[str, ...]
+    seed: int  # of the adapters' first weights

@@ -1,0 +1,164 @@
+"""Experts of a mixture spread over ranks: the layers of DeepSpeed's AutoEP, of which a rank makes its experts alone.
+
+The engine would convert a model that lies whole in each rank's memory (runtime/engine.py:816). Here it is converted on
+the meta device, and then given its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from zerofit.checkpoint.full_state import TensorSlice
+from zerofit.models.deferred import Stored
+from zerofit.spec.mesh import expert_rank
+from zerofit.spec.run_folder import Layout
+from zerofit.train.tensor_split import fill
+
+# of AutoEP's weights of the experts: transformers' name, and which part of each expert's rows in it
+SOURCES = {"w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None)}
+HALVES = 2  # in which gate_up_proj has the rows of w1 and w3
+SHARE = "zerofit_expert_share"  # on a parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShare:
+    """What ranks hold of one of transformers' weights in a parameter of AutoEP's."""
+
+    name: str  # of the whole weight, in the whole model
+    shape: tuple[int, ...]  # of that: (experts, rows, columns)
+    count: int  # experts of a rank
+    half: int | None  # of each expert's rows; None: all
+
+    def cut(self, rank: int) -> TensorSlice:
+        """Return which part of the whole weight the expert parallel rank `rank` has."""
+        first, rows = rank * self.count, self.shape[1]
+        if self.half is None:
+            return TensorSlice(0, ((first, self.count),))
+        start, length = self.half * rows // HALVES, rows // HALVES
+        ranges = tuple((expert * rows + start, length) for expert in range(first, first + self.count))
+        return TensorSlice(0, ranges, joined=1)
+
+
+def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callable[[Stored], nn.Module]) -> nn.Module:
+    """Return `shape`, a model on the meta device, with this rank's experts in place of all, and with weights.
+
+    `make` builds the model with its weights, which it stores as it is told: of the experts those of this rank.
+    """
+    sizes, rank = {name: tuple(p.shape) for name, p in shape.named_parameters()}, expert_rank(dist.get_rank(), layout)
+    _convert(shape, layout.ep, rank)
+    slices = {}
+    for path, layer in expert_layers(shape).items():
+        for own, (source, half) in SOURCES.items():
+            name, count = f"{path}.experts.{source}", layer.num_local_experts
+            share = ExpertShare(name=name, shape=sizes[name], count=count, half=half)
+            setattr(getattr(layer.experts, own), SHARE, share)
+            slices[name] = partial(_take, rank * count, count)
+    weights = make(replace(stored, slices=slices))
+    given: dict[str, nn.Parameter] = {}
+    for path, layer in expert_layers(shape).items():
+        block: Any = weights.get_submodule(path)
+        given |= {f"{path}.{own}": p for own, p in _own_weights(block).items()}
+        layer.tokens_per_expert = torch.zeros(layer.num_experts, device=stored.device)
+        layer.router._buffers.update(block.gate._buffers)  # of DeepSeek-V3, a bias of its scores
+    fill(shape, weights, given)
+    return shape
+
+
+def expert_layers(module: nn.Module) -> dict[str, AutoEPMoELayer]:
+    """Return the layers that hold a part of their experts, by path."""
+    return {path: one for path, one in module.named_modules() if isinstance(one, AutoEPMoELayer)}
+
+
+def share_of(p: nn.Parameter) -> ExpertShare | None:
+    """Return what ranks hold in a parameter of experts; None for any other."""
+    return getattr(p, SHARE, None)
+
+
+def published_names(module: nn.Module) -> dict[str, str]:
+    """Return what transformers calls the parameters and buffers of AutoEP's layers, by their own names."""
+    names = {own: share.name for own, p in module.named_parameters() if (share := share_of(p))}
+    for path, layer in expert_layers(module).items():
+        names[f"{path}.router.gate.weight"] = f"{path}.gate.weight"
+        names |= {f"{path}.router.{own}": f"{path}.gate.{own}" for own in layer.router._buffers}
+    return names
+
+
+def whole_experts(experts: GroupedExperts, layout: Layout, mine: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole model's weights of a layer's experts where it is `mine`, on the CPU.
+
+    All ranks go through this together; it is `mine` on one that holds the first experts.
+    """
+    whole: dict[str, Tensor] = {}
+    with GatheredParameters(list(experts.parameters()), enabled=layout.zero_stage == 3):
+        for p in experts.parameters():
+            share, parts = cast(ExpertShare, share_of(p)), _gathered(p)
+            for rank, part in enumerate(parts if mine else ()):
+                if share.name not in whole:
+                    whole[share.name] = torch.empty(share.shape, dtype=p.dtype)
+                cut = share.cut(rank)
+                cut.put(whole[share.name], part.cpu().view(cut.shape(share.shape)))
+    yield from whole.items()
+
+
+def _gathered(p: Any) -> list[Tensor]:
+    """Return on the first of the ranks that hold experts together what each has of a weight, elsewhere nothing."""
+    group, own = groups._get_expert_parallel_group(p.group_name), p.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))] if dist.get_rank(group) == 0 else None
+    dist.gather(own, parts, group=group, group_dst=0)
+    return parts or []
+
+
+def _take(first: int, count: int, whole: Tensor) -> Tensor:
+    return whole[first : first + count].clone()
+
+
+def _own_weights(block: Any) -> dict[str, nn.Parameter]:
+    """Return the weights of transformers' block of experts by AutoEP's names; it has none of them afterwards."""
+    found = {"router.gate.weight": block.gate.weight}
+    for own, (source, half) in SOURCES.items():
+        weight = getattr(block.experts, source)
+        data = weight.data if half is None else weight.data.chunk(HALVES, dim=1)[half].contiguous()
+        found[f"experts.{own}"] = nn.Parameter(data, requires_grad=weight.requires_grad)
+    block.experts._parameters.clear()  # else all layers' would be there twice
+    return found
+
+
+def _convert(model: nn.Module, degree: int, rank: int) -> None:
+    """Put AutoEP's layers in the places of transformers'."""
+    _mend_registry()
+    auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
+    found = auto.ep_parser()
+    with torch.device("meta"):
+        auto.replace_moe_layers(found, degree, rank)
+    for layer in expert_layers(model).values():
+        layer._modules.pop("gate", None)  # the router once more, which the state would have twice
+
+
+@cache
+def _mend_registry() -> None:
+    """Let AutoEP ask transformers which outputs a class of models records.
+
+    It asks by the class's name and with a default (module_inject/auto_ep_presets/base.py:326); transformers takes a
+    model and no default (utils/output_capturing.py:39).
+    """
+    from transformers.utils import output_capturing
+
+    def name_of(key: Any) -> str:
+        return key if isinstance(key, str) else str(key.__class__)
+
+    kind: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    kind.get = lambda self, key, default=None: dict.get(self, name_of(key)) or ({} if default is None else default)
+    kind.__setitem__ = lambda self, key, value: dict.__setitem__(self, name_of(key), value)

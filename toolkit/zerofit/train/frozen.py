@@ -1,0 +1,78 @@
+"""What a run has frozen, on the ranks: kept out of checkpoints, and known again by a checksum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from torch import Tensor
+
+from zerofit.checkpoint.frozen import FrozenWeights, checksum_text, part_checksum
+from zerofit.models.dtypes import torch_name
+from zerofit.spec.errors import Problem, UserError
+from zerofit.train.shard_index import IndexedShard, indexed_frozen
+from zerofit.train.trainer import EngineTrainer
+
+
+def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
+    """Return the reference to what is frozen; all ranks call this together."""
+    total, parameters, dtype = 0, 0, torch.float32
+    for tag, engine in trainer.engines().items():
+        for one in indexed_frozen(trainer, engine, tag):
+            stretch = _stretch(one)
+            if one.first:
+                total += part_checksum(one.name, stretch, one.shard.start)
+                parameters += one.shard.numel
+            dtype = stretch.dtype
+    shared: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, (total, parameters, torch_name(dtype) if parameters else None))
+    dtypes = [name for _, _, name in shared if name]
+    return FrozenWeights(
+        parameters=sum(count for _, count, _ in shared),
+        dtype=dtypes[0] if dtypes else torch_name(dtype),
+        checksum=checksum_text(sum(part for part, _, _ in shared)),
+    )
+
+
+def refuse_other_frozen(trainer: EngineTrainer, saved: FrozenWeights | None) -> None:
+    """Raise UserError where frozen weights are not those beside which a checkpoint was trained.
+
+    In another precision they have other bits, and are not compared.
+    """
+    if saved is None:
+        return
+    here = frozen_weights(trainer)
+    if here.dtype != saved.dtype or here == saved:
+        return
+    message = f"the frozen weights of {trainer.job.run.model} are not those of the checkpoint: their checksum is "
+    message += f"{here.checksum} here, {saved.checksum} there"
+    hint = "has the folder of the pretrained model changed? The checkpoint holds the trained part alone"
+    raise UserError(Problem(kind="other-base", message=message, hint=hint, where="MODEL"))
+
+
+def leave_out_frozen(engine: Any) -> None:
+    """Have DeepSpeed leave frozen weights out of its files under all names: it leaves ties in (engine.py:4013)."""
+    original = engine.module_state_dict
+
+    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        if isinstance(state, dict):  # a pipeline's layers have files of their own
+            parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+            for name in [name for name in state if name in parameters and not parameters[name].requires_grad]:
+                del state[name]
+        return state
+
+    engine.module_state_dict = module_state_dict
+
+
+def _stretch(one: IndexedShard) -> Tensor:
+    """Return the stretch of a frozen weight that this rank has; what lies on NVMe is gathered for it, on all ranks."""
+    shard, parameter = one.shard, one.shard.parameter
+    partitioned: Any = getattr(parameter, "ds_tensor", None)
+    if partitioned is not None and partitioned.status is not PartitionedParamStatus.AVAILABLE:
+        with GatheredParameters([parameter]):
+            return parameter.detach().reshape(-1)[shard.start : shard.start + shard.numel].clone()
+    return shard.master.detach().reshape(-1)[shard.offset : shard.offset + shard.numel]
