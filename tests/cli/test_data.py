@@ -39,7 +39,24 @@ def test_a_look_at_plain_text(tmp_path):
 def test_bad_lines_are_bad_input(tmp_path):
     (tmp_path / "chats.jsonl").write_text(LINE + '{"messages": 5}\n')
     assert "chats.jsonl:2:" in refused("data", f"{tmp_path}/chats.jsonl")
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 200_000 + "}\n")
+    (tmp_path / "long.jsonl").write_text('{"text": ' + "1" * 5_000 + "}\n")
+    for name in ("deep", "long"):
+        assert f"{name}.jsonl:1:1: too much for a reader" in refused("data", f"{tmp_path}/{name}.jsonl")
     assert "no such kind of data" in refused("data", "nothing")
+
+
+def test_data_does_not_command_the_terminal(tmp_path):
+    """Here a window's title, and a text that is hidden."""
+    row = json.dumps({"text": "\x1b]0;owned\x07" + "seen\tand\n" * 50 + "\x1b[8mhidden\x9b"})
+    (tmp_path / "bad.jsonl").write_text(f"{row}\n" * 30)
+    shown = CliRunner().invoke(main, ["data", f"{tmp_path}/bad.jsonl", "--seq-len", "500", "--show", "1"], color=True)
+    assert shown.exit_code == 0, shown.output
+    assert "\\x1b]0;owned\\x07seen\tand\n" in shown.stdout.replace("⟦", "")
+    assert not set("\x1b\x07\x9b") & set(shown.stdout.replace("\x1b[1m", "").replace("\x1b[0m", ""))
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"\x1b]0;owned\x07": 1}) + "\n")
+    shown = CliRunner().invoke(main, ["data", f"{tmp_path}/bad.jsonl"])
+    assert shown.exit_code == 2 and "there is \\x1b]0;owned\\x07" in shown.stderr
 
 
 def test_a_mask_is_counted_where_it_is_asked_for():

@@ -47,13 +47,25 @@ def test_attention_of_a_gpu(width, value_width, dtype, kernel):
     assert shape == (2, 4, 16, value_width) and kernel in names
 
 
-def test_attention_of_a_cpu_is_torchs():
-    query, key, value = torch.zeros(1, 2, 8, 48), torch.zeros(1, 2, 8, 48), torch.zeros(1, 2, 8, 32)
-    for values, kernel in ((value, False), (key, True)):
-        real, names = functional.scaled_dot_product_attention(query, key, values), set()
-        with Ops() as ops:
-            functional.scaled_dot_product_attention(query, key, values)
-        shape, names = attention("cpu", *(t.to("meta") for t in (query, key, values)))
-        assert shape == tuple(real.shape)
-        flash = "_scaled_dot_product_flash_attention_for_cpu"
-        assert (flash in names) == kernel == (flash in ops.names)
+FLASH_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "value_width", "kernel"),
+    [(2, 32, False), (2, 48, True), (1, 48, True)],  # keys of one head are broadcast, as Falcon's are
+)
+def test_attention_of_a_cpu_is_torchs(key_heads, value_width, kernel):
+    query, key, value = (
+        torch.zeros(1, *shape) for shape in ((2, 8, 48), (key_heads, 8, 48), (key_heads, 8, value_width))
+    )
+    with Ops() as ops:
+        real = functional.scaled_dot_product_attention(query, key, value)
+    shape, names = attention("cpu", *(t.to("meta") for t in (query, key, value)))
+    assert shape == tuple(real.shape)
+    assert (FLASH_FOR_CPU in names) == kernel == (FLASH_FOR_CPU in ops.names)
+
+
+def test_keys_of_one_head_have_no_kernel_on_a_gpu():
+    query, key = (torch.empty(1, heads, 8, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 1))
+    shape, names = attention("cuda", query, key, key)
+    assert shape == (1, 4, 8, 64) and not {FLASH, EFFICIENT} & names

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zerofit.cli.answer import visible
 from zerofit.cli.console import EventConsole, answer_watched
 from zerofit.cli.options import AS_JSON, given, run_options
 
@@ -38,7 +39,7 @@ def data(path: str, show: int, as_json: bool, **options: Any) -> None:
 
 def _show(view: DataView) -> None:
     for note in view.notes:
-        click.echo(note)
+        click.echo(visible(note))
     click.echo(f"{view.train_samples:,} samples to train on, {view.valid_samples:,} to validate")
     for number, sample in enumerate(view.samples, 1):
         click.echo(click.style(f"\nsample {number}", bold=True))
@@ -51,6 +52,7 @@ def _show(view: DataView) -> None:
 
 
 def _painted(seen: SeenText) -> str:
+    text = visible(seen.text)
     if sys.stdout.isatty():
-        return click.style(seen.text, fg="green") if seen.learned else click.style(seen.text, dim=True)
-    return f"⟦{seen.text}⟧" if seen.learned else seen.text
+        return click.style(text, fg="green") if seen.learned else click.style(text, dim=True)
+    return f"⟦{text}⟧" if seen.learned else text

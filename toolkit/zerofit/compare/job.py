@@ -117,8 +117,7 @@ _ALL = (
         Strategy(
             name=f"all-reduce-{how}",
             title=f"data parallel, all-reduce by hand: {title}",
-            file="all_reduce_by_hand",
-            options={"how": how},
+            file=f"all_reduce_{how}",
             replicas=True,
         )
         for how, title in (

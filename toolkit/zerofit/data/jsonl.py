@@ -54,6 +54,8 @@ class JsonLine(NamedTuple):
             return self.problem("bad-jsonl", error.start + 1, message, "iconv -t utf-8 converts it")
         except json.JSONDecodeError as error:
             return self.problem("bad-jsonl", error.colno, f"not JSON: {error.msg}", "each line is one JSON object")
+        except (RecursionError, ValueError) as error:  # thousands of brackets or digits
+            return self.problem("bad-jsonl", 1, f"too much for a reader of JSON: {error}", "mend or remove the line")
         if not isinstance(row, dict):
             message = f"got a JSON {type(row).__name__}, need an object"
             return self.problem("bad-jsonl", 1, message, '{"text": "..."}, or {"messages": [...]}')

@@ -82,7 +82,7 @@ def _grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of torch._grouped_mm, in fp32 too, for which it has no form without data.
+    """Return the output of torch._grouped_mm, in fp32 too, for which it has no form without data before torch 2.15.
 
     Rows by a matrix for each group, or (in backward) the product of each group's rows.
     """

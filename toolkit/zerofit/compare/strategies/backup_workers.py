@@ -5,18 +5,20 @@ Chen, Pan, Monga, Bengio and Jozefowicz (2016): no gradient is stale, and the sl
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
-from zerofit.compare.strategies.parameter_server import gradients, set_gradients
-from zerofit.compare.strategies.parameter_server_async import running_statistics
+from zerofit.compare.strategies.parameter_server import set_gradients
+from zerofit.compare.strategies.parameter_server_async import push_and_pull, running_statistics
 
 
 def train(work: BenchmarkTask, spare: int):
-    """Run a server, or one of its workers, `spare` of which it does not wait for."""
+    """Run a server, or one of its workers, `spare` of which it does not wait for: who is late misses others' steps."""
     dist.init_process_group("gloo")
     server = dist.get_world_size() - 1
-    return serve(work, server, server - spare) if dist.get_rank() == server else push_and_pull(work, server)
+    if dist.get_rank() == server:
+        return serve(work, server, server - spare)
+    return push_and_pull(work, server, last=work.job.steps)
 
 
 def serve(work: BenchmarkTask, workers: int, needed: int):
@@ -54,20 +56,3 @@ def answer(model, version, worker):
     """Send a worker the weights and their version."""
     weights = parameters_to_vector(model.parameters()).detach()
     dist.send(torch.cat([weights, torch.tensor([float(version)])]), worker)
-
-
-def push_and_pull(work: BenchmarkTask, server: int):
-    """Send the version of the weights along with the gradient; a worker that is late misses steps of others."""
-    model, version = work.model(), torch.zeros(1)
-    for x, y in work.batches(dist.get_rank(), server):
-        model.zero_grad()
-        work.loss(model(x), y).backward()
-        dist.send(torch.cat([gradients(model), version]), server)
-        pulled = torch.empty(parameters_to_vector(model.parameters()).numel() + 1)
-        dist.recv(pulled, server)
-        vector_to_parameters(pulled[:-1].to(work.device), model.parameters())
-        version = pulled[-1:].clone()
-        if int(version) == work.job.steps:
-            break
-    for statistics in running_statistics(model) if dist.get_rank() == 0 else ():
-        dist.send(statistics.cpu(), server)

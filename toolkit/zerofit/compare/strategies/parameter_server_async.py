@@ -40,8 +40,8 @@ def serve(work: BenchmarkTask, workers: int):
     return whole_state(model)
 
 
-def push_and_pull(work: BenchmarkTask, server: int):
-    """Send the version of the weights along with the gradient."""
+def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
+    """Send the version of the weights along with the gradient, until the batches or the `last` version are reached."""
     model, version = work.model(), torch.zeros(1)
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
@@ -51,6 +51,8 @@ def push_and_pull(work: BenchmarkTask, server: int):
         dist.recv(pulled, server)
         vector_to_parameters(pulled[:-1].to(work.device), model.parameters())
         version = pulled[-1:].clone()
+        if int(version) == last:
+            break
     for statistics in running_statistics(model) if dist.get_rank() == 0 else ():
         dist.send(statistics.cpu(), server)
 

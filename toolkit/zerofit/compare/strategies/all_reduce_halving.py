@@ -1,0 +1,26 @@
+"""Data parallel with an all-reduce written by hand, by recursive halving: a ring's bytes in a tree's rounds."""
+
+from torch import Tensor
+
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
+from zerofit.compare.strategies.all_reduce_central import train_with
+from zerofit.compare.strategies.all_reduce_ring import exchanged
+
+
+def train(work: BenchmarkTask):
+    """Train with gradients that are added up by halving."""
+    return train_with(work, halving)
+
+
+def halving(vector: Tensor, rank: int, ranks: int) -> None:
+    """Share halves with a partner, quarters with the next one, and put them together again: 2 log2 N rounds."""
+    if ranks & (ranks - 1):
+        raise NotHereError(f"halving takes a power of two of ranks, and has {ranks}")
+    mine, given = vector, []
+    for distance in [2**n for n in reversed(range(ranks.bit_length() - 1))]:
+        low, high = mine.tensor_split(2)
+        mine, theirs = (high, low) if rank & distance else (low, high)
+        mine += exchanged(theirs, rank ^ distance, mine, rank ^ distance)
+        given.append((mine, theirs, rank ^ distance))
+    for mine, theirs, partner in reversed(given):
+        theirs.copy_(exchanged(mine, partner, theirs, partner))

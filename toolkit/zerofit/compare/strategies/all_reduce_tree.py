@@ -1,0 +1,30 @@
+"""Data parallel with an all-reduce written by hand, along a tree: whole vectors, in 2 log2 N rounds."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofit.compare.benchmark_task import BenchmarkTask
+from zerofit.compare.strategies.all_reduce_central import train_with
+
+
+def train(work: BenchmarkTask):
+    """Train with gradients that are added up along a tree."""
+    return train_with(work, tree)
+
+
+def tree(vector: Tensor, rank: int, ranks: int) -> None:
+    """Add up in pairs, then pairs of pairs, and send the sum back down: 2 log2 N rounds of whole vectors."""
+    distances = [2**n for n in range((ranks - 1).bit_length())]
+    for distance in distances:
+        if rank % (2 * distance) == distance:
+            dist.send(vector, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < ranks:
+            theirs = torch.empty_like(vector)
+            dist.recv(theirs, rank + distance)
+            vector += theirs
+    for distance in reversed(distances):
+        if rank % (2 * distance) == distance:
+            dist.recv(vector, rank - distance)
+        elif rank % (2 * distance) == 0 and rank + distance < ranks:
+            dist.send(vector, rank + distance)
