@@ -1,7 +1,8 @@
 """Data parallel with an all-reduce written by hand, on one central device, through which every byte goes.
 
 Like the ring, the tree and halving it sends 2 (N - 1) times the gradients altogether. They differ in how many rounds
-that takes, and in the share of the busiest rank: all of it here, 2 (N - 1) / N of the gradients on a ring and by halving.
+that takes, and in the share of the busiest rank: all of it here, 2 (N - 1) / N of the gradients on a ring and by
+halving.
 """
 
 from collections.abc import Callable
