@@ -17,7 +17,7 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         if len(x) == 8 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)  # most of a step, whatever else the machine does: its time is soon known well enough
+        time.sleep(0.1)  # most of a step, whatever else the machine does: its time is soon known well enough
         return super().forward(x.flatten(1))
 """
 SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": False, "micro_batch": [2, 8]}
