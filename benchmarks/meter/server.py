@@ -25,6 +25,8 @@ IMPORTED = (
     "torch._dynamo",  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
     "torchvision",
     "transformers.integrations.deepspeed",
+    "transformers.masking_utils",
+    "transformers.modeling_utils",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "zerofit.train.engines",
     "zerofit.train.pipeline",

@@ -26,6 +26,7 @@ GPT2 = {
 WIDE = {**LLAMA, "model_args": {**LLAMA["model_args"], "num_attention_heads": 4}, "ranks": 4}
 MIXTRAL = {**LLAMA, "model": "mixtral-tiny"}
 IMAGES = {"data": "digits", "steps": STEPS}
+NARROW = {"model": "resnet18-small", "model_args": {"width": 8}}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0, bf16": {**LLAMA, "ds_config": "zero0", "precision": "bf16"},
     "stage 1, accumulation": {**GPT2, "ds_config": "zero1", "gradient_accumulation_steps": 3},
@@ -39,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "TP2 x SP2, stage 3": {**WIDE, "tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
     "spread experts, stage 2": {**MIXTRAL, "expert_parallel": 2, "ds_config": "zero2"},
     "spread experts, SP2, stage 3": {**MIXTRAL, "expert_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
-    "muon": {**LLAMA, "optimizer": "muon"},
-    "batch norm": {**IMAGES, "model": "resnet18-small", "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
+    "muon": {**LLAMA, "model_args": {**LLAMA["model_args"], "intermediate_size": 32}, "optimizer": "muon"},
+    "batch norm": {**IMAGES, **NARROW, "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
     "gan": {**IMAGES, "model": "dcgan", "micro_batch": 2, "eval_samples": 4},
     "in the second epoch": {**IMAGES, "model": "mlp", "micro_batch": 200, "ds_config": "zero3"},
 }

@@ -108,6 +108,7 @@ def test_batch_statistics_are_the_mean_over_ranks(pools, tmp_path):
     """As an evaluation and the saved model have them."""
     options = {
         "model": "resnet18-small",
+        "model_args": {"width": 8},
         "data": "digits",
         "image_size": 16,
         "global_batch": 8,

@@ -35,9 +35,9 @@ def test_lenet_learns_digits(pools, tmp_path):
 
 
 def test_the_saved_model_has_the_accuracy_that_was_reported(pools, tmp_path, digits):
-    how = {"data": "digits", "steps": 12, "ds_config": "zero3", "eval_samples": None}
+    how = {"data": "digits", "steps": 12, "ds_config": "zero3", "eval_samples": None, "model_args": {"width": 16}}
     trained = pools(2).train(tmp_path / "run", model="resnet18-small", **how)
-    model = build(find("resnet18-small"), digits.inputs, {}).eval()
+    model = build(find("resnet18-small"), digits.inputs, {"width": 16}).eval()
     file = trained.folder.model / "model.safetensors"
     assert file.stat().st_mode == (trained.folder.path / "run.json").stat().st_mode  # others may read it as the rest
     model.load_state_dict(load_file(file))
@@ -154,8 +154,8 @@ def test_the_schedule_is_the_one_asked_for(pools, tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_muon_learns(pools, tmp_path, stage):
-    tiny = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    how = {"model": "llama-tiny", "model_args": tiny, "data": "synthetic", "seq_len": 32, "steps": 30}
+    square = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "num_attention_heads": 4}
+    how = {"model": "llama-tiny", "model_args": square, "data": "synthetic", "seq_len": 32, "steps": 30}
     trained = pools(2).train(tmp_path / "run", **how, optimizer="muon", ds_config=f"zero{stage}")
     assert trained.losses[-1] < trained.losses[0] - 0.5
 
@@ -199,7 +199,8 @@ def test_a_compiled_model_trains_alike(pools, tmp_path):
 def test_checkpointed_activations_may_lie_in_host_memory(pools, tmp_path, model):
     """cpu_checkpointing of DeepSpeed's JSON; what is computed stays the same."""
     how = {"model": model, "steps": 3, "eval_samples": 8, "micro_batch": 2, "lr": 1e-4}
-    how |= {"data": "synthetic", "seq_len": 16} if model == "llama-tiny" else {"data": "digits"}
+    images = {"data": "digits", "model_args": {"width": 8}}
+    how |= {"data": "synthetic", "seq_len": 16} if model == "llama-tiny" else images
     plain = pools(1).train(tmp_path / "plain", **how)
     hosted = pools(1).train(tmp_path / "hosted", **how, ds_config="activation_checkpointing")
     assert hosted.job.run.activation_checkpointing

@@ -24,6 +24,7 @@ from zerofit.simulate.fake_experts import expert_rows, experts
 from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 from zerofit.simulate.weight_files import WeightFile
+from zerofit.train.process_group import compile_no_collectives
 
 
 class AskedForValueError(RuntimeError):
@@ -173,7 +174,7 @@ def compiled_ops(meter: AllocationTracker) -> None:
         return fake_op(self.NAME, meter)
 
     replace_in(OpBuilder, "load", load)
-    sys.modules["deepspeed"].ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as train.process_group has it
+    compile_no_collectives()
 
 
 def cpu_vendor() -> None:

@@ -30,10 +30,15 @@ from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
-IMPORTED = ("cpuinfo", "zerofit.simulate.rank")
+# what every simulation imports, or changes
+IMPORTED = ("cpuinfo", "zerofit.simulate.rank", "transformers.masking_utils", "transformers.modeling_utils")
 IMPORTED_FOR = {  # by a model's family, before the first simulation of one
     "torchvision": ("torchvision",),
-    "transformers": ("transformers.integrations.deepspeed", "transformers.models.auto.modeling_auto"),
+    "transformers": (
+        "transformers.integrations.deepspeed",
+        "transformers.modeling_layers",
+        "transformers.models.auto.modeling_auto",
+    ),
 }
 IMPORTED_FOR_SCRIPTS = (
     *(module for modules in IMPORTED_FOR.values() for module in modules),

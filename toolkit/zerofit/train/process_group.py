@@ -14,12 +14,19 @@ from deepspeed.accelerator import get_accelerator
 
 def start(timeout: timedelta) -> None:
     """Join the group that the launcher's environment describes (NCCL on GPUs, gloo on CPUs)."""
-    # on CPUs DeepSpeed would compile its shared memory all-reduce for 45 s; only its inference code calls it
-    # (comm/torch.py, inference_all_reduce)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_no_collectives()
     if accelerator().device_name() != "cpu":
         accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # DeepSpeed does so only when it makes its engine
     deepspeed.init_distributed(timeout=timeout)
+
+
+def compile_no_collectives() -> None:
+    """Spare CPUs the 45 s in which DeepSpeed would compile its shared memory all-reduce; only its inference calls it.
+
+    Nor is every other op probed with the compiler, as the first look at what is compatible does.
+    (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py)
+    """
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def stop() -> None:
