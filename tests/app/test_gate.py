@@ -23,6 +23,7 @@ from zerofit.app.resolve import resolve_job
 from zerofit.app.simulation import KnobSimulations
 from zerofit.doctor.preflight import Preflight
 from zerofit.launch.hostfile import Host
+from zerofit.simulate import processes
 from zerofit.spec import reservations
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Event, Reporter
@@ -58,6 +59,12 @@ def host(free_bytes: int, gpus: int = 0, reserved_bytes: int = 0) -> dict:
     memory = {"total_bytes": 64 * GIB, "free_bytes": free_bytes, "reserved_bytes": reserved_bytes}
     devices = [{**H100, "index": n, "uuid": f"GPU-{n}", "used_bytes": 0, "reserved_bytes": 0} for n in range(gpus)]
     return {"memory": memory, "gpus": devices}
+
+
+@pytest.fixture(autouse=True)
+def server_stays(monkeypatch):
+    """The process that simulations start from, which imports for seconds, serves all tests of this file."""
+    monkeypatch.setattr(gate, "end_server", lambda: None)
 
 
 @pytest.fixture
@@ -130,11 +137,14 @@ def test_no_layout_keeps_less_than_the_least(stage, precision):
     assert 0.5 * kept < forecasts.least_bytes(resolved.job) <= kept
 
 
-def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp_path, tight):
+def test_anyway_starts_it_with_a_warning_and_the_forecast_lies_in_the_folder(tmp_path, tight, monkeypatch):
+    """When ranks start, nothing is left of what simulated them."""
     told: list[Event] = []
+    monkeypatch.setattr(gate, "end_server", processes.end_server)
     result = zf.train(zf.Run(**LLAMA, output=tmp_path / "run"), on_event=told.append, anyway=True)
     warnings = [event.text for event in told if event.kind == "warning"]
     assert len(warnings) == 1 and "started all the same" in warnings[0]
+    assert processes._running is None
     plan = json.loads(Path(result.run_dir, "plan.json").read_text())
     assert plan["forecast"]["reserved_bytes"] == max(plan["forecast"]["phases"].values())
 

@@ -16,7 +16,6 @@ from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
 from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
-from zerofit.simulate.processes import end_server
 from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
 from zerofit.simulate.run import SimulatedRank
@@ -193,7 +192,6 @@ def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -
     new: list[SimulatedRank | Problem] = []
     if missing:
         new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"))
-        end_server()  # its memory is the ranks'
     for n, one in zip(missing, new, strict=True):
         found[n] = one
         if isinstance(one, SimulatedRank):

@@ -17,6 +17,7 @@ from zerofit.check.dotted import get
 from zerofit.launch.hostfile import Host
 from zerofit.simulate.alloc_conf import alloc_conf_of
 from zerofit.simulate.assess import assess
+from zerofit.simulate.processes import end_server
 from zerofit.simulate.result import Simulation
 from zerofit.simulate.verdict import FITS, NOT, WITHIN
 from zerofit.spec.cluster import Cluster
@@ -80,6 +81,7 @@ class MemoryGate:
             problem = self._memory_problem(asked, resolved, cluster, too_much)
             self._refuse([problem, disk_problem(job, output, None)])
         found = self._forecast(asked, resolved, cluster)
+        end_server()  # its memory is the ranks'
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
             self._refuse(problems)
