@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from benchmarks.meter import configurations
 from benchmarks.meter.comparison import compare, real_and_simulated
-from benchmarks.meter.configurations import MODELS, target
+from benchmarks.meter.configurations import MODELS
 from benchmarks.meter.pool import Ranks
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import TextInputs, are_packed
+from zerofit.simulate.record import SimulationTarget
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator meter is compiled with g++")
 
@@ -31,6 +34,11 @@ CONFIGURATIONS = (
     "llama-lora zero3 bf16 mb2 ckpt x2",
     "gpt2-lora zero2 bf16 mb8 ckpt x2",
 )
+
+
+def target(*asked: Any) -> SimulationTarget:
+    """Return the first rank of a configuration, for a first step and one like all that follow."""
+    return replace(configurations.target(*asked), steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,9 @@ def references(corpus: Path):
     # batch norm over a handful of values makes training chaotic: rounding would decide it
     count, larger = digits(image_size=16)
     images = ImageInputs(channels=1, size=16, classes=10)
-    large = Plan("resnet18-small", images, {"width": 8}, larger, count, global_batch=32, steps=STEPS, optimizer="sgd", lr=1e-4)
+    large = Plan(
+        "resnet18-small", images, {"width": 8}, larger, count, global_batch=32, steps=STEPS, optimizer="sgd", lr=1e-4
+    )
     plans = {
         "llama": causal,
         "llama-sgd": replace(causal, **SGD),
