@@ -31,7 +31,8 @@ from zerofit.spec.run_folder import FittedLayout, RunFolder
 
 MIB = 2**20
 RANKS = 2
-LLAMA = {"model": "llama-tiny", "data": "pysource", "seq_len": 256, "ranks": RANKS, "steps": 2}
+LLAMA = {"model": "llama-tiny", "model_args": {"num_hidden_layers": 2}, "data": "pysource", "seq_len": 256}
+LLAMA |= {"ranks": RANKS, "steps": 2}
 
 
 @pytest.fixture

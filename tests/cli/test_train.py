@@ -31,9 +31,13 @@ def zerofit(*args: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
-def test_a_run_file_with_a_flag_over_it(tmp_path):
+def test_a_run_file_with_a_flag_over_it(tmp_path, monkeypatch):
+    """Every step also goes to W&B, offline: its file holds each value as JSON text, as metrics.jsonl does."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\nsteps: 7\nlr: 1.0e-2\nds_config: zero1\n")
-    process = zerofit("run.yaml", "--steps", "30", "--eval-every", "15", "--json", "--ranks", "2", cwd=tmp_path)
+    process = zerofit(
+        "run.yaml", "--steps", "30", "--eval-every", "15", "--json", "--ranks", "2", "--wandb", "tests", cwd=tmp_path
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     result = json.loads(out.strip().splitlines()[-1])
@@ -50,7 +54,12 @@ def test_a_run_file_with_a_flag_over_it(tmp_path):
     assert folder.parent == tmp_path / "runs"
     names = {p.name for p in folder.iterdir()}
     assert names >= {"run.json", "ds_config.json", "metrics.jsonl", "logs", "env.json", "model", "result.json"}
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 30
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 30
+    (written,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    content = written.read_bytes()
+    assert all(json.dumps(step["loss"]).encode() in content for step in steps)
+    assert content.count(b"train/loss") >= 30
     assert json.loads((folder / "run.json").read_text())["lr"] == 0.01
     assert json.loads((folder / "ds_config.json").read_text())["zero_optimization"]["stage"] == 1
     assert {p.name for p in (folder / "logs").iterdir()} >= {"rank-0.log", "rank-1.log", "launcher.log"}
@@ -84,9 +93,9 @@ def test_the_end_shows_what_was_measured_beside_its_forecast(capsys):
     }
 
 
-def waiting_for_steps(process: subprocess.Popen, metrics: Path) -> None:
+def waiting_for_steps(process: subprocess.Popen, metrics: Path, more_than: int = 3) -> None:
     deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+    while not (metrics.exists() and metrics.read_text().count("\n") > more_than):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -109,9 +118,10 @@ def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
     assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_a_request_to_stop_saves_and_the_same_command_goes_on(tmp_path):
+def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_rank_behind(tmp_path):
+    metrics = tmp_path / "run" / "metrics.jsonl"
     process = zerofit(*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000", cwd=tmp_path)
-    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    waiting_for_steps(process, metrics)
     workers = workers_of(process)
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -132,28 +142,22 @@ def test_a_request_to_stop_saves_and_the_same_command_goes_on(tmp_path):
     assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] == "checkpoint-damaged"
     damaged.write_bytes(content)
 
-    process = zerofit(*MLP, "--steps", str(step + 3), "--output", "run", cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    result = json.loads(out.strip().splitlines()[-1])
-    assert result["resumed_from"] == str(checkpoint)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 4))
-
-
-def test_ctrl_c_leaves_no_rank_behind(tmp_path):
-    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", cwd=tmp_path)
-    waiting_for_steps(process, tmp_path / "run" / "metrics.jsonl")
+    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000", cwd=tmp_path)
+    waiting_for_steps(process, metrics, step + 3)
     workers = workers_of(process)
+    assert len(workers) == 2
     os.kill(process.pid, signal.SIGINT)
     try:
-        process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == 130
         assert not [p for p in workers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     finally:
         for left in (*workers, process):  # a failure here is not to slow down all tests after it
             with suppress(psutil.NoSuchProcess):
                 left.kill()
+    assert f"going on from step {step}" in err
+    lines = metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
 def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
@@ -163,27 +167,13 @@ def test_a_model_that_throws_is_reported_with_its_log(tmp_path):
         "    def __init__(self):\n        super().__init__(64, 10)\n"
         "    def forward(self, x):\n        raise ValueError('no luck today')\n"
     )
-    process = zerofit("mine:Net", "--data", "digits", "--json", "--output", "run", cwd=tmp_path)
+    process = zerofit("mine:Net", "--data", "digits", "--ranks", "1", "--json", "--output", "run", cwd=tmp_path)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3
     error = json.loads(out.strip().splitlines()[-1])["error"]
     assert "no luck today" in error["message"]
     assert Path(error["where"]).read_text().count("Traceback") >= 1
     assert "Traceback" not in err
-
-
-def test_weights_and_biases_offline_gets_every_step(tmp_path, monkeypatch):
-    """Its file holds each value as JSON text, so that the numbers of metrics.jsonl must be found in it."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    process = zerofit(*MLP, "--ranks", "1", "--steps", "3", "--wandb", "tests", "--output", "run", cwd=tmp_path)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    content = written.read_bytes()
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 3
-    assert all(json.dumps(step["loss"]).encode() in content for step in steps)
-    assert content.count(b"train/loss") >= 3
 
 
 def test_a_rank_that_hangs_is_named_and_all_are_stopped(tmp_path):

@@ -23,10 +23,14 @@ BAD_NAME = """it's $(touch PWNED) `touch PWNED`; touch PWNED "&" ü"""
 BAD_VALUE = "'\"; touch PWNED; $(touch PWNED) `touch PWNED`\nsecond line %n ,x"
 MINE = """
 import os, torch
-def net(expected):
-    if "RANK" in os.environ:
-        assert os.environ["HOSTILE"] == os.environ["NCCL_HOSTILE"] == expected, os.environ["HOSTILE"]
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+class Net(torch.nn.Sequential):
+    def __init__(self, expected):
+        if "RANK" in os.environ:
+            assert os.environ["HOSTILE"] == os.environ["NCCL_HOSTILE"] == expected, os.environ["HOSTILE"]
+        super().__init__(torch.nn.Embedding(260, 16), torch.nn.Linear(16, 260))
+    def forward(self, input_ids, labels):
+        logits = super().forward(input_ids)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
 """
 SLOW = """
 import time, torch
@@ -70,33 +74,27 @@ def nothing_left(made):
     assert [node.listening() for node in made.nodes] == [[], [], []]
 
 
-def test_the_default_job_has_the_same_losses_as_on_one_host(made, tmp_path):
-    job = ["llama-tiny", *JOB, "--steps", "5"]
-    code, answer, err = launch(made, tmp_path, *job, "--output", "many")
-    assert code == 0, err
-    assert answer["layout"]["dp"] == answer["world_size"] == 3
-    nothing_left(made)
-    argv = [sys.executable, "-m", "zerofit.cli", "train", *job, "--ranks", "3", "--output", "one"]
-    subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
-    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    log = (tmp_path / "many" / "logs" / "launcher.log").read_text()
-    for node in made.nodes:
-        assert f"{node.name}: " in log
-
-
-def test_hostile_strings_reach_no_shell(made, tmp_path):
+def test_hostile_strings_reach_no_shell_and_losses_are_those_of_one_host(made, tmp_path):
     place = tmp_path / BAD_NAME
     place.mkdir()
     (place / "mine.py").write_text(MINE)
-    arguments = ["--model-args", json.dumps({"expected": BAD_VALUE}), "--env", f"HOSTILE={BAD_VALUE}"]
+    job = ["mine:Net", *JOB, "--steps", "5", "--model-args", json.dumps({"expected": BAD_VALUE})]
     env = {"NCCL_HOSTILE": BAD_VALUE, "PYTHONHOSTILE": "$(touch PWNED)"}
-    code, _, err = launch(
-        made, place, "mine:net", "--data", "digits", "--steps", "3", "--output", BAD_NAME, *arguments, env=env
-    )
+    code, answer, err = launch(made, place, *job, "--output", BAD_NAME, "--env", f"HOSTILE={BAD_VALUE}", env=env)
     assert code == 0, err
-    assert len(losses(place / BAD_NAME)) == 3
+    assert answer["layout"]["dp"] == answer["world_size"] == 3
     around = {place, tmp_path, Path.home(), Path("/"), Path.cwd(), made.place}
     assert [folder for folder in around if (folder / "PWNED").exists()] == []
+    nothing_left(made)
+    log = (place / BAD_NAME / "logs" / "launcher.log").read_text()
+    for node in made.nodes:
+        assert f"{node.name}: " in log
+    argv = [sys.executable, "-m", "zerofit.cli", "train", *job, "--ranks", "3", "--output", "one"]
+    here = {**os.environ, **env, "HOSTILE": BAD_VALUE}
+    subprocess.run(argv, cwd=place, check=True, capture_output=True, env=here)
+    many = losses(place / BAD_NAME)
+    assert len(many) == 5 and many[-1] < many[0]
+    assert many == pytest.approx(losses(place / "one"), rel=1e-6)
 
 
 def test_a_host_that_is_lost_for_good_is_left_out(made, tmp_path):
