@@ -62,9 +62,9 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Keep torch from importing its compiler for optimizers, fake tensors, dispatch modes, process groups and torchvision within.
+    """Keep torch and torchvision from importing the compiler within.
 
-    Whoever compiles gets the real one; where it has been imported already, nothing changes.
+    They ask for it in optimizers, fake tensors, dispatch modes and process groups. Whoever compiles gets the real one; where it has been imported already, nothing changes.
     """
     outermost = NAME not in sys.modules
     if outermost:
