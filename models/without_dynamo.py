@@ -64,7 +64,8 @@ STAND_INS: dict[str, dict[str, Any]] = {
 def without_dynamo() -> Iterator[None]:
     """Keep torch and torchvision from importing the compiler within.
 
-    They ask for it in optimizers, fake tensors, dispatch modes and process groups. Whoever compiles gets the real one; where it has been imported already, nothing changes.
+    They ask for it in optimizers, fake tensors, dispatch modes and process groups. Whoever compiles gets the real one;
+    where it has been imported already, nothing changes.
     """
     outermost = NAME not in sys.modules
     if outermost:
