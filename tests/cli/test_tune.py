@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from click.testing import CliRunner
+
+from zerofit.cli.main import main
 
 MINE = """
 import os, signal, time, torch
@@ -66,10 +69,12 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (2, 1)
 
 
-def test_a_space_that_names_nothing(tmp_path):
+def test_a_space_that_names_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\n")
     (tmp_path / "space.yaml").write_text("zero_stge: [1]\nmicro_batch: 4\nspeed: 9\n")
-    code, answer, _ = tune(tmp_path)
-    assert code == 2
+    done = CliRunner().invoke(main, ["tune", "run.yaml", "--space", "space.yaml", "--json"])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 2
     assert [p["kind"] for p in answer["errors"]] == ["unknown-key", "unknown-key"]
     assert "zero_stage" in answer["errors"][0]["hint"]
