@@ -40,25 +40,40 @@ def _is_compile_supported(device_type: str) -> bool:
     return importlib.import_module(f"{NAME}.utils").is_compile_supported(device_type)
 
 
+def _clear_lru_cache() -> None:
+    """Clear nothing: what is not imported has no caches (torch/distributed/distributed_c10d.py clears them)."""
+
+
+def _get_optimize_ddp_mode() -> str:
+    """Return what torch sets, which DistributedDataParallel asks for (torch/nn/parallel/distributed.py)."""
+    return "ddp_optimizer"
+
+
 STAND_INS: dict[str, dict[str, Any]] = {
     NAME: {"disable": _disable, "graph_break": _graph_break},
     f"{NAME}.config": FLAGS,
-    f"{NAME}.utils": {"is_compile_supported": _is_compile_supported},
+    f"{NAME}.trace_rules": {"clear_lru_cache": _clear_lru_cache},
+    f"{NAME}.utils": {
+        "is_compile_supported": _is_compile_supported,
+        "get_optimize_ddp_mode": _get_optimize_ddp_mode,
+    },
 }
 
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Keep torch from importing its compiler for optimizers, fake tensors, dispatch modes and torchvision within.
+    """Keep torch and torchvision from importing the compiler within.
 
-    Whoever compiles gets the real one; where it has been imported already, nothing changes.
+    They ask for it in optimizers, fake tensors, dispatch modes and process groups. Whoever compiles gets the real one;
+    where it has been imported already, nothing changes.
     """
     outermost = NAME not in sys.modules
     if outermost:
         for name, content in STAND_INS.items():
             sys.modules[name] = _StandIn(name)
             vars(sys.modules[name]).update(content)
-        vars(sys.modules[NAME])["config"] = sys.modules[f"{NAME}.config"]
+        for part in ("config", "trace_rules", "utils"):
+            vars(sys.modules[NAME])[part] = sys.modules[f"{NAME}.{part}"]
     try:
         yield
     finally:

@@ -68,6 +68,18 @@ def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
         one.close()
 
 
+@pytest.fixture
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process's tuner end a trial once its step time is known roughly, after a second of steps."""
+    from zerofit.app.tuning import trial as trials
+    from zerofit.tune import trial as timings
+
+    monkeypatch.setattr(timings, "WARM_S", 0.5)
+    monkeypatch.setattr(timings, "CHUNK_S", 0.1)
+    monkeypatch.setattr(trials, "SURE", 0.3)
+    monkeypatch.setattr(trials, "TRAIN_S", 8.0)  # beside other tests no step time is sure for long
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any):
     """With `-n 2`, a file's tests stay on one worker, whose ranks were started for them, and files keep their order.

@@ -44,9 +44,9 @@ def run(page: str, names: dict[str, Any]) -> int:
     return compared
 
 
+@pytest.mark.usefixtures("short_trials")
 def test_every_line_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zerofit.app.tuning.trial.TRAIN_S", 8.0)  # beside other tests no step time is sure for long
     assert run(PAGE.read_text(encoding="utf-8"), {"__name__": "page"}) >= 10
 
 

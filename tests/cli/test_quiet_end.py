@@ -13,7 +13,7 @@ JOB = ("simplecnn", "--data", "digits")
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("train", *JOB, "--steps", "2", "--save-every", "0"),
+        ("train", *JOB, "--ranks", "1", "--steps", "2", "--save-every", "0", "--eval-samples", "16"),
         ("simulate", *JOB, "--gpus", "2", "--gpu", "l4", "--no-knobs"),
     ],
     ids=lambda arguments: arguments[0],

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from click.testing import CliRunner
+
+from zerofit.cli.main import main
 
 MINE = """
 import os, signal, time, torch
@@ -17,7 +20,8 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         if len(x) == 8 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.1)  # most of a step, whatever else the machine does: its time is soon known well enough
+        if self.training:
+            time.sleep(0.1)  # most of a step, whatever else the machine does: its time is soon known well enough
         return super().forward(x.flatten(1))
 """
 SPACE = {"zero_stage": [1], "pp": [1], "tp": [1], "sp": [1], "overlap_comm": False, "micro_batch": [2, 8]}
@@ -33,7 +37,7 @@ def tune(place: Path, *args: str, env=None):
 
 def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "run.yaml").write_text("model: mine:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 20\n")
+    (tmp_path / "run.yaml").write_text("model: mine:Net\ndata: digits\nglobal_batch: 16\nlr: 1.0e-2\nsteps: 4\n")
     (tmp_path / "space.yaml").write_text(yaml.safe_dump(SPACE))
     code, answer, err = tune(tmp_path, "--minutes", "3", "--output", "tuned")
     assert code == 0, err
@@ -60,15 +64,17 @@ def test_failing_trials_are_results_and_the_winner_trains(tmp_path):
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     trained = json.loads(done.stdout.strip().splitlines()[-1])
-    assert (trained["steps"], trained["samples"]) == (20, 20 * 16)
+    assert (trained["steps"], trained["samples"]) == (4, 4 * 16)
     config = json.loads((Path(trained["run_dir"]) / "ds_config.json").read_text())
     assert (config["train_micro_batch_size_per_gpu"], config["zero_optimization"]["stage"]) == (2, 1)
 
 
-def test_a_space_that_names_nothing(tmp_path):
+def test_a_space_that_names_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model: mlp\ndata: digits\n")
     (tmp_path / "space.yaml").write_text("zero_stge: [1]\nmicro_batch: 4\nspeed: 9\n")
-    code, answer, _ = tune(tmp_path)
-    assert code == 2
+    done = CliRunner().invoke(main, ["tune", "run.yaml", "--space", "space.yaml", "--json"])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 2
     assert [p["kind"] for p in answer["errors"]] == ["unknown-key", "unknown-key"]
     assert "zero_stage" in answer["errors"][0]["hint"]

@@ -13,7 +13,8 @@ from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 
-PRELOADED = ["torch._dynamo", "torchvision", "deepspeed", "accelerate", "zerofit.compare.worker"]
+PRELOADED = ["torch._dynamo", "torchvision", "deepspeed", "accelerate", "zerofit.train.engines"]
+PRELOADED += ["zerofit.compare.worker"]
 TIMEOUT_S = 120
 
 

@@ -25,6 +25,9 @@ with without_dynamo():
     weight.grad = torch.ones_like(x)
     torch.optim.SGD([weight], lr=0.5).step()
     assert torch.equal(weight.data, x - 0.5)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    nn.parallel.DistributedDataParallel(nn.Linear(3, 1))(x).sum().backward()
+    mode = torch._dynamo.utils.get_optimize_ddp_mode()
     import torchvision.ops
     with without_dynamo():
         pass
@@ -35,6 +38,8 @@ assert torchvision.ops.roi_align(x.reshape(1, 1, 2, 3), [boxes], 1).shape == (1,
 double = torch.compile(lambda t: t * 2, backend="eager", fullgraph=True)
 assert torch.equal(double(x), x * 2)
 assert type(sys.modules["torch._dynamo"]).__name__ == "module"
+assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
+torch._dynamo.trace_rules.clear_lru_cache()
 """
 INSIDE = [
     "pass",

@@ -36,6 +36,7 @@ SAVE = "save"  # the phase in which the trained model is written
 _INDIFFERENT = {"output", "resume", "seed", "lr", "min_lr", "steps", "epochs", "data", "data_root", "text_field"}
 _INDIFFERENT |= {"save_every", "save_async", "keep_last", "keep_every", "eval_every", "eval_samples", "log_every"}
 _INDIFFERENT |= {"callbacks", "tensorboard", "wandb", "heartbeat_timeout", "tokenizer", "profile", "profile_ranks"}
+_INDIFFERENT |= {"ds_config"}  # what the job has of it, with everything filled in, counts
 
 
 @dataclass(frozen=True, kw_only=True)

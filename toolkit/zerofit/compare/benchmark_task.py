@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torchvision.ops import StochasticDepth
 
 from zerofit.compare.job import MOMENTUM, WARM, CompareJob
 from zerofit.compare.pace import pause_s
@@ -37,7 +36,7 @@ from zerofit.train.probe import task_of
 EVAL_BATCH = 100
 TELL_S = 0.5
 MOST_KEPT = 50  # weights on the way, of which the accuracy is wanted
-RANDOM = (nn.modules.dropout._DropoutNd, StochasticDepth)
+RANDOM = ("_DropoutNd", "StochasticDepth")  # torch's and torchvision's layers that draw numbers in training
 
 
 class NotHereError(Exception):
@@ -81,7 +80,7 @@ class BenchmarkTask:
         if config is not None:
             config.use_cache = False
         for module in model.modules():
-            if isinstance(module, RANDOM):
+            if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
                 module.p = 0.0  # or no two strategies would see the same numbers
         if self.task == "gan":
             assert isinstance(model, DCGAN) and isinstance(self._data.inputs, ImageInputs)  # the catalogue's only GAN

@@ -23,6 +23,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError
 from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.models.batch_norm import batch_norms
 from zerofit.models.catalog import ModelError
+from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.files import write_json
 from zerofit.spec.local_machine import host_memory
 from zerofit.spec.memory_limit import end_first, limit_memory
@@ -122,7 +123,8 @@ def main() -> None:
     if job.accelerator == "cpu":
         limit_memory(host_memory()[1])  # of one process: strategies do not share it out evenly
     try:
-        word = _measured(job, folder, rank)
+        with without_dynamo():
+            word = _measured(job, folder, rank)
     except (NotHereError, ModelError) as reason:
         word = {"not_here": str(reason)}
     except BaseException as error:

@@ -4,6 +4,7 @@ import deepspeed
 import torch.distributed as dist
 
 from zerofit.compare.benchmark_task import BenchmarkTask, whole_state
+from zerofit.train.engines import import_muon
 
 
 def train(work: BenchmarkTask, stage: int, offload: bool = False):
@@ -16,6 +17,7 @@ def train(work: BenchmarkTask, stage: int, offload: bool = False):
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     config["gradient_clipping"] = 0.0  # unasked, DeepSpeed clips at 1.0
     model = work.model()
+    import_muon()
     engine, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
     for x, y in work.batches(rank, ranks):
         engine.backward(work.loss(engine(x), y))
