@@ -1,4 +1,4 @@
-"""docs/python.md is run line by line, in one process.
+"""docs/python.md and docs/formulas.md are run line by line, each in one process.
 
 What stands behind `# =>` must be the value of its line; a block that begins with `# name.py` becomes that file.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+FORMULAS = PAGE.with_name("formulas.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
 VALUE = re.compile(r"  # => (.+)$")
@@ -48,6 +49,10 @@ def run(page: str, names: dict[str, Any]) -> int:
 def test_every_line_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(PAGE.read_text(encoding="utf-8"), {"__name__": "page"}) >= 10
+
+
+def test_every_number_of_the_formulas():
+    assert run(FORMULAS.read_text(encoding="utf-8"), {"__name__": "page"}) >= 17
 
 
 def test_a_wrong_value_is_found():
