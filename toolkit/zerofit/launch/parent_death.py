@@ -14,6 +14,7 @@ from zerofit.spec.process import run_and_exit
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER, LOOK_S = "deepspeed.launcher.launch", 0.1
+COMMAND = "zerofit.cli"
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
@@ -36,6 +37,8 @@ def main() -> None:
     end_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     module = sys.argv[2]
+    if module == COMMAND:  # a trial of the tuner is stopped by SIGINT, which a shell's background jobs ignore
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if module == LAUNCHER:  # it looks at its ranks once a second, and sleeps once more after the last one's end
         sleep = time.sleep
         time.sleep = lambda seconds: sleep(min(float(seconds), LOOK_S))

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from zerofit.app.tuning.job import TuneJob
+from zerofit.launch.parent_death import COMMAND
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.files import JsonlTail
 from zerofit.spec.run_folder import RunFolder
@@ -69,7 +70,7 @@ def run_trial(
 def _start(job: TuneJob, candidate: Candidate, place: Path) -> subprocess.Popen[str]:
     file = place / "run.yaml"
     file.write_text(yaml.safe_dump(job.trial_run(candidate), sort_keys=False), encoding="utf-8")
-    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), "zerofit.cli"]
+    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid()), COMMAND]
     argv += ["launch", *job.host_flags] if job.hosts else ["train"]
     argv += [str(file), "--output", str(place / "run"), "--json", *(["--anyway"] if job.anyway else [])]
     with (place / "err").open("w") as err, (place / "out").open("w") as out:
