@@ -79,7 +79,8 @@ class BenchmarkTask:
         config: Any = getattr(model, "config", None)
         if config is not None:
             config.use_cache = False
-        for module in model.modules():
+        modules: Iterator[Any] = model.modules()
+        for module in modules:
             if any(kind.__name__ in RANDOM for kind in type(module).__mro__):
                 module.p = 0.0  # or no two strategies would see the same numbers
         if self.task == "gan":
@@ -283,7 +284,7 @@ class StrategyMeter:
             return {"sent_bytes": None, "received_bytes": None}
         both = [(self._flows[name], flow) for name, flow in flows().items() if name in self._flows]
         return {
-            "sent_bytes": sum(now.sent - then.sent for then, now in both),
+            "sent_bytes": sum(now.written - then.written for then, now in both),
             "received_bytes": sum(now.received - then.received for then, now in both),
         }
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 _COUNTS = struct.Struct("QQ")  # linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received
 _COUNTS_AT, _RETRANSMITS_AT = 120, 2  # bytes into tcp_info; tcpi_retransmits: since the last acknowledgement
+_QUEUED = struct.Struct("I52xQQ")  # tcpi_notsent_bytes, tcpi_bytes_sent and tcpi_bytes_retrans: Linux 4.19 and later
+_QUEUED_AT = 144
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -48,7 +50,8 @@ def forget_resident_peak() -> None:
 class Flow(NamedTuple):
     """One connection."""
 
-    sent: int  # bytes that the other end has acknowledged
+    written: int  # bytes that this process has handed over, be they still on the way
+    sent: int  # of them: what the other end has acknowledged
     received: int
     resending: bool  # what was lost is being sent again
 
@@ -68,12 +71,16 @@ def flows() -> dict[str, Flow]:
             if not link.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS_AT + _COUNTS.size)
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUED_AT + _QUEUED.size)
         except OSError:
             continue  # closed meanwhile, or no TCP
         if len(info) >= _COUNTS_AT + _COUNTS.size:
             sent, received = _COUNTS.unpack_from(info, _COUNTS_AT)
-            found[link] = Flow(sent, received, info[_RETRANSMITS_AT] > 0)
+            written = sent
+            if len(info) >= _QUEUED_AT + _QUEUED.size:
+                waiting, out, again = _QUEUED.unpack_from(info, _QUEUED_AT)
+                written = waiting + out - again
+            found[link] = Flow(written, sent, received, info[_RETRANSMITS_AT] > 0)
     return found
 
 

@@ -26,7 +26,7 @@ def compile_no_collectives() -> None:
     Nor is every other op probed with the compiler, as the first look at what is compatible does.
     (deepspeed/comm/torch.py, inference_all_reduce; deepspeed/ops/__init__.py)
     """
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    deepspeed.ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def stop() -> None:
