@@ -17,6 +17,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from zerofit.cli.main import main
 
@@ -127,20 +128,27 @@ def test_people_see_a_table(strategies, monkeypatch):
 
 
 def test_batch_sizes(tmp_path):
-    command = ["mlp", "--data", "digits", "--sizes", "32,512", "--seeds", "2", "--epochs", "2", "--target", "0.8"]
-    code, answer, err = compared(
-        "batch-size", *command, "--scale-lr", "sqrt", "--output", "out", "--json", cwd=tmp_path
-    )
+    """512 samples a step are shared out by two ranks, and both sizes end with an epoch of small batches."""
+    command = ["mlp", "--data", "digits", "--sizes", "256,512", "--seeds", "2", "--epochs", "3", "--target", "0.6"]
+    command += ["--per-rank", "256", "--finish", "32=1", "--scale-lr", "sqrt"]
+    code, answer, err = compared("batch-size", *command, "--output", "out", "--json", cwd=tmp_path)
     assert code == 0, err
     rows = answer["rows"]
-    assert [(row["batch_size"], row["seed"]) for row in rows] == [(32, 0), (32, 1), (512, 0), (512, 1)]
+    assert [(row["batch_size"], row["seed"], row["ranks"]) for row in rows] == [
+        *((256, 0, 1), (256, 1, 1)),
+        *((512, 0, 2), (512, 1, 2)),
+    ]
     assert all(set(row) >= SIZE_KEYS for row in rows)
-    assert rows[2]["lr"] == pytest.approx(4 * rows[0]["lr"])
-    assert all(row["best_accuracy"] >= row["final_accuracy"] > 0.3 for row in rows)
-    assert rows[0]["seconds_to_target"] is not None  # 90 steps; the large batch has 4
+    assert rows[2]["lr"] == pytest.approx(2**0.5 * rows[0]["lr"])
+    samples = [point["samples"] for point in rows[2]["curve"]]
+    epoch = len(load_digits().target) - len(load_digits().target) // 5  # a fifth validates
+    assert [point["steps"] for point in rows[2]["curve"]] == [3, 6, 6 + -(-(3 * epoch - 6 * 512) // 32)]
+    assert samples == [3 * 512, 6 * 512, samples[1] + 32 * (rows[2]["steps"] - 6)]
+    assert all(row["best_accuracy"] >= row["final_accuracy"] > row["curve"][1]["accuracy"] for row in rows)
+    assert all(row["curve"][row["best_epoch"] - 1]["test_accuracy"] == row["test_accuracy"] > 0.3 for row in rows)
     assert [size["runs"] for size in answer["summary"]] == [2, 2]
-    assert answer["summary"][0]["reached"] == 2
     assert answer["summary"][0]["noise_scale"][0] > 1
+    assert answer["summary"][1]["noise_scale"] is None  # of several ranks
     assert {path.name for path in (tmp_path / "out").iterdir()} >= FILES
 
 

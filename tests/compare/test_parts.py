@@ -14,6 +14,7 @@ from zerofit.app.comparing.rows import (
     SizeRow,
     StrategyRow,
     against_single,
+    critical_batch,
     curve_figures,
     status_of,
     strategy_row,
@@ -21,8 +22,8 @@ from zerofit.app.comparing.rows import (
 )
 from zerofit.app.room import HostRoom
 from zerofit.compare.benchmark_task import NotHereError, _even_cuts
+from zerofit.compare.epochs import Noise
 from zerofit.compare.job import STRATEGIES, CompareJob, code_lines
-from zerofit.compare.worker import Noise
 from zerofit.report.comparison import page
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
@@ -92,15 +93,38 @@ def test_measuring_noise_leaves_running_statistics_alone():
 
 
 def test_when_the_target_is_reached():
-    curve = [{"epoch": n, "seconds": 2.0 * n, "accuracy": a} for n, a in enumerate([0.5, 0.9, 0.96, 0.94], start=1)]
+    accuracies = [(0.5, 0.45), (0.9, 0.8), (0.96, 0.93), (0.94, 0.95)]
+    curve = [
+        {"epoch": n, "steps": 10 * n, "seconds": 2.0 * n, "accuracy": valid, "test_accuracy": test}
+        for n, (valid, test) in enumerate(accuracies, start=1)
+    ]
     assert curve_figures(curve, 0.95) == {
+        "steps": 40,
         "seconds": 8.0,
+        "seconds_per_epoch": 2.0,
         "epochs_to_target": 3,
+        "steps_to_target": 30,
         "seconds_to_target": 6.0,
         "final_accuracy": 0.94,
         "best_accuracy": 0.96,
+        "best_epoch": 3,
+        "test_accuracy": 0.93,  # of the epoch that is best on the others
     }
     assert curve_figures(curve, 0.99)["seconds_to_target"] is None
+
+
+def test_the_critical_batch_size_takes_twice_the_samples():
+    def summary(samples_by_size):
+        rows = [
+            SizeRow(batch_size=size, seed=0, lr=0.1, status="ok", steps_to_target=round(samples / size))
+            for size, samples in samples_by_size.items()
+        ]
+        return summarize_sizes(rows)
+
+    of_a_law = {size: 10_000 * (1 + size / 200) for size in (25, 50, 100, 200, 400)}
+    assert critical_batch(summary(of_a_law)) == pytest.approx(200, rel=0.02)
+    assert critical_batch(summary({16: 5000, 64: 5000})) is None  # two points prove no line
+    assert critical_batch(summary({16: 8000, 64: 5000, 256: 3000})) is None  # larger batches took fewer
 
 
 def test_sizes_over_their_seeds():
@@ -108,13 +132,14 @@ def test_sizes_over_their_seeds():
         return SizeRow(batch_size=size, seed=0, lr=0.1, **{"status": "ok", **figures})
 
     rows = [
-        row(16, seconds_to_target=s, final_accuracy=0.9, seconds=5.0, noise_scale=n)
+        row(16, seconds_to_target=s, steps_to_target=10, final_accuracy=0.9, seconds=5.0, noise_scale=n)
         for s, n in ((1.0, 10.0), (3.0, None), (2.0, 30.0))
     ]
     rows += [row(64, final_accuracy=0.5, seconds=4.0), row(64, status="failed", reason="x")]
     first, second = summarize_sizes(rows)
     assert (first.batch_size, first.runs, first.reached) == (16, 3, 3)
     assert first.seconds_to_target == [2.0, 1.0, 3.0]
+    assert first.samples_to_target == [160, 160, 160]
     assert first.noise_scale == [20.0, 10.0, 30.0]
     assert (second.runs, second.reached, second.seconds_to_target) == (1, 0, None)
 

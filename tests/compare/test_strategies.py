@@ -100,6 +100,35 @@ def test_halving_takes_a_power_of_two(ranks):
     assert (row.status, "has 3" in row.reason) == ("not-here", True)
 
 
+def test_epochs_on_two_ranks_are_those_of_plain_pytorch(ranks):
+    """Two phases with sizes and rates of their own; every other validation sample is kept for the test."""
+    job = replace(JOB, phases=[(1, 64, 0.05), (2, 32, 0.02)], eval_samples=200)
+    (one,), two = (ranks.words(replace(job, strategy=name), n) for name, n in (("single", 1), ("ddp", 2)))
+    data = open_data(job.run, "image", None, Reporter())
+    torch.manual_seed(0)
+    model, order, start, step, points = build(find("lenet"), data.inputs, {}), Order(len(data.train), 0), 0, 0, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=MOMENTUM)
+    for epoch, (size, lr) in enumerate([(64, 0.05), (32, 0.02), (32, 0.02)], start=1):
+        optimizer.param_groups[0]["lr"] = lr
+        while start < epoch * len(data.train):
+            batch = data.train.batch(order.indices(start, start + size), order.keys(start, start + size))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"]).backward()
+            optimizer.step()
+            start, step = start + size, step + 1
+        with torch.no_grad():
+            valid, test = (data.valid.batch(range(n, 200, 2), range(n, 200, 2)) for n in (0, 1))
+            loss = float(torch.nn.functional.cross_entropy(model(valid["inputs"]), valid["labels"]))
+            right = float((model(test["inputs"]).argmax(-1) == test["labels"]).float().mean())
+        points.append({"epoch": epoch, "steps": step, "samples": start, "loss": loss, "test_accuracy": right})
+    for found in (one, two[0]):
+        assert [{name: point[name] for name in points[0]} for point in found["curve"]] == [
+            pytest.approx(point, rel=1e-3) for point in points
+        ]
+    assert two[1] == {}
+    assert one["noise_scale"] > 1 and two[0]["noise_scale"] is None
+
+
 def test_bytes_on_the_wire_are_those_of_the_algorithm(rows):
     size = 4 * parameters()
     # a ring of two: each rank sends half of the gradients, then half of the sums

@@ -75,6 +75,15 @@ def _paces(context: click.Context, parameter: click.Parameter, values: Sequence[
         raise click.BadParameter(f"{' '.join(values)!r} is not RANK=FACTOR, such as 1=4") from None
 
 
+def _finish(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    size, _, epochs = value.partition("=")
+    if not (size.isdecimal() and epochs.isdecimal() and int(size)):
+        raise click.BadParameter(f"{value!r} is not SIZE=EPOCHS, such as 16=2")
+    return int(size), int(epochs)
+
+
 @compare.command()
 @click.argument("model")
 @click.option("--strategies", "names", metavar="NAME,...", help="only these [all]")
@@ -117,6 +126,10 @@ def strategies(
 @click.option("--sizes", callback=_numbers, default="16,32,64,128,256,512", show_default=True, help="samples of a step")
 @click.option("--target", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True, help="accuracy")
 @click.option("--scale-lr", type=click.Choice(SCALES), default="none", show_default=True, help="lr with the batch size")
+@click.option("--per-rank", type=POSITIVE, help="a rank for every so many samples of a step, by DDP [one device]")
+@click.option(
+    "--finish", callback=_finish, metavar="SIZE=EPOCHS", help="the last epochs of every run take SIZE samples"
+)
 @click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each size")
 @click.option("--epochs", type=POSITIVE, default=5, show_default=True, help="of every run")
 @click.option("--eval-samples", type=POSITIVE, help="validation samples an evaluation looks at [all]")
@@ -129,18 +142,20 @@ def batch_size(
     sizes: tuple[int, ...],
     target: float,
     scale_lr: ScaleLr,
+    per_rank: int | None,
+    finish: tuple[int, int] | None,
     seeds: int,
     **options: Any,
 ) -> None:
     """Show which batch size reaches the target accuracy first, and where larger ones stop helping.
 
-    Each run is on one device. --lr is that of the smallest size; --scale-lr raises it for larger ones.
+    --lr is that of the smallest size; --scale-lr raises it for larger ones.
     """
     from zerofit.app.comparing.comparisons import compare_sizes
 
     def work(events: EventConsole) -> Comparison[SizeRow]:
-        choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "seeds": seeds}
-        return compare_sizes(_asked(model, options), **choice, anyway=anyway, on_event=events)
+        choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "per_rank": per_rank, "finish": finish}
+        return compare_sizes(_asked(model, options), **choice, seeds=seeds, anyway=anyway, on_event=events)
 
     answer_watched(work, as_json, show_sizes)
 
@@ -188,12 +203,17 @@ def show_sizes(result: Comparison[SizeRow]) -> None:
     """Print all runs, each size over its seeds, which one was first, and where larger ones stop helping."""
     console, summary = _print_rows(result), result.summary or ()
     target = f"{result.about['target']:.1%}"
-    table = make_table("batch size", f"reached {target}", "seconds to it", "final accuracy", "noise scale")
+    names = ("batch size", f"reached {target}", "seconds to it", "samples to it", "final accuracy", "test accuracy")
+    table = make_table(*names, "noise scale")
     for size in summary:
         row = [f"{size.reached} of {size.runs}", _range(size.seconds_to_target, ".1f")]
-        row += [_range(size.final_accuracy, ".1%"), _range(size.noise_scale, ",.0f")]
+        row += [_range(size.samples_to_target, ",.0f"), _range(size.final_accuracy, ".1%")]
+        row += [_range(size.test_accuracy, ".1%"), _range(size.noise_scale, ",.0f")]
         table.add_row(str(size.batch_size), *row)
     console.print(table)
+    if result.critical_batch:
+        words = f"critical batch size: {result.critical_batch:,.0f} samples, which take twice the samples to {target}"
+        console.print(f"{words} that the smallest batches take")
     console.print(_first(summary, target, result.about["epochs"]), style="bold")
     _print_files(console, result)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from zerofit.compare.epochs import Epochs
 from zerofit.compare.job import MOMENTUM, WARM, CompareJob
 from zerofit.compare.pace import pause_s
 from zerofit.data import Order, open_data
@@ -61,6 +62,7 @@ class BenchmarkTask:
         self._progress, self._told = (folder / "done" if rank == 0 else None), 0.0
         self._kept: list[tuple[float, float, dict[str, Tensor]]] = []
         self._measure = StrategyMeter(self.device)
+        self.epochs = Epochs()
 
     @property
     def devices(self) -> list[torch.device]:
@@ -71,7 +73,8 @@ class BenchmarkTask:
 
     def model(self) -> nn.Module:
         """Return the model with its initial weights, the same in every process, on this process's device."""
-        return self._whole_model().to(self.device)
+        self._model = self._whole_model().to(self.device)
+        return self._model
 
     def _whole_model(self) -> nn.Module:
         torch.manual_seed(self.job.seed)
@@ -101,7 +104,8 @@ class BenchmarkTask:
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
         """Return SGD with momentum, which does not blow up the last bits in which strategies differ, as Adam does."""
-        return torch.optim.SGD(parameters, lr=self.job.lr, momentum=MOMENTUM)
+        self._optimizer = torch.optim.SGD(parameters, lr=self.job.lr, momentum=MOMENTUM)
+        return self._optimizer
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
         """Return the mean loss over a batch; shares of equal size average to exactly that of the whole."""
@@ -114,6 +118,9 @@ class BenchmarkTask:
 
     def batches(self, share: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets of this share of every global batch."""
+        if self.job.phases:
+            yield from self.epochs.batches(self, self._model, self._optimizer, share, of)
+            return
         size = self.job.global_batch // of
         try:
             for step in range(self.job.steps):
@@ -145,17 +152,22 @@ class BenchmarkTask:
         """Of one epoch."""
         return len(self._data.train)
 
+    @property
+    def eval_samples(self) -> int:
+        """Validation samples that an evaluation looks at."""
+        return min(self.job.eval_samples, len(self._data.valid))
+
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float | None]:
-        """Return the mean loss and the share of right answers over validation samples."""
+    def evaluate(self, model: nn.Module, places: range | None = None) -> dict[str, float | None]:
+        """Return the mean loss and the share of right answers over the validation samples of these places, or all."""
         was, total, targets, right = model.training, 0.0, 0, 0
         model.eval()
-        count = min(self.job.eval_samples, len(self._data.valid))
-        for start in range(0, count, EVAL_BATCH):
-            self.progress(f"evaluated {start} of {count} samples")
-            places = list(range(start, min(start + EVAL_BATCH, count)))
-            found = self._data.valid.batch(places, places)
-            x, y = self._inputs(found["inputs"], places).to(self.device), found["labels"].to(self.device)
+        asked = range(self.eval_samples) if places is None else places
+        for start in range(0, len(asked), EVAL_BATCH):
+            self.progress(f"evaluated {start} of {len(asked)} samples")
+            part = asked[start : start + EVAL_BATCH]
+            found = self._data.valid.batch(part, part)
+            x, y = self._inputs(found["inputs"], part).to(self.device), found["labels"].to(self.device)
             output = model(x)
             if self.task == "gan":
                 total, targets = total + float(output.sum()), targets + len(output)

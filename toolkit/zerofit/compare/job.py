@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class CompareJob:
     seed: int = 0
     eval_samples: int = 1000
     accelerator: str = "cpu"  # or "cuda"
-    epochs: int = 0  # of `compare batch-size`, in place of steps
+    phases: Sequence[tuple[int, int, float]] = ()  # in place of steps: epochs, samples of a step, learning rate
     target: float | None = None  # accuracy, whose time is measured
     slow: dict[str, float] = field(default_factory=dict)  # by rank: times as long as others its steps take
     straggle: float = 0.0  # the chance of each step to take `pace.STRAGGLER` times as long

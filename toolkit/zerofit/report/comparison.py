@@ -6,6 +6,7 @@ import base64
 import csv
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,17 @@ COLUMNS: dict[str, list[Column]] = {
     ],
     "batch-size": [
         ("seed", "seed", str),
+        ("ranks", "ranks", str),
         ("lr", "lr", lambda v: f"{v:.3g}"),
+        ("steps", "steps", str),
         ("seconds", "seconds", lambda v: f"{v:.1f}"),
+        ("an epoch", "seconds_per_epoch", lambda v: f"{v:.2f}"),
         ("epochs to target", "epochs_to_target", str),
         ("seconds to target", "seconds_to_target", lambda v: f"{v:.1f}"),
         ("final accuracy", "final_accuracy", _share),
         ("best accuracy", "best_accuracy", _share),
+        ("best epoch", "best_epoch", str),
+        ("test accuracy", "test_accuracy", _share),
         ("noise scale", "noise_scale", _rate),
     ],
     "scaling": [
@@ -111,6 +117,7 @@ MEANINGS = {
     ],
     "batch-size": [
         ("seconds", "of training, without evaluations"),
+        ("test accuracy", "after the best epoch, on every other validation sample, which no other figure looks at"),
         ("noise scale", "the batch size at which a gradient's noise is as large as the gradient (McCandlish 2018)"),
     ],
     "scaling": [
@@ -175,11 +182,13 @@ def draw(kind: str, about: dict[str, Any], rows: Rows, out: Path) -> None:
     from matplotlib.figure import Figure
 
     good = [row for row in rows if row["status"] == "ok"]
-    heights = {"strategies": 2.4 + 0.34 * len(good), "batch-size": 7.5, "scaling": 4.2}
+    heights = {"strategies": 2.4 + 0.34 * len(good), "batch-size": 10.5, "scaling": 4.2}
     figure = Figure(figsize=(11, heights[kind]), layout="constrained")
     device, ranks = "GPU" if about["accelerator"] == "cuda" else "CPU rank", about.get("ranks", 1)
-    title = f"{about['model']} on {about['data']}, {ranks} {device}{'s' if ranks > 1 else ''}"
-    figure.suptitle(title, fontsize=11)
+    devices = f"{ranks} {device}{'s' if ranks > 1 else ''}"
+    if about.get("per_rank"):
+        devices = f"a {device} for every {about['per_rank']} samples of a step"
+    figure.suptitle(f"{about['model']} on {about['data']}, {devices}", fontsize=11)
     if good:
         {"strategies": _strategies, "batch-size": _sizes, "scaling": _scaling}[kind](figure, about, good)
     figure.savefig(out, dpi=120)
@@ -219,17 +228,34 @@ def _strategies(figure: Any, about: dict[str, Any], rows: Rows) -> None:
 
 
 def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
-    """Draw time to the target, accuracy, time of all epochs and the gradient's noise against the batch size."""
+    """Draw time and samples to the target, accuracy, time of an epoch and noise against the batch size, and curves."""
     sizes = sorted({row["batch_size"] for row in rows})
-    first, second = figure.subplots(2, 2)
-    words = f"seconds to {about['target']:.0%} accuracy"
-    _spread(first[0], sizes, rows, "seconds_to_target", words, BLUE)
+    rows = [{**row, "samples_to_target": (row["steps_to_target"] or 0) * row["batch_size"] or None} for row in rows]
+    first, second, third = figure.subplots(3, 2)
+    _spread(first[0], sizes, rows, "seconds_to_target", f"seconds to {about['target']:.0%} accuracy", BLUE)
+    _spread(first[1], sizes, rows, "samples_to_target", f"samples to {about['target']:.0%} accuracy", BLUE)
     missed = [n for n in sizes if not any(r["seconds_to_target"] for r in rows if r["batch_size"] == n)]
     if missed:
         first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
-    _spread(first[1], sizes, rows, "final_accuracy", f"accuracy after {about['epochs']} epochs", GREEN)
-    _spread(second[0], sizes, rows, "seconds", f"seconds for {about['epochs']} epochs", RED)
-    _spread(second[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
+    _epoch_curves(second[0], sizes, rows)
+    _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN)
+    _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds an epoch", RED)
+    for axes in (*first, third[0]):
+        axes.set_yscale("log")
+    if any(row["noise_scale"] for row in rows):
+        _spread(third[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
+    else:  # measured on one rank alone
+        third[1].set_axis_off()
+
+
+def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
+    """Draw accuracy over the epochs, of each size's first seed."""
+    for size, colour in zip(sizes, cycle((BLUE, GREEN, RED, SAND, GRAY)), strict=False):
+        curve = next(row["curve"] for row in rows if row["batch_size"] == size)
+        axes.plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=colour, label=str(size))
+    axes.set(xlabel="epoch", ylabel="accuracy")
+    axes.legend(fontsize=8, title="batch size", title_fontsize=8)
+    _plain(axes)
 
 
 def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
@@ -19,6 +20,7 @@ from zerofit.app.comparing.rows import (
     StrategyRow,
     against_one_rank,
     against_single,
+    critical_batch,
     size_row,
     strategy_row,
     summarize_sizes,
@@ -97,17 +99,22 @@ def compare_sizes(
     sizes: Sequence[int] = SIZES,
     target: float = 0.95,
     scale_lr: ScaleLr = "none",
+    per_rank: int | None = None,
+    finish: tuple[int, int] | None = None,
     seeds: int = 3,
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[SizeRow]:
-    """Train a model with each batch size on one device until `run.epochs` are over: which reaches the target first.
+    """Train a model with each batch size until `run.epochs` are over: which reaches the target first.
 
     Args:
         run: the model, data and epochs; `run.lr` is the learning rate of the smallest size.
         sizes: samples of a step.
         target: validation accuracy.
         scale_lr: how the learning rate grows with the batch size.
+        per_rank: samples of a step that a rank takes, so that larger sizes take more ranks, with
+            DistributedDataParallel; all sizes train on one device if None.
+        finish: a size, and how many epochs at the end of every run take it, with its learning rate.
         seeds: runs of each size, with seeds from `run.seed` on.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
@@ -123,19 +130,31 @@ def compare_sizes(
     epochs = asked.run.epochs or SIZE_EPOCHS
     if epochs != int(epochs):
         problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
-    own = {"ranks": 1, "global_batch": max(sizes), "eval_samples": asked.run.eval_samples or ALL_SAMPLES}
+    ranks = {size: max(1, size // per_rank) if per_rank else 1 for size in sizes}
+    _check_sizes(ranks, epochs, per_rank, finish, problems)
+    own = {"ranks": max(ranks.values()), "global_batch": max(sizes)}
+    own["eval_samples"] = asked.run.eval_samples or ALL_SAMPLES
     job, parameters = _resolve(asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own)
-    job = replace(job, epochs=int(epochs), target=target, strategy="single")
-    question = {"sizes": list(sizes), "target": target, "scale_lr": scale_lr, "seeds": seeds}
+    question = {"sizes": list(sizes), "scale_lr": scale_lr, "per_rank": per_rank, "finish": finish, "seeds": seeds}
+    question |= {"target": target, "epochs": epochs}
     store = RowStore(asked.run.output, "batch-size", {"job": vars(job), **question, **_code(job.model)})
     gate, rows = StateGate(parameters=parameters, folder=store.folder, anyway=anyway), []
-    for size in sizes:
+
+    def phase(size: int, count: float) -> tuple[int, int, float]:
         times = size / min(sizes)
-        lr = job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
-        for seed in range(job.seed, job.seed + seeds):
-            rows.append(_train(replace(job, global_batch=size, lr=lr, seed=seed), store, gate, report))
-    about = {**_about(job), "target": target, "scale_lr": scale_lr, "epochs": job.epochs}
-    return Comparison(kind="batch-size", about=about, rows=rows, summary=summarize_sizes(rows)).write(store.folder)
+        return int(count), size, job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
+
+    end = [phase(*finish)] if finish else []
+    for size in sizes:
+        phases = [phase(size, epochs - sum(count for count, _, _ in end)), *end]
+        of = {"strategy": "ddp" if ranks[size] > 1 else "single", "ranks": ranks[size], "target": target}
+        one = replace(job, **of, global_batch=size, lr=phases[0][2], phases=phases)
+        rows += [_train(replace(one, seed=seed), store, gate, report) for seed in range(job.seed, job.seed + seeds)]
+    about = {**_about(job), **{name: value for name, value in question.items() if name not in ("sizes", "seeds")}}
+    summary = summarize_sizes(rows)
+    critical = None if finish else critical_batch(summary)
+    compared = Comparison(kind="batch-size", about=about, rows=rows, summary=summary, critical_batch=critical)
+    return compared.write(store.folder)
 
 
 def compare_scaling(
@@ -204,7 +223,7 @@ def _measure(
         row = strategy_row(strategy, job, [{"does_not_fit": lacks}], 0.0)
     else:
         began, processes = time.monotonic(), strategy.processes(job.ranks)
-        reports = run_job(job, store.folder_of(name), processes, lambda text: report.status(f"{name}: {text}"))
+        reports = run_job(job, store.folder_of(name), processes, partial(_show, report, name))
         row = strategy_row(strategy, job, reports, time.monotonic() - began)
     store.save(name, row)
     shown = f"{row.samples_per_s:,.0f} samples/s" if row.samples_per_s else f"{row.status}: {row.reason}"
@@ -219,15 +238,20 @@ def _train(job: CompareJob, store: RowStore, gate: StateGate, report: Reporter) 
     if row:
         report.result(f"{name}: known", row.to_dict())
         return row
-    lacks = gate.lacks(STRATEGIES["single"], job)
+    lacks = gate.lacks(STRATEGIES[job.strategy], job)
     if lacks:
         row = size_row(job, [{"does_not_fit": lacks}])
     else:
-        row = size_row(job, run_job(job, store.folder_of(name), 1, lambda text: report.status(f"{name}: {text}")))
+        show = partial(_show, report, name)
+        row = size_row(job, run_job(job, store.folder_of(name), job.ranks, show))
     store.save(name, row)
     shown = row.reason if row.final_accuracy is None else f"{row.final_accuracy:.1%}"
     report.result(f"{name}: {shown}", row.to_dict())
     return row
+
+
+def _show(report: Reporter, name: str, text: str) -> None:
+    report.status(f"{name}: {text}")
 
 
 def _chosen(names: Sequence[str], place: str, problems: Problems) -> list[Strategy]:
@@ -255,7 +279,8 @@ def _resolve(
     run, machine = asked.run, this_machine()
     for name in sorted(set(asked.places) - COMMON - taken - {"output"}):
         problems.add("conflict", f"{name}: a comparison does not take it", "leave it out", asked.place(name))
-    given = {name: getattr(run, name) for name in COMMON | taken if getattr(run, name) is not None}
+    fields = COMMON | taken.intersection(STEPPED)
+    given = {name: getattr(run, name) for name in fields if getattr(run, name) is not None}
     given |= {"data_root": str(run.data_root)} if run.data_root else {}
     job = CompareJob(**{"strategy": "", "accelerator": machine.accelerator, "ranks": machine.devices, **given, **own})
     if job.steps <= WARM:
@@ -286,6 +311,23 @@ def _resolve(
     problems.raise_if_any()
     settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
     return replace(job, **settled), opened.facts.parameters
+
+
+def _check_sizes(
+    ranks: Mapping[int, int], epochs: float, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
+) -> None:
+    """Hold sizes against --per-rank and --finish; `ranks` by size."""
+    for size in ranks:
+        if per_rank and size % per_rank:
+            message = f"{size} samples of a step are no multiple of --per-rank {per_rank}"
+            problems.add("batch-size", message, f"take {per_rank}, {2 * per_rank}, ...", "--sizes")
+    if finish and finish[0] % math.lcm(*ranks.values()):
+        message = f"--finish: {finish[0]} samples cannot be split evenly over {max(ranks.values())} ranks"
+        problems.add("batch-size", message, f"take a multiple of {math.lcm(*ranks.values())}", "--finish")
+    if finish and not 0 < finish[1] < epochs:
+        message = f"--finish {finish[0]}={finish[1]}: a run has {epochs:g} epochs"
+        hint = f"take 1 to {epochs - 1:g}" if epochs > 1 else "raise --epochs"
+        problems.add("bad-value", message, hint, "--finish")
 
 
 def _check_paces(job: CompareJob, problems: Problems) -> None:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
+
 from zerofit.compare.job import CompareJob, Strategy
 from zerofit.report.comparison import COLUMNS, FIRST, cells, draw, write_comparison
 from zerofit.report.html_table import html_table
@@ -84,13 +86,19 @@ class SizeRow(Row):
     batch_size: int
     seed: int
     lr: float
+    ranks: int = 1
+    steps: int | None = None
     seconds: float | None = None
+    seconds_per_epoch: float | None = None
     epochs_to_target: int | None = None
+    steps_to_target: int | None = None
     seconds_to_target: float | None = None
     final_accuracy: float | None = None
     best_accuracy: float | None = None
-    curve: list[dict[str, Any]] | None = None  # epoch, seconds, loss, accuracy
-    noise_scale: float | None = None  # samples
+    best_epoch: int | None = None
+    test_accuracy: float | None = None  # after the best epoch, on samples that had no part in choosing it
+    curve: list[dict[str, Any]] | None = None  # epoch, steps, samples, seconds, loss, accuracy, test_accuracy
+    noise_scale: float | None = None  # samples; of one rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +108,10 @@ class SizeSummary:
     batch_size: int
     runs: int  # that ended
     reached: int  # of them, the target
+    samples_to_target: list[float] | None
     seconds_to_target: list[float] | None
     final_accuracy: list[float] | None
+    test_accuracy: list[float] | None
     seconds: list[float] | None
     noise_scale: list[float] | None
 
@@ -208,7 +218,8 @@ def _on_the_way(reports: Sequence[dict[str, Any]], target: float | None) -> dict
 def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
     """Return the row of one batch size with one seed from its process's report."""
     status, reason = status_of(reports)
-    row = SizeRow(batch_size=job.global_batch, seed=job.seed, lr=job.lr, status=status, reason=reason)
+    of = {"batch_size": job.global_batch, "seed": job.seed, "lr": job.lr, "ranks": job.ranks}
+    row = SizeRow(**of, status=status, reason=reason)
     return (
         replace(row, **curve_figures(reports[0]["curve"], job.target or 1.0), **reports[0]) if status == "ok" else row
     )
@@ -217,13 +228,33 @@ def size_row(job: CompareJob, reports: Sequence[dict[str, Any]]) -> SizeRow:
 def curve_figures(curve: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
     """Return the figures of a curve of accuracy over epochs; None where the target was not reached."""
     reached = next((point for point in curve if point["accuracy"] >= target), None)
+    best, last = max(curve, key=lambda point: point["accuracy"]), curve[-1]
     return {
-        "seconds": curve[-1]["seconds"],
+        "steps": last["steps"],
+        "seconds": last["seconds"],
+        "seconds_per_epoch": last["seconds"] / last["epoch"],
         "epochs_to_target": reached["epoch"] if reached else None,
+        "steps_to_target": reached["steps"] if reached else None,
         "seconds_to_target": reached["seconds"] if reached else None,
-        "final_accuracy": curve[-1]["accuracy"],
-        "best_accuracy": max(point["accuracy"] for point in curve),
+        "final_accuracy": last["accuracy"],
+        "best_accuracy": best["accuracy"],
+        "best_epoch": best["epoch"],
+        "test_accuracy": best["test_accuracy"],
     }
+
+
+def critical_batch(summary: Sequence[SizeSummary]) -> float | None:
+    """Return the batch size that needs twice the samples of the smallest, in samples; None where too little is known.
+
+    Samples to the target grow with the batch size B as E = E_min (1 + B / B_crit): McCandlish, Kaplan, Amodei and
+    others 2018, equation 2.7 with S = E / B; a line through at least three sizes, by their relative errors.
+    """
+    known = [(one.batch_size, one.samples_to_target[0]) for one in summary if one.samples_to_target]
+    if len(known) < 3:
+        return None
+    lines = np.array([[1 / samples, size / samples] for size, samples in known])
+    least, slope = np.linalg.lstsq(lines, np.ones(len(known)), rcond=None)[0]
+    return float(least / slope) if least > 0 and slope > 0 else None
 
 
 def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
@@ -237,8 +268,10 @@ def summarize_sizes(rows: Sequence[SizeRow]) -> list[SizeSummary]:
                 batch_size=size,
                 runs=len(mine),
                 reached=len(times),
+                samples_to_target=_spread([size * row.steps_to_target for row in mine if row.steps_to_target]),
                 seconds_to_target=_spread(times),
                 final_accuracy=_spread([row.final_accuracy for row in mine]),
+                test_accuracy=_spread([row.test_accuracy for row in mine]),
                 seconds=_spread([row.seconds for row in mine]),
                 noise_scale=_spread([row.noise_scale for row in mine]),
             )
@@ -302,6 +335,7 @@ class Comparison(Generic[AnyRow]):
     about: dict[str, Any]  # what is the same for all rows
     rows: Sequence[AnyRow]
     summary: Sequence[SizeSummary] | None = None  # of batch sizes, over the seeds
+    critical_batch: float | None = None  # of batch sizes, in samples
     written: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -310,6 +344,7 @@ class Comparison(Generic[AnyRow]):
         data["rows"] = [row.to_dict() for row in self.rows]
         if self.summary is not None:
             data["summary"] = [asdict(one) for one in self.summary]
+            data["critical_batch"] = self.critical_batch
         return {**data, "written": list(self.written)}
 
     def table(self) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,117 @@
+"""Training over whole epochs: accuracy after each, its time, and the noise of the gradient on the way."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofit.models.batch_norm import batch_norms
+
+if TYPE_CHECKING:
+    from zerofit.compare.benchmark_task import BenchmarkTask
+
+NOISE_EVERY = 8  # steps between measurements of the gradient's noise
+
+
+class Epochs:
+    """The epochs of one process; the first rank evaluates after each, for which no time is counted.
+
+    An epoch ends with the step that completes it, so that every size sees as many samples, but for less than a batch.
+    Every other validation sample is kept apart for a test score, which no choice of an epoch or a size may look at.
+    """
+
+    def __init__(self) -> None:
+        self._noise = Noise()
+        self._curve: list[dict[str, Any]] = []
+
+    def batches(
+        self, work: BenchmarkTask, model: nn.Module, optimizer: torch.optim.Optimizer, share: int, of: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and targets of this share of every batch, phase by phase."""
+        seconds, step, start, epoch = 0.0, 0, 0, 0
+        epochs = sum(count for count, _, _ in work.job.phases)
+        for count, batch, lr in work.job.phases:
+            optimizer.param_groups[0]["lr"] = lr
+            for _ in range(count):
+                epoch += 1
+                while start < epoch * work.samples:
+                    x, y = work.batch(start + share * (batch // of), batch // of)
+                    measured = of == 1 and step % NOISE_EVERY == 0
+                    if measured:
+                        self._noise.of_half(work, model, x, y)
+                    began = _now(work)
+                    yield x, y
+                    seconds += _now(work) - began
+                    if measured:
+                        self._noise.of_whole(model)
+                    start, step = start + batch, step + 1
+                    work.progress(f"epoch {epoch} of {epochs}, step {step}")
+                if work.rank == 0:
+                    self._look(work, model, {"epoch": epoch, "steps": step, "samples": start, "seconds": seconds})
+
+    def _look(self, work: BenchmarkTask, model: nn.Module, done: dict[str, float]) -> None:
+        count = work.eval_samples
+        test = work.evaluate(model, range(1, count, 2))["accuracy"] if count > 1 else None
+        self._curve.append({**done, **work.evaluate(model, range(0, count, 2)), "test_accuracy": test})
+
+    def told(self) -> dict[str, Any]:
+        """Return what was seen after each epoch, and the noise scale; nothing on other ranks than the first."""
+        return {"curve": self._curve, "noise_scale": self._noise.scale} if self._curve else {}
+
+
+def _now(work: BenchmarkTask) -> float:
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
+    return time.perf_counter()
+
+
+class Noise:
+    """The simple noise scale: the batch size at which a gradient's noise is as large as the gradient.
+
+    McCandlish, Kaplan, Amodei and others, "An Empirical Model of Large-Batch Training" (2018), appendix A.1: from the
+    gradient's squared norm over a whole batch and over its half, both averaged over many steps.
+    """
+
+    def __init__(self) -> None:
+        self._half, self._whole, self._sizes = list[float](), list[float](), (0, 0)
+
+    def of_half(self, work: BenchmarkTask, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Measure the gradient over the first half of a batch; it is not trained with, and running statistics stay."""
+        half = len(x) // 2
+        if half == 0:
+            return
+        norms = batch_norms(model)
+        for module in norms:
+            module.track_running_stats = False
+        model.zero_grad()
+        work.loss(model(x[:half]), y[:half]).backward()
+        for module in norms:
+            module.track_running_stats = True
+        self._half.append(_squared_norm(model))
+        self._sizes = (half, len(x))
+
+    def of_whole(self, model: nn.Module) -> None:
+        """Measure the gradient over the same batch, which is there by now."""
+        if len(self._whole) < len(self._half):
+            self._whole.append(_squared_norm(model))
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in samples; None where the gradient is lost in the noise, or nothing was measured."""
+        if not self._whole:
+            return None
+        small, large = self._sizes
+        of_small, of_large = (sum(values) / len(values) for values in (self._half, self._whole))
+        squared = (large * of_large - small * of_small) / (large - small)  # of the true gradient
+        spread = (of_small - of_large) / (1 / small - 1 / large)  # trace of the covariance of one sample's
+        scale = spread / squared if squared > 0 else math.inf
+        return scale if 0 < scale < math.inf else None
+
+
+def _squared_norm(model: nn.Module) -> float:
+    return sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
