@@ -15,6 +15,7 @@ from zerofit.spec.run import RunRequest, load_run
 
 if TYPE_CHECKING:
     from zerofit.app.comparing.comparisons import ScaleLr
+    from zerofit.app.comparing.laboratory import Laboratory
     from zerofit.app.comparing.rows import Comparison, ScalingRow, SizeRow, SizeSummary, StrategyRow
 
 FIELDS = ("model_args", "data", "data_root", "image_size", "seq_len", "tokenizer", "seed")  # of a run
@@ -176,6 +177,27 @@ def scaling(model: str, as_json: bool, anyway: bool, strategy: str, **options: A
     answer_watched(work, as_json, show_scaling)
 
 
+@compare.command(name="all")
+@click.argument("model", default="lenet")
+@click.option("--target", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="accuracy")
+@click.option("--seeds", type=POSITIVE, default=3, show_default=True, help="runs of each batch size")
+@click.option("--epochs", type=POSITIVE, default=10, show_default=True, help="of every run of a batch size")
+@run_options((*FIELDS, "ranks"))
+@step_options
+@common_options
+def all_experiments(model: str, as_json: bool, anyway: bool, target: float, seeds: int, **options: Any) -> None:
+    """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
+
+    --lr is that of --global-batch. The same command goes on after a kill.
+    """
+    from zerofit.app.comparing.laboratory import compare_all
+
+    def work(events: EventConsole) -> Laboratory:
+        return compare_all(_asked(model, options), target=target, seeds=seeds, anyway=anyway, on_event=events)
+
+    answer_watched(work, as_json, show_laboratory)
+
+
 def _asked(model: str, options: dict[str, Any]) -> RunRequest:
     return load_run(None, {"model": model, **given(options)})
 
@@ -201,31 +223,32 @@ def show_strategies(result: Comparison[StrategyRow]) -> None:
 
 def show_sizes(result: Comparison[SizeRow]) -> None:
     """Print all runs, each size over its seeds, which one was first, and where larger ones stop helping."""
-    console, summary = _print_rows(result), result.summary or ()
-    target = f"{result.about['target']:.1%}"
-    names = ("batch size", f"reached {target}", "seconds to it", "samples to it", "final accuracy", "test accuracy")
-    table = make_table(*names, "noise scale")
-    for size in summary:
-        row = [f"{size.reached} of {size.runs}", _range(size.seconds_to_target, ".1f")]
-        row += [_range(size.samples_to_target, ",.0f"), _range(size.final_accuracy, ".1%")]
-        row += [_range(size.test_accuracy, ".1%"), _range(size.noise_scale, ",.0f")]
-        table.add_row(str(size.batch_size), *row)
+    console, target = _print_rows(result), f"{result.about['target']:.1%}"
+    names, rows = result.short_table()
+    table = make_table(*names)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     if result.critical_batch:
         words = f"critical batch size: {result.critical_batch:,.0f} samples, which take twice the samples to {target}"
         console.print(f"{words} that the smallest batches take")
-    console.print(_first(summary, target, result.about["epochs"]), style="bold")
+    console.print(_first(result.summary or (), target, result.about["epochs"]), style="bold")
     _print_files(console, result)
+
+
+def show_laboratory(result: Laboratory) -> None:
+    """Print what was asked, how many rows answer it, and where the page is."""
+    console = out(WIDTH)
+    for done in result.experiments:
+        rows = done.compared.rows
+        ran = sum(row.status == "ok" for row in rows)
+        console.print(f"{done.experiment.name}: {done.experiment.question} {ran} of {len(rows)} rows have figures")
+    console.print(f"written: {result.written[0]}", soft_wrap=True)
 
 
 def show_scaling(result: Comparison[ScalingRow]) -> None:
     """Print weak and strong scaling."""
     _print_files(_print_rows(result), result)
-
-
-def _range(figures: Sequence[float] | None, form: str) -> str:
-    """Return "median (least to most)"."""
-    return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
 
 
 def _first(summary: Sequence[SizeSummary], target: str, epochs: int) -> str:

@@ -238,10 +238,8 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     if missed:
         first[0].set_title("not reached: " + ", ".join(map(str, missed)), fontsize=8, loc="right")
     _epoch_curves(second[0], sizes, rows)
-    _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN)
+    _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN, "linear")
     _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds an epoch", RED)
-    for axes in (*first, third[0]):
-        axes.set_yscale("log")
     if any(row["noise_scale"] for row in rows):
         _spread(third[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
     else:  # measured on one rank alone
@@ -258,10 +256,12 @@ def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
     _plain(axes)
 
 
-def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str) -> None:
+def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log") -> None:
     """Draw each run as a dot, medians joined."""
     known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
-    axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5) if known else None
+    if known:
+        axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5)
+        axes.set_yscale(scale)
     there = [size for size in sizes if any(size == one for one, _ in known)]
     axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
     axes.set_xscale("log", base=2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
@@ -83,7 +84,7 @@ def compare_strategies(
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
     own = {"slow": {str(rank): times for rank, times in (slow or {}).items()}, "straggle": straggle, "target": target}
-    job, parameters = _resolve(asked, set(STEPPED), problems, report, **own)
+    job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report, **own)
     identity = {"job": vars(job), "strategies": [one.name for one in chosen], **_code(job.model)}
     store = RowStore(asked.run.output, "strategies", identity)
     gate = StateGate(parameters=parameters, folder=store.folder, anyway=anyway)
@@ -127,22 +128,22 @@ def compare_sizes(
     [64]
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
-    epochs = asked.run.epochs or SIZE_EPOCHS
-    if epochs != int(epochs):
-        problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
+    epochs = whole_epochs(asked, SIZE_EPOCHS, problems)
     ranks = {size: max(1, size // per_rank) if per_rank else 1 for size in sizes}
     _check_sizes(ranks, epochs, per_rank, finish, problems)
     own = {"ranks": max(ranks.values()), "global_batch": max(sizes)}
     own["eval_samples"] = asked.run.eval_samples or ALL_SAMPLES
-    job, parameters = _resolve(asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own)
+    job, parameters, _ = resolve_comparison(
+        asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own
+    )
     question = {"sizes": list(sizes), "scale_lr": scale_lr, "per_rank": per_rank, "finish": finish, "seeds": seeds}
     question |= {"target": target, "epochs": epochs}
     store = RowStore(asked.run.output, "batch-size", {"job": vars(job), **question, **_code(job.model)})
     gate, rows = StateGate(parameters=parameters, folder=store.folder, anyway=anyway), []
 
-    def phase(size: int, count: float) -> tuple[int, int, float]:
+    def phase(size: int, count: int) -> tuple[int, int, float]:
         times = size / min(sizes)
-        return int(count), size, job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
+        return count, size, job.lr * {"none": 1.0, "linear": times, "sqrt": math.sqrt(times)}[scale_lr]
 
     end = [phase(*finish)] if finish else []
     for size in sizes:
@@ -182,16 +183,14 @@ def compare_scaling(
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
         message, hint = f"{strategy} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
         problems.add("strategy", message, hint, "--strategy")
-    job, parameters = _resolve(asked, set(STEPPED), problems, report)
-    for mode, count in _ladder(job.ranks):
-        if mode == "strong" and job.global_batch % count:
-            message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
-            problems.add("batch-size", message, f"take a multiple of {count} and of {job.ranks}", "--global-batch")
+    job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report)
+    check_counts(job, problems)
     problems.raise_if_any()
     assert chosen
     store = RowStore(asked.run.output, "scaling", {"job": vars(job), "strategy": strategy, **_code(job.model)})
     gate, rows = StateGate(parameters=parameters, folder=store.folder, anyway=anyway), []
-    for mode, ranks in _ladder(job.ranks):
+    modes: tuple[Mode, ...] = ("weak", "strong")
+    for mode, ranks in product(modes, rank_counts(job.ranks)):
         batch = job.global_batch // job.ranks * ranks if mode == "weak" else job.global_batch
         one = replace(job, strategy=strategy, ranks=ranks, global_batch=batch)
         measured = _measure(chosen, one, store, f"{mode}-{ranks}", gate, report)
@@ -200,12 +199,25 @@ def compare_scaling(
     return Comparison(kind="scaling", about=about, rows=against_one_rank(rows)).write(store.folder)
 
 
-def _ladder(most: int) -> Iterator[tuple[Mode, int]]:
-    """Yield powers of two up to the most, and the most itself; each weak and strong."""
-    counts = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
-    for mode in ("weak", "strong"):
-        for count in counts:
-            yield mode, count
+def whole_epochs(asked: RunRequest, usual: int, problems: Problems) -> int:
+    """Return the epochs of a run; a part of one is a problem."""
+    epochs = asked.run.epochs or usual
+    if epochs != int(epochs):
+        problems.add("bad-value", f"epochs: {epochs} is not a whole number", "take 1 or more", asked.place("epochs"))
+    return int(epochs)
+
+
+def rank_counts(most: int) -> list[int]:
+    """Return the powers of two up to the most ranks, and the most itself."""
+    return sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
+
+
+def check_counts(job: CompareJob, problems: Problems) -> None:
+    """Add a problem for every number of ranks that cannot share the batch evenly."""
+    for count in rank_counts(job.ranks):
+        if job.global_batch % count:
+            message = f"--global-batch {job.global_batch} cannot be split evenly over {count} of the ranks"
+            problems.add("batch-size", message, f"take a multiple of {count} and of {job.ranks}", "--global-batch")
 
 
 def _measure(
@@ -262,7 +274,7 @@ def _chosen(names: Sequence[str], place: str, problems: Problems) -> list[Strate
     return [one for one in STRATEGIES.values() if one.name in names or one.name == "single"]
 
 
-def _resolve(
+def resolve_comparison(
     asked: RunRequest,
     taken: set[str],
     problems: Problems,
@@ -270,8 +282,8 @@ def _resolve(
     size_place: str = "--global-batch",
     has_accuracy: bool = False,
     **own: Any,
-) -> tuple[CompareJob, int]:
-    """Return the job of a run and its model's parameters, with its data opened once.
+) -> tuple[CompareJob, int, int]:
+    """Return the job of a run, its model's parameters and its training samples, with its data opened once.
 
     `taken` are the fields of the run that this comparison takes beside the common ones, `own` values of the job.
     Raises UserError with all that is wrong, `problems` so far included.
@@ -310,11 +322,11 @@ def _resolve(
         problems.add("batch-size", message, "take a smaller batch", size_place)
     problems.raise_if_any()
     settled = {"data": opened.run.data, "seq_len": opened.run.seq_len, "tokenizer": opened.run.tokenizer}
-    return replace(job, **settled), opened.facts.parameters
+    return replace(job, **settled), opened.facts.parameters, len(opened.data.train)
 
 
 def _check_sizes(
-    ranks: Mapping[int, int], epochs: float, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
+    ranks: Mapping[int, int], epochs: int, per_rank: int | None, finish: tuple[int, int] | None, problems: Problems
 ) -> None:
     """Hold sizes against --per-rank and --finish; `ranks` by size."""
     for size in ranks:
@@ -325,8 +337,8 @@ def _check_sizes(
         message = f"--finish: {finish[0]} samples cannot be split evenly over {max(ranks.values())} ranks"
         problems.add("batch-size", message, f"take a multiple of {math.lcm(*ranks.values())}", "--finish")
     if finish and not 0 < finish[1] < epochs:
-        message = f"--finish {finish[0]}={finish[1]}: a run has {epochs:g} epochs"
-        hint = f"take 1 to {epochs - 1:g}" if epochs > 1 else "raise --epochs"
+        message = f"--finish {finish[0]}={finish[1]}: a run has {epochs} epochs"
+        hint = f"take 1 to {epochs - 1}" if epochs > 1 else "raise --epochs"
         problems.add("bad-value", message, hint, "--finish")
 
 

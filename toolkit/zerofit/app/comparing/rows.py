@@ -284,6 +284,10 @@ def _spread(values: Sequence[float | None]) -> list[float] | None:
     return [statistics.median(known), min(known), max(known)] if known else None
 
 
+def _shown_spread(figures: Sequence[float] | None, form: str) -> str:
+    return "-" if figures is None else "{0:{3}} ({1:{3}} to {2:{3}})".format(*figures, form)
+
+
 def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]:
     """Return status and reason: those of the process that knew why, before those of the ones it took along."""
     order: tuple[tuple[str, Status], ...] = (
@@ -354,6 +358,20 @@ class Comparison(Generic[AnyRow]):
             figures = cells(self.kind, row.to_dict()) if row.status == "ok" else [row.status]
             rows.append([self.name_of(row), *figures])
         return [FIRST[self.kind].replace("_", " "), *(label for label, _, _ in COLUMNS[self.kind])], rows
+
+    def short_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the table of all rows, or of batch sizes over their seeds: the median and, in brackets, the range."""
+        if self.summary is None:
+            return self.table()
+        target = f"{self.about['target']:.1%}"
+        names = ["batch size", f"reached {target}", "seconds to it", "samples to it", "final accuracy"]
+        rows = []
+        for one in self.summary:
+            figures = [(one.seconds_to_target, ".1f"), (one.samples_to_target, ",.0f"), (one.final_accuracy, ".1%")]
+            figures += [(one.test_accuracy, ".1%"), (one.noise_scale, ",.0f")]
+            first = [str(one.batch_size), f"{one.reached} of {one.runs}"]
+            rows.append(first + [_shown_spread(found, form) for found, form in figures])
+        return [*names, "test accuracy", "noise scale"], rows
 
     def name_of(self, row: AnyRow) -> str:
         """Return the first cell of a row."""

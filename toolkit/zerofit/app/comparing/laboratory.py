@@ -1,0 +1,177 @@
+"""The laboratory: every experiment with one model, each in a folder of its own, and one page about all of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from zerofit.app.comparing.comparisons import (
+    COMMON,
+    STEPPED,
+    check_counts,
+    compare_scaling,
+    compare_sizes,
+    compare_strategies,
+    rank_counts,
+    resolve_comparison,
+    whole_epochs,
+)
+from zerofit.app.comparing.rows import Comparison, RowStore
+from zerofit.compare.job import CompareJob
+from zerofit.report.laboratory import Section, write_laboratory
+from zerofit.spec.errors import Problems
+from zerofit.spec.events import OnEvent, Reporter
+from zerofit.spec.run import Run, RunRequest
+
+COMPARISONS: dict[str, Callable[..., Comparison[Any]]] = {
+    "strategies": compare_strategies,
+    "scaling": compare_scaling,
+    "batch-size": compare_sizes,
+}
+UNEQUAL = ["ddp", "parameter-server", "parameter-server-async", "parameter-server-ssp", "backup-workers"]
+SLOW = 4.0  # times as long as others the last rank's steps take
+LAST_SIZE, LAST_SHARE = 16, 5  # small batches at the end of a run, for a fifth of its epochs
+LABORATORY_EPOCHS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment: what is asked of which comparison."""
+
+    name: str  # its folder
+    question: str
+    kind: str
+    options: Mapping[str, Any]  # fields of the run, and options of the comparison
+
+
+class Done(NamedTuple):
+    """An experiment that was done."""
+
+    experiment: Experiment
+    command: str  # that does it by itself
+    compared: Comparison[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laboratory:
+    """All experiments, in their order, and the page about them."""
+
+    experiments: Sequence[Done]
+    written: Sequence[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `zerofit compare all --json` prints."""
+        found = [
+            {"name": one.name, "question": one.question, "command": command, **compared.to_dict()}
+            for one, command, compared in self.experiments
+        ]
+        return {"kind": "all", "experiments": found, "written": list(self.written)}
+
+
+def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: float) -> Iterator[Experiment]:
+    """Yield all experiments for a job's ranks, batch and learning rate, with so many training samples."""
+    counts = rank_counts(job.ranks)
+    steps = {"global_batch": job.global_batch, "steps": job.steps, "lr": job.lr}
+    for ranks in counts:
+        question = f"What does each way to train cost on {ranks} rank{'s' if ranks > 1 else ''}, and what does it send?"
+        options = {"ranks": ranks, **steps}
+        yield Experiment(name=f"strategies-{ranks}", question=question, kind="strategies", options=options)
+    question = "How far does data parallelism scale, with a batch that grows and with one that does not?"
+    yield Experiment(name="scaling", question=question, kind="scaling", options={"ranks": job.ranks, **steps})
+    study = {"target": target, "seeds": seeds, "epochs": epochs}
+    sizes = [4**n for n in range(samples.bit_length()) if 4**n < samples] + [samples]
+    rules = {"none": ("a fixed", 1.0), "linear": ("a proportional", 1.0 / job.global_batch)}
+    rules["sqrt"] = ("a square-root", job.global_batch**-0.5)
+    for rule, (words, times) in rules.items():  # at the job's batch all have its learning rate
+        question = f"Which batch size is first, with {words} learning rate?"
+        options = {"sizes": sizes, "scale_lr": rule, "lr": job.lr * times, **study}
+        yield Experiment(name=f"batch-size-{rule}", question=question, kind="batch-size", options=options)
+    larger = [size for size in sizes if size > LAST_SIZE]
+    last = max(1, epochs // LAST_SHARE)
+    if larger and epochs > last:
+        question = "Do small batches at the end help large ones?"
+        options = {"sizes": larger, "finish": (LAST_SIZE, last), "lr": job.lr, **study}
+        yield Experiment(name="batch-size-finish", question=question, kind="batch-size", options=options)
+    question = "Does a model learn as well on more ranks, with a batch and a learning rate that grow with them?"
+    sizes = [job.global_batch * count for count in counts if job.global_batch * count <= samples]
+    options = {"sizes": sizes, "per_rank": job.global_batch, "scale_lr": "linear", "lr": job.lr, **study}
+    yield Experiment(name="ranks", question=question, kind="batch-size", options=options)
+    if job.ranks > 1:
+        question = f"When does it pay to wait for nobody? One rank takes {SLOW:g} times as long."
+        unequal = {"strategies": UNEQUAL, "slow": {job.ranks - 1: SLOW}, "target": target}
+        options = {"ranks": job.ranks, **steps, **unequal}
+        yield Experiment(name="unequal", question=question, kind="strategies", options=options)
+
+
+def compare_all(
+    run: Run | RunRequest,
+    *,
+    target: float = 0.9,
+    seeds: int = 3,
+    anyway: bool = False,
+    on_event: OnEvent | None = None,
+) -> Laboratory:
+    """Do every experiment with a model, and write one page about all of them into `run.output`.
+
+    The same call goes on after a kill, and keeps what was measured.
+
+    Args:
+        run: the model, data, ranks, global batch, steps, epochs, learning rate (of the global batch) and seed.
+        target: validation accuracy.
+        seeds: runs of each batch size.
+        anyway: start what cannot fit into the memory that is free, too.
+        on_event: hears the progress, and each row (kind "result") when it is measured.
+
+    Raises UserError with everything that is wrong.
+    """
+    report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
+    job, _, samples = resolve_comparison(asked, {*STEPPED, "epochs"}, problems, report, has_accuracy=True)
+    check_counts(job, problems)
+    epochs = whole_epochs(asked, LABORATORY_EPOCHS, problems)
+    problems.raise_if_any()
+    study = {"target": target, "seeds": seeds, "epochs": epochs}
+    store = RowStore(asked.run.output, "all", {"job": vars(job), **study})
+    common = {name: getattr(asked.run, name) for name in asked.places if name in COMMON - {"lr"}}
+    done = []
+    for one in experiments(job, samples, **study):
+        report.status(f"{one.name}: {one.question}")
+        of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
+        options = {name: value for name, value in one.options.items() if name not in of_run}
+        mine = Run(**common | of_run, output=store.folder_of(one.name))
+        compared = COMPARISONS[one.kind](mine, **options, anyway=anyway, on_event=on_event)
+        done.append(Done(one, command(one, common), compared))
+    sections = [
+        Section(one.experiment.question, one.command, store.folder_of(one.experiment.name), *one.compared.short_table())
+        for one in done
+    ]
+    devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
+    title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"
+    return Laboratory(experiments=done, written=[str(write_laboratory(store.folder, title, sections))])
+
+
+def command(one: Experiment, common: Mapping[str, Any]) -> str:
+    """Return the command line that does an experiment by itself; `common` are the run's fields of all experiments."""
+    words = ["zerofit", "compare", one.kind, common.get("model", Run().model)]
+    for name, value in {**common, **one.options}.items():
+        if name != "model":
+            words += [word for text in _texts(value) for word in (f"--{name.replace('_', '-')}", text)]
+    return shlex.join(words)
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the values of an option: several where it is given more than once."""
+    match value:
+        case dict() if all(isinstance(key, int) for key in value):
+            return [f"{key}={one:g}" for key, one in value.items()]
+        case dict():
+            return [json.dumps(value)]
+        case list():
+            return [",".join(map(str, value))]
+        case tuple():
+            return ["=".join(map(str, value))]
+        case float():
+            return [f"{value:.6g}"]
+    return [str(value)]

@@ -1,0 +1,51 @@
+"""The page about all experiments of a laboratory, in Markdown: question, command, table and picture of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zerofit.spec.files import write_text
+from zerofit.spec.local_machine import versions
+
+PAGE = """# {{ title }}
+
+Made with {{ versions }}. Below each question stands the command that answers it alone.
+{% for one in sections %}
+## {{ one.question }}
+
+```bash
+{{ one.command }}
+```
+
+| {{ one.columns | join(" | ") }} |
+|{{ "---|" * (one.columns | length) }}
+{% for row in one.rows -%}
+| {{ row | join(" | ") }} |
+{% endfor %}
+![{{ one.question }}]({{ one.folder.relative_to(home) }}/comparison.png)
+
+[page]({{ one.folder.relative_to(home) }}/comparison.html), [figures]({{ one.folder.relative_to(home) }}/results.json)
+{% endfor %}"""
+
+
+class Section(NamedTuple):
+    """One experiment."""
+
+    question: str
+    command: str
+    folder: Path  # of its comparison
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def write_laboratory(folder: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write README.md, which shows the experiments' pictures out of their folders; return its path."""
+    from jinja2 import Environment
+
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    text = Environment(keep_trailing_newline=True).from_string(PAGE)
+    path = folder / "README.md"
+    write_text(path, text.render(title=title, versions=used, sections=sections, home=folder))
+    return path
