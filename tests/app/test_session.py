@@ -47,7 +47,8 @@ if len(sys.argv) > 2:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     recorded = [__import__("json").loads(line)["loss"] for line in open("run/metrics.jsonl")]
     torch.testing.assert_close(torch.tensor(recorded), torch.tensor(losses), rtol=1e-5, atol=1e-6)
-print("ENDED", session.result.steps, session.result.world_size, session.result.resumed_from)
+if dist.get_rank() == 0:
+    print("ENDED", session.result.steps, session.result.world_size, session.result.resumed_from)
 """
 
 
