@@ -74,3 +74,10 @@ def test_the_table_of_trainings_has_the_forecasts_errors():
     assert lines[2] == "| x | 1.00 GiB | 2.000 s | +1.00% |  |  | -10.00% |"
     assert lines[3].startswith("| y | out of memory |")
     assert lines[-1].endswith("| 1.00% (1.0%) |  |  | 10.00% (10.0%) |")
+    cases["x"] |= {"forecast": {"kernels": {"product": 0.5}}}
+    cases["x"]["real"] |= {"kernels": {"product": 0.4, "copy": 0.01}}
+    assert TABLES["training"](cases)[-3:] == [
+        "| ms of a step: forecast / measured | product | copy |",
+        "| --- | --- | --- |",
+        "| x | 500.0 / 400.0 | - / 10.0 |",
+    ]

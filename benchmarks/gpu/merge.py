@@ -95,7 +95,24 @@ def _training(cases: dict[str, Any]) -> list[str]:
         rows.append(row)
     medians = [f"{statistics.median(s):.2%} ({max(s):.1%})" if s else "" for s in sizes.values()]
     head = ["run", "allocated", "step", *(f"forecast's error: {title}" for title in names.values())]
-    return _table(head, [*rows, ["median (largest)", "", "", *medians]])
+    return [*_table(head, [*rows, ["median (largest)", "", "", *medians]]), *_kernels(cases)]
+
+
+def _kernels(cases: dict[str, Any]) -> list[str]:
+    """Return a table of kernels' seconds by class in a step of each run: forecast / measured, in milliseconds."""
+    both = {
+        case: (answer["forecast"]["kernels"], answer["real"]["kernels"])
+        for case, answer in cases.items()
+        if "real" in answer and "kernels" in answer.get("forecast", {})
+    }
+    if not both:
+        return []
+    kinds = list(dict.fromkeys(kind for pair in both.values() for one in pair for kind in one))
+    rows = [
+        [case, *(" / ".join(f"{1e3 * one[kind]:.1f}" if kind in one else "-" for one in pair) for kind in kinds)]
+        for case, pair in both.items()
+    ]
+    return ["", *_table(["ms of a step: forecast / measured", *kinds], rows)]
 
 
 def _edges(cases: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,15 +17,16 @@ from benchmarks.meter.configurations import MODELS as SMALL
 from benchmarks.meter.configurations import options, target
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.inputs import ImageInputs
+from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.rates import rates_of
+from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.space import Degrees
 from zerofit.plan.time import Timer
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Savings
+from zerofit.spec.profile import Profile, Savings, setting
 
 from .part import Measure
 from .rank import train
@@ -103,7 +105,7 @@ def _simulated(case: str, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _planned(asked: SimulationTarget) -> dict[str, Any]:
-    """Return the time of a step by `zerofit plan`, with its parts; None on a CPU that was not calibrated."""
+    """Return the time of a step by `zerofit plan`, and of its kernels; None on a CPU that was not calibrated."""
     job, cluster = asked.job, here()
     calibration = read_calibration(cluster.device.kind)
     if cluster.on_cpu and calibration is None:
@@ -122,8 +124,19 @@ def _planned(asked: SimulationTarget) -> dict[str, Any]:
         savings=Savings.of(job.run),
     )
     profile, _ = get_profile(wanted, Reporter())
-    timing = Timer(profile, cluster, rates_of(cluster, job.precision, calibration)).step(PlannedLayout.of(job))
-    return {"step_s": timing.step_s}
+    rates, layout = rates_of(cluster, job.precision, calibration), PlannedLayout.of(job)
+    return {"step_s": Timer(profile, cluster, rates).step(layout).step_s, "kernels": _kernels(profile, layout, rates)}
+
+
+def _kernels(profile: Profile, layout: PlannedLayout, rates: Rates) -> dict[str, float]:
+    """Return the forecast seconds of one step's kernels by class, without the engine's own (optimizer, collectives)."""
+    costs = profile.costs[setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)]
+    found: defaultdict[str, float] = defaultdict(float)
+    for layer, cost in zip(profile.layers, costs, strict=True):
+        for kernel in (*cost.forward_kernels, *cost.backward_kernels):
+            times = layer.count * layout.accumulation
+            found[kernel.kind] += times * kernel_s(kernel, layout.micro_batch, rates)
+    return {kind: round(seconds, 6) for kind, seconds in sorted(found.items())}
 
 
 def here() -> Cluster:
