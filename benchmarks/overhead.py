@@ -138,10 +138,11 @@ class Contender:
 def started(name: str, plan: Path, ranks: int, machine: Machine) -> Iterator[Contender]:
     """A contender's ranks behind the deepspeed launcher; none is left afterwards."""
     log = plan.with_name(f"{name}.log")
+    paths = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))  # zerofit may lie on it
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*launcher(ranks, free_port()), str(HERE / "contenders.py"), name, str(plan)],
-            env=environment(machine.accelerator, machine.cores, ranks) | {"PYTHONPATH": str(HERE)},
+            env=environment(machine.accelerator, machine.cores, ranks) | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
