@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
@@ -14,6 +14,7 @@ from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
+from zerofit.data.mixing import ErasedImages
 from zerofit.data.stream import open_stream
 from zerofit.data.synthetic import (
     open_synthetic_images,
@@ -29,6 +30,7 @@ from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
+from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_text
 from zerofit.spec.run import Run
 
@@ -145,11 +147,13 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     """
     name = run.data or default_data(task)
     check_task(name, task)
+    if run.image_sizes:
+        run = run.model_copy(update={"image_size": ImageSizes.parse(run.image_sizes).largest})
     word, argument = split_name(name)
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)
     if not is_text(task):
-        return IMAGE_SOURCES[word](name, run, task, progress)
+        return _with_erasing(IMAGE_SOURCES[word](name, run, task, progress), run, task)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
@@ -174,6 +178,12 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
     assert isinstance(source, TextSource)
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
+
+
+def _with_erasing(data: Data, run: Run, task: Task) -> Data:
+    if task != "image" or not run.random_erasing:
+        return data
+    return replace(data, train=ErasedImages(images=data.train, odds=run.random_erasing))
 
 
 def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:

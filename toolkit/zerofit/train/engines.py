@@ -32,6 +32,7 @@ from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.averaging import AveragedWeights
 from zerofit.train.build import (
     batch_norm_in_fp32,
     build_from_seed,
@@ -227,6 +228,7 @@ class ZeroTrainer(EngineTrainer):
         chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
         self._head = head_loss(self.engine.module, chunk, inside=True)
         self._excess, self._balance = _sequence_parallel_excess(job), RouterBalance(self.engine.module)
+        self.averaged = AveragedWeights(self, job.run.ema) if job.run.ema else None
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
@@ -237,6 +239,8 @@ class ZeroTrainer(EngineTrainer):
             self.engine.backward(loss if self._excess == 1 else loss / self._excess)
             self.engine.step()
             losses.append(loss.detach().float())
+        if self.averaged:
+            self.averaged.update()
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -303,7 +307,8 @@ class ZeroTrainer(EngineTrainer):
         if self._head:
             loss = found * batch["weight"]
         else:
-            loss = weighted_cross_entropy(found, labels, batch["weight"], self.job.run.loss_chunk)
+            run = self.job.run
+            loss = weighted_cross_entropy(found, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:
@@ -349,7 +354,8 @@ class ZeroTrainer(EngineTrainer):
 
         Under sequence parallelism they are the rank's slice, with positions.
         """
-        x, *others, labels = (self._moved(batch[key]) for key in self._keys)
+        x, *others = (self._moved(batch[key]) for key in self._keys[:-1])
+        labels = batch["labels"].to(self.device, non_blocking=True)  # probabilities of mixed images stay float32
         if self.job.layout.sp == 1:
             return x, labels, dict(zip(self._keys[1:-1], others, strict=True))
         mine = own_tokens(x.shape[1], self.job.layout, self.coords)

@@ -12,9 +12,12 @@ from torch.nn import functional
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None) -> Tensor:
+def weighted_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Return weight x the sum of cross entropies over targets; logits (..., classes), labels (...), in float32.
 
+    Labels of floats are (..., classes): probabilities, as of mixed images. `smoothing`: see torch's label_smoothing.
     With weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch, the engine's
     mean over micro batches and ranks is exactly the mean over all targets, however they are spread. With `chunk`, only
     so many targets' logits are in float32 at a time.
@@ -22,6 +25,11 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | floa
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight
     flat = logits.reshape(-1, logits.shape[-1]).float()  # (targets, classes)
+    if labels.is_floating_point():
+        return functional.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing) * weight
+    if smoothing:
+        how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
+        return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **how) * weight
     if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored: the mean, a kernel less
         return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
