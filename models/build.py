@@ -36,6 +36,7 @@ from zerofit.models.inputs import (
 )
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
+from zerofit.models.pretrained import load_pretrained
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import gives_loss, is_text
@@ -84,6 +85,8 @@ def build(
             model = build_deferred(make, stored, keep)
         except NotDeferrableError:
             model = store_parameters(make(), stored, keep)
+    if source.pretrained:
+        load_pretrained(model, source, inputs)
     if checkpointing:
         _checkpoint(model)
     return model if source.partial is None else train_part(model, source.partial)

@@ -45,11 +45,13 @@ class ModelSource:
     task: Task | Literal["custom"]  # what a custom model reads shows when it is built
     path: str | None = None  # the config.json, or the pretrained folder
     partial: PartialTraining | None = None  # what of the built model is trained; None: all of it
+    pretrained: str | None = None  # file or folder of the weights that it begins with, where that is not `path`
 
 
 def source_of(run: Run) -> ModelSource:
     """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
-    return replace(find(run.model), partial=run.partial)
+    pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
+    return replace(find(run.model), partial=run.partial, pretrained=pretrained)
 
 
 def find(name: str) -> ModelSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -15,6 +15,9 @@ class ImageInputs:
     channels: int
     size: int  # height and width in pixels
     classes: int
+    # by channel, of pixels between 0 and 1: what they are scaled by; None where that is not known
+    mean: tuple[float, ...] | None = field(default=None, compare=False)
+    std: tuple[float, ...] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problems
-from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.model_facts import ModelFacts, is_image
 from zerofit.spec.run import Run, flag
 from zerofit.spec.run_folder import Layout
 
@@ -40,7 +40,7 @@ def check_averages(run: Run, layout: Layout, config: Mapping[str, Any], problems
 def check_images(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
     """Check what is done to images and their targets against the model's kind and the layout."""
     asked = [name for name in IMAGE_FIELDS if getattr(run, name)]
-    for name in asked if facts.task not in ("image", "segmentation") else ():
+    for name in asked if not is_image(facts.task) else ():
         message = f"{flag(name)}: {run.model} ({facts.task}) is no classifier of images"
         problems.add("conflict", message, "leave it out", flag(name))
     if facts.task == "gan" and run.ema:
@@ -71,4 +71,5 @@ def _check_targets(run: Run, facts: ModelFacts, problems: Problems) -> None:
     for name in [*mixed, *(["random_erasing"] if run.random_erasing else [])]:
         if facts.task == "segmentation":
             message = f"{flag(name)}: each pixel has a class of its own, which does not move with the image"
-            problems.add("conflict", message, "leave it out; crops and flips are drawn for image and mask together", flag(name))
+            hint = "leave it out; crops and flips are drawn for image and mask together"
+            problems.add("conflict", message, hint, flag(name))

@@ -15,6 +15,7 @@ from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
 from zerofit.data.mixing import ErasedImages
+from zerofit.data.published_images import as_published, published_images
 from zerofit.data.stream import open_stream
 from zerofit.data.synthetic import (
     open_synthetic_images,
@@ -147,13 +148,11 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     """
     name = run.data or default_data(task)
     check_task(name, task)
-    if run.image_sizes:
-        run = run.model_copy(update={"image_size": ImageSizes.parse(run.image_sizes).largest})
     word, argument = split_name(name)
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)
     if not is_text(task):
-        return _with_erasing(IMAGE_SOURCES[word](name, run, task, progress), run, task)
+        return _open_images(name, word, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
@@ -180,10 +179,16 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
 
 
-def _with_erasing(data: Data, run: Run, task: Task) -> Data:
-    if task != "image" or not run.random_erasing:
-        return data
-    return replace(data, train=ErasedImages(images=data.train, odds=run.random_erasing))
+def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open images in the size and scaling that pretrained weights know, where their folder says so."""
+    if task == "gan":
+        return IMAGE_SOURCES[word](name, run, task, progress)
+    published = published_images(run)
+    size = ImageSizes.parse(run.image_sizes).largest if run.image_sizes else run.image_size or published.size
+    data = IMAGE_SOURCES[word](name, run.model_copy(update={"image_size": size}), task, progress)
+    if run.random_erasing and task == "image":
+        data = replace(data, train=ErasedImages(images=data.train, odds=run.random_erasing))
+    return as_published(data, published)
 
 
 def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:

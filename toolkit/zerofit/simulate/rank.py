@@ -90,6 +90,7 @@ def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
     source = find(job.run.model)
     if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
         job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
+    job = replace(job, run=job.run.model_copy(update={"pretrained": None}))
     zero = dict(job.ds_config.get("zero_optimization", {}))
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":

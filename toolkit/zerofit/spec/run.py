@@ -72,6 +72,9 @@ class Run(BaseModel):
     # what
     model: str = _option("llama-tiny", "model name, config.json, pretrained folder or package.module:callable")
     model_args: dict[str, Any] = _option({}, "JSON object: overrides of the model's config or arguments")
+    pretrained: Path | None = _option(
+        None, "weights to begin with: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"
+    )
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
     data: str | None = _option(
         None,

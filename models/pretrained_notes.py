@@ -1,0 +1,25 @@
+"""What a user should know of how a pretrained model's weights are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerofit.models.build import build
+from zerofit.models.catalog import PRETRAINED, ModelSource
+from zerofit.models.hf_config import make_config
+from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.pretrained import drawn_anew, notes_on
+
+
+def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> list[str]:
+    """Return sentences on a head that is drawn anew and on what is left out. Raises ModelError."""
+    if source.pretrained:
+        with torch.device("meta"):
+            model = build(source, inputs, args)
+        return notes_on(model, source, inputs)
+    if source.origin != PRETRAINED or not isinstance(inputs, ImageInputs) or source.task != "image":
+        return []
+    classes = make_config(source, None, {}).num_labels
+    return [drawn_anew("its last layer", classes, str(source.path), inputs)] if classes != inputs.classes else []
