@@ -19,7 +19,15 @@ def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[s
         with torch.device("meta"):
             model = build(source, inputs, args)
         return notes_on(model, source, inputs)
-    if source.origin != PRETRAINED or not isinstance(inputs, ImageInputs) or source.task != "image":
+    classes = drawn_head(source, inputs)
+    if classes is None or not isinstance(inputs, ImageInputs):
         return []
+    return [drawn_anew("its last layer", classes, str(source.path), inputs)]
+
+
+def drawn_head(source: ModelSource, inputs: Inputs | None) -> int | None:
+    """Return the classes of a transformers image classifier's folder where the data has others; None where not."""
+    if source.origin != PRETRAINED or source.task != "image" or not isinstance(inputs, ImageInputs):
+        return None
     classes = make_config(source, None, {}).num_labels
-    return [drawn_anew("its last layer", classes, str(source.path), inputs)] if classes != inputs.classes else []
+    return classes if classes != inputs.classes else None

@@ -34,11 +34,11 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
 from zerofit.train.averaging import AveragedWeights
 from zerofit.train.build import (
-    batch_norm_in_fp32,
     build_from_seed,
     build_on_meta,
     build_whole,
     parameter_groups,
+    prepare_batch_norms,
     stored_by_engine,
 )
 from zerofit.train.expert_split import build_spread
@@ -218,8 +218,8 @@ class ZeroTrainer(EngineTrainer):
         else:
             if model is None:
                 model = build_whole(job, inputs)
-            elif job.precision != "fp32":
-                batch_norm_in_fp32(model)
+            else:
+                prepare_batch_norms(job, model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         self._named = inputs if isinstance(inputs, NamedInputs) else None
