@@ -29,6 +29,7 @@ from zerofit.models.inputs import (
     Inputs,
     NamedInput,
     NamedInputs,
+    SegmentationInputs,
     TableInputs,
     TextInputs,
     are_packed,
@@ -94,13 +95,19 @@ def build(
 
 def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
     """Raise ModelError("model-task") for inputs of another kind than the model takes."""
-    held = {ImageInputs: "images", TableInputs: "a table", TextInputs: "text"}.get(type(inputs))
+    held = {
+        ImageInputs: "images",
+        SegmentationInputs: "images with masks",
+        TableInputs: "a table",
+        TextInputs: "text",
+    }.get(type(inputs))
     for taken, does, fits in (
         (ImageInputs, "classifies images", source.task in ("image", "gan")),
+        (SegmentationInputs, "classifies pixels", source.task == "segmentation"),
         (TableInputs, "classifies rows of a table", source.task == "table"),
         (TextInputs, "reads text", is_text(source.task)),
     ):
-        if fits and held and not isinstance(inputs, taken):
+        if fits and held and type(inputs) is not taken:
             raise ModelError("model-task", f"{source.name} {does}, the data is {held}", "take other --data")
 
 
@@ -122,6 +129,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
     if not hasattr(inner, "main_input_name"):
         out = model(x, **extra)
+        out = out["out"] if isinstance(out, dict) and "out" in out else out  # torchvision's segmentation models
         return getattr(out, "logits", out), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
@@ -217,8 +225,9 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
-    if logits is not None and source.task != "gan" and logits.shape[-1] < classes:
-        message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
+    per_class = 1 if isinstance(inputs, SegmentationInputs) else -1
+    if logits is not None and source.task != "gan" and logits.shape[per_class] < classes:
+        message = f"{source.name} gives {logits.shape[per_class]} logits, the data has {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
     return counter.get_total_flops() // TRIED or None
 

@@ -40,7 +40,7 @@ class MatchedWeights:
     """A model's tensors in a file."""
 
     names: dict[str, str]  # the model's names -> the file's
-    head: str | None  # the module that has another number of classes in the file, and is drawn anew
+    head: str | None  # the layers (LR-ASPP has two) that have another number of classes in the file, and are drawn anew
     head_classes: int = 0  # of the file
     left_out: tuple[str, ...] = ()  # auxiliary heads of the file
 
@@ -105,9 +105,9 @@ def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: We
     superfluous = [name for name in names if name not in ours and name not in auxiliary]
     other = [n for n in ours if n in names and held.shapes[names[n]] != ours[n]]
     classes = inputs.classes if isinstance(inputs, ImageInputs) else None
-    owners = {name.rpartition(".")[0] for name in other}
+    owners = sorted({name.rpartition(".")[0] for name in other})
     of_head = [n for n in other if ours[n][:1] == (classes,) and held.shapes[names[n]][1:] == ours[n][1:]]
-    head = owners.pop() if len(owners) == 1 and len(of_head) == len(other) else None
+    head = ", ".join(owners) if other and len(of_head) == len(other) else None
     parts = [f"{what} {_listed(found)}" for what, found in (("lacks", missing), ("has", superfluous)) if found]
     if other and head is None:
         shown = [f"{name} {held.shapes[names[name]]} for {ours[name]}" for name in other]

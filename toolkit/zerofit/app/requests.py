@@ -12,7 +12,7 @@ from zerofit.checkpoint.model_folder import CARD, read_model_info
 from zerofit.models.catalog import ModelSource, names_callable
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TableInputs, TextInputs, are_packed
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_image
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
@@ -88,16 +88,16 @@ def assumed_inputs(
         with models_say("--input"):
             return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())
     from zerofit.models.hf_config import make_config
-    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS
+    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS, VOC
 
-    if task in ("image", "table"):
-        published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
+    if is_image(task) or task == "table":
+        published = PUBLISHED_INPUTS.get(source.name, VOC if task == "segmentation" else IMAGENET)
         if image is None:
             return published
         if isinstance(published, TableInputs):
             return TableInputs(features=_parse_features(image), classes=published.classes)
         channels, size = parse_image(image)
-        return ImageInputs(channels=channels, size=size, classes=published.classes)
+        return replace(published, channels=channels, size=size)
     config = make_config(source, None, model_args) if source.family == "transformers" else None
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
     packed = image is not None and bool(parse_input(image).packed)

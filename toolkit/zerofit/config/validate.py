@@ -195,7 +195,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "leave one of them out",
             "--mlp-chunk",
         )
-    if layout.pp > 1 and (facts.own or facts.task == "gan"):
+    if layout.pp > 1 and (facts.own or facts.task in ("gan", "segmentation")):
         problems.add(
             "layout",
             f"--pipeline {layout.pp} needs a model that is a list of layers, which {run.model} is not",

@@ -16,6 +16,7 @@ from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
 from zerofit.data.mixing import ErasedImages
 from zerofit.data.published_images import as_published, published_images
+from zerofit.data.segmentation import open_segmentation
 from zerofit.data.stream import open_stream
 from zerofit.data.synthetic import (
     open_synthetic_images,
@@ -40,12 +41,15 @@ from zerofit.spec.run import Run
 class SourceKind:
     """One kind of data source."""
 
-    media: frozenset[str]  # "image", "table", "text" or some of them
+    media: frozenset[str]  # "image", "masks", "table", "text" or some of them
     argument: str = ""  # what follows the colon, as shown to the user; "" where nothing may
     required: bool = False
 
 
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
+_MASKS = frozenset({"masks"})
+
+_MEDIA = {"table": "table", "segmentation": "masks"}  # of tasks without text; the others have images
 
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
@@ -53,13 +57,14 @@ KINDS: dict[str, SourceKind] = {
     "fashion-mnist": SourceKind(media=_IMAGE),
     "cifar10": SourceKind(media=_IMAGE),
     "imagefolder": SourceKind(media=_IMAGE, argument="PATH", required=True),
+    "segmentation": SourceKind(media=_MASKS, argument="PATH", required=True),
     "csv": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
     "npy": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
     "pysource": SourceKind(media=_TEXT),
     "text": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "jsonl": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "hf": SourceKind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
-    "synthetic": SourceKind(media=_IMAGE | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
+    "synthetic": SourceKind(media=_IMAGE | _MASKS | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
 }
 
 IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
@@ -68,6 +73,7 @@ IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take
     "fashion-mnist": open_vision_set,
     "cifar10": open_vision_set,
     "imagefolder": open_imagefolder,
+    "segmentation": open_segmentation,
     "synthetic": open_synthetic_images,
 }
 
@@ -87,7 +93,7 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 def default_data(task: Task) -> str:
     """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
-    if gives_loss(task) or task == "table":
+    if gives_loss(task) or task in ("table", "segmentation"):
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
@@ -126,14 +132,14 @@ def _path_hint(data: str) -> str:
 
 def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
-    word, media = split_name(data)[0], "text" if is_text(task) else "table" if task == "table" else "image"
+    word, media = split_name(data)[0], "text" if is_text(task) else _MEDIA.get(task, "image")
     if gives_loss(task) and word != "synthetic":
         message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
         hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
-        what = {"image": "images", "table": "table of numbers", "text": "text"}[media]
+        what = {"image": "images", "masks": "images with masks", "table": "table of numbers", "text": "text"}[media]
         message = f"--data {data} holds no {what}"
         message += f", which the task {task} is trained on"
         raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))

@@ -188,7 +188,7 @@ def _batches(
     """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per stage."""
     dp = cluster.ranks // degrees.product
     if request.global_batch is None:
-        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "table") else 1)
+        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
         micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
         yield from ((micro, request.accumulation or degrees.pp) for micro in micros)
         return

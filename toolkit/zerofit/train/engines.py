@@ -28,6 +28,7 @@ from zerofit.models.build import batch_keys, forward_logits, forward_loss, outpu
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
+from zerofit.models.segmentation import figures_count
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
@@ -223,6 +224,7 @@ class ZeroTrainer(EngineTrainer):
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         self._named = inputs if isinstance(inputs, NamedInputs) else None
+        self._table = figures_count(inputs)
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
         chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
@@ -249,9 +251,12 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each.
+
+        Where each pixel has a class, the table of `models.segmentation.confusion` follows.
+        """
         self.engine.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3 + self._table, dtype=torch.float64, device=self.device)
         for batch in batches:
             sums += self._eval_counts(batch)
         self.engine.train()

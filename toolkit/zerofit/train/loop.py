@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zerofit.data import Data, Order, StepImages, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.data.mixing import MicroSlice
 from zerofit.models.batch_norm import batch_norms
+from zerofit.models.segmentation import mean_iou
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
@@ -157,9 +158,9 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout.
+        """Return loss and accuracy, mean IoU (masks) or perplexity (text) over the validation samples.
 
-        Those of averaged weights have names that begin with ema_.
+        They are exact on any layout. Those of averaged weights have names that begin with ema_.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
@@ -178,12 +179,14 @@ class Loop:
         valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
         batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers())
         count = eval_batch_count(len(valid), dp, micro, most)
-        total, targets, right = trainer.evaluate(self._telling(batches, count), count).tolist()
+        total, targets, right, *table = trainer.evaluate(self._telling(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
         figures = {"loss": loss}
-        if is_text(job.facts.task):
+        if table:
+            figures |= {"pixel_accuracy": right / max(targets, 1.0), "mean_iou": mean_iou(table)}
+        elif is_text(job.facts.task):
             figures["perplexity"] = math.exp(min(loss, 700.0))
         else:
             figures["accuracy"] = right / max(targets, 1.0)

@@ -98,6 +98,8 @@ def fed_with(model: nn.Module, run: Run) -> Task:
     """Return what a user's own model is fed: tokens if its forward takes input_ids, a table if named, else images."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
+    if (run.data or "").startswith("segmentation:"):
+        return "segmentation"
     return "table" if (run.data or "").startswith(TABLES) else "image"
 
 
