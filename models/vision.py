@@ -150,10 +150,10 @@ def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
 
     return _stages(
         stem=nn.Sequential(*conv(inputs.channels, width, 1), *conv(width, width, 1)),
-        half=nn.Sequential(*conv(width, 2 * width, 2), *conv(2 * width, 2 * width, 1)),
-        quarter=nn.Sequential(*conv(2 * width, 4 * width, 2), *conv(4 * width, 4 * width, 1)),
+        stage1=nn.Sequential(*conv(width, 2 * width, 2), *conv(2 * width, 2 * width, 1)),
+        stage2=nn.Sequential(*conv(2 * width, 4 * width, 2), *conv(4 * width, 4 * width, 1)),
         head=nn.Conv2d(4 * width, inputs.classes, 1),
-        whole=nn.Upsample(scale_factor=4, mode="bilinear", align_corners=False),
+        upsample=nn.Upsample(scale_factor=4, mode="bilinear", align_corners=False),
     )
 
 

@@ -43,7 +43,8 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
     Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), over the validation samples of
-    --data (by default of what it was trained on). Exit code 0: done, 1: it does not fit into the memory that it may take, 2: bad input.
+    --data (by default of what it was trained on). Exit code 0: done, 1: it does not fit into the memory that it may
+    take, 2: bad input.
     """
 
     def work() -> Evaluation:

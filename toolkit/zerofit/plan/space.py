@@ -112,7 +112,10 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 bucket=bucket_elements(profile.trained),
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
+                ema=request.keep.get("ema"),
             )
+            if first.ema and (degrees.product > 1 or optimizer == "nvme"):
+                continue  # averages are of data parallel ranks, and in memory (config/images.py)
             kept = {name: value for name, value in request.keep.items() if name in SIZES}
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue

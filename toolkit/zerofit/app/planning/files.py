@@ -112,6 +112,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.accumulation,
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
+        **({"ema": layout.ema} if layout.ema else {}),
         **{name: degree for name, degree in degrees.items() if degree > 1},
     }
 
