@@ -32,7 +32,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task,
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
-from zerofit.train.probe import fed_with, models_say, task_of
+from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
@@ -189,6 +189,8 @@ def open_model(
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
         report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
+    if isinstance(fed, ImageInputs) and model is None:
+        check_sizes(source, fed, run)
     with models_say("--pretrained"):
         for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
             report.note(note)
