@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zerofit.models.pretrained import drawn_anew, notes_on
 def notes_of_pretrained(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> list[str]:
     """Return sentences on a head that is drawn anew and on what is left out. Raises ModelError."""
     if source.pretrained:
+        source = replace(source, partial=None)  # whose names are the file's
         with torch.device("meta"):
             model = build(source, inputs, args)
         return notes_on(model, source, inputs)

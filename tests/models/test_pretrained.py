@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from zerofit.models.catalog import ModelError, find
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import ImageInputs
 from zerofit.models.pretrained_notes import notes_of_pretrained
+from zerofit.spec.run import Run
 
 SOURCE = "resnet18"
 TEN = ImageInputs(channels=3, size=32, classes=10)
@@ -23,8 +25,6 @@ CPU = torch.device("cpu")
 
 
 def source(path: Path, name: str = SOURCE):
-    from dataclasses import replace
-
     return replace(find(name), pretrained=str(path))
 
 
@@ -67,7 +67,9 @@ def test_a_head_of_other_classes_is_drawn_anew_and_all_else_is_refused_by_name(t
     for name, tensor in mine.items():
         wanted = fresh[name] if name.startswith("fc.") else theirs.state_dict()[name]
         assert torch.equal(tensor, wanted), name
-    (note,) = notes_of_pretrained(source(path), three, {})
+    adapted = replace(source(path), partial=Run(lora=2).partial)
+    (note,) = notes_of_pretrained(adapted, three, {})
+    assert torch.equal(build(adapted, three, {}).state_dict()["conv1.weight"], theirs.conv1.weight)
     assert note == f"the head (fc) is drawn anew: it has 10 classes in {path}, the data has 3"
     grey = ImageInputs(channels=1, size=32, classes=10)
     with pytest.raises(ModelError, match=r"another shape of conv1\.weight \(64, 3, 7, 7\) for \(64, 1, 7, 7\)"):
@@ -115,7 +117,6 @@ def test_published_names_that_torchvision_renames(tmp_path):
 def test_images_follow_the_weights(tmp_path):
     from zerofit.data import open_data
     from zerofit.spec.events import Reporter
-    from zerofit.spec.run import Run
 
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"image_mean": [0.5], "image_std": [0.25], "size": {"height": 16, "width": 16}}))
