@@ -130,7 +130,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     if not hasattr(inner, "main_input_name"):
         out = model(x, **extra)
         out = out["out"] if isinstance(out, dict) and "out" in out else out  # torchvision's segmentation models
-        return getattr(out, "logits", out), None
+        return cast(Tensor, getattr(out, "logits", out)), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
     if "use_cache" in _arguments(type(inner)):

@@ -27,7 +27,7 @@ NAMED = 5  # tensors that an error lists
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightFile:
+class HeldWeights:
     """A file's tensors by name: their shapes, and a way to read one of them."""
 
     path: Path
@@ -58,14 +58,14 @@ def weight_file(path: Path) -> Path:
     return path
 
 
-def open_weights(path: Path) -> WeightFile:
+def open_weights(path: Path) -> HeldWeights:
     """Open a file of weights; its tensors stay on the disk until they are read. Raises ModelError."""
     file = weight_file(path)
     try:
         if file.suffix == ".safetensors":
             opened: Any = safe_open(file, framework="pt")
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            return WeightFile(path=file, shapes=shapes, read=opened.get_tensor)
+            return HeldWeights(path=file, shapes=shapes, read=opened.get_tensor)
         held = _load(file)
     except (OSError, SafetensorError) as error:
         raise ModelError("model-weights", f"{file} cannot be read: {error}", "is the download complete?") from None
@@ -73,7 +73,7 @@ def open_weights(path: Path) -> WeightFile:
         held = held[name] if isinstance(held, dict) and isinstance(held.get(name), dict) else held
     if not isinstance(held, dict) or not held or not all(isinstance(one, Tensor) for one in held.values()):
         raise ModelError("model-weights", f"{file} holds something else than tensors by name", HINT)
-    return WeightFile(path=file, shapes={name: tuple(t.shape) for name, t in held.items()}, read=held.__getitem__)
+    return HeldWeights(path=file, shapes={name: tuple(t.shape) for name, t in held.items()}, read=held.__getitem__)
 
 
 def _load(file: Path) -> Any:
@@ -93,7 +93,7 @@ def _load(file: Path) -> Any:
     raise AssertionError
 
 
-def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: WeightFile) -> MatchedWeights:
+def match(model: nn.Module, source: ModelSource, inputs: Inputs | None, held: HeldWeights) -> MatchedWeights:
     """Find each of the model's tensors in a file; a head of another number of classes is the only one to differ.
 
     Raises ModelError with what is missing, superfluous or of another shape.

@@ -29,7 +29,7 @@ from zerofit.models.packing import refuse_unseparated
 from zerofit.models.segmentation import are_dense, confusion, figures_count, mean_iou
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_image, is_text
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
 from zerofit.spec.run import Run
 
 LONGEST_LOSS = 700.0  # exp() of more overflows
@@ -80,7 +80,9 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
     trained = {name: getattr(saved.info, name) for name in same} if saved.info else {}
     if (saved.folder / CHAT_TEMPLATE).is_file():
         trained["chat_template"] = saved.folder / CHAT_TEMPLATE
-    image = {"image_size": saved.inputs.size, "pretrained": saved.folder} if is_image(saved.task) else {}
+    image = {}
+    if isinstance(saved.inputs, ImageInputs):
+        image = {"image_size": saved.inputs.size, "pretrained": saved.folder}
     words = {"tokenizer": tokenizer} if tokenizer else {}
     run = Run(**{**trained, **image, **fields, **words})
     data = open_data(run, saved.task, seq_len, report)

@@ -81,7 +81,7 @@ class AveragedWeights:
                 if start < stop:
                     flat[start - first : stop - first] = values[start - place : stop - place].to(flat.device)
         for n, mine in enumerate(self.tensors[len(shards) :]):  # ranks that are no more have left one each
-            mine.copy_(sum(state["buffers"][n] for state in states) / len(states))
+            mine.copy_(torch.stack([state["buffers"][n] for state in states]).mean(0))
 
     def _found(self) -> list[IndexedShard]:
         if self._shards is None:
