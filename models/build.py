@@ -29,6 +29,7 @@ from zerofit.models.inputs import (
     Inputs,
     NamedInput,
     NamedInputs,
+    SegmentationInputs,
     TableInputs,
     TextInputs,
     are_packed,
@@ -36,6 +37,7 @@ from zerofit.models.inputs import (
 )
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
+from zerofit.models.pretrained import load_pretrained
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import gives_loss, is_text
@@ -84,6 +86,8 @@ def build(
             model = build_deferred(make, stored, keep)
         except NotDeferrableError:
             model = store_parameters(make(), stored, keep)
+    if source.pretrained:
+        load_pretrained(model, source, inputs)
     if checkpointing:
         _checkpoint(model)
     return model if source.partial is None else train_part(model, source.partial)
@@ -91,13 +95,19 @@ def build(
 
 def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
     """Raise ModelError("model-task") for inputs of another kind than the model takes."""
-    held = {ImageInputs: "images", TableInputs: "a table", TextInputs: "text"}.get(type(inputs))
+    held = {
+        ImageInputs: "images",
+        SegmentationInputs: "images with masks",
+        TableInputs: "a table",
+        TextInputs: "text",
+    }.get(type(inputs))
     for taken, does, fits in (
         (ImageInputs, "classifies images", source.task in ("image", "gan")),
+        (SegmentationInputs, "classifies pixels", source.task == "segmentation"),
         (TableInputs, "classifies rows of a table", source.task == "table"),
         (TextInputs, "reads text", is_text(source.task)),
     ):
-        if fits and held and not isinstance(inputs, taken):
+        if fits and held and type(inputs) is not taken:
             raise ModelError("model-task", f"{source.name} {does}, the data is {held}", "take other --data")
 
 
@@ -119,7 +129,8 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
     inner = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper has another signature
     if not hasattr(inner, "main_input_name"):
         out = model(x, **extra)
-        return getattr(out, "logits", out), None
+        out = out["out"] if isinstance(out, dict) and "out" in out else out  # torchvision's segmentation models
+        return cast(Tensor, getattr(out, "logits", out)), None
     if inner.main_input_name == "pixel_values":
         return model(pixel_values=x, **extra).logits, None
     if "use_cache" in _arguments(type(inner)):
@@ -214,8 +225,9 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
-    if logits is not None and source.task != "gan" and logits.shape[-1] < classes:
-        message = f"{source.name} gives {logits.shape[-1]} logits, the data has {classes} classes or token ids"
+    per_class = 1 if isinstance(inputs, SegmentationInputs) else -1
+    if logits is not None and source.task != "gan" and logits.shape[per_class] < classes:
+        message = f"{source.name} gives {logits.shape[per_class]} logits, the data has {classes} classes or token ids"
         raise ModelError("model-shape", message, "leave the number of classes out of --model-args")
     return counter.get_total_flops() // TRIED or None
 

@@ -45,11 +45,13 @@ class ModelSource:
     task: Task | Literal["custom"]  # what a custom model reads shows when it is built
     path: str | None = None  # the config.json, or the pretrained folder
     partial: PartialTraining | None = None  # what of the built model is trained; None: all of it
+    pretrained: str | None = None  # file or folder of the weights that it begins with, where that is not `path`
 
 
 def source_of(run: Run) -> ModelSource:
     """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
-    return replace(find(run.model), partial=run.partial)
+    pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
+    return replace(find(run.model), partial=run.partial, pretrained=pretrained)
 
 
 def find(name: str) -> ModelSource:
@@ -60,6 +62,8 @@ def find(name: str) -> ModelSource:
     if name in PRESETS:
         return ModelSource(name=name, family="transformers", origin="preset", task=config_task(PRESETS[name], name))
     # importing torchvision takes seconds, and its names are plain words
+    if name in SEGMENTATION:
+        return ModelSource(name=name, family="torchvision", origin="torchvision", task="segmentation")
     if re.fullmatch(r"\w+", name) and name in torchvision_names():
         return ModelSource(name=name, family="torchvision", origin="torchvision", task="image")
     path = Path(name)
@@ -91,7 +95,7 @@ def is_cnn(source: ModelSource) -> bool:
     """Return whether a model is a convolutional network of ours or of torchvision's."""
     if source.family == "torchvision":
         return not source.name.startswith(("vit_", "swin", "maxvit"))
-    return source.name in ("simplecnn", "simplecnn-112", "lenet", "lenet-scratch", "resnet18-small")
+    return source.name in CNNS
 
 
 def names_callable(name: str) -> bool:
@@ -102,7 +106,7 @@ def names_callable(name: str) -> bool:
 
 def names() -> list[str]:
     """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
-    return [*OWN, *PRESETS, *torchvision_names()]
+    return [*OWN, *PRESETS, *torchvision_names(), *SEGMENTATION]
 
 
 def torchvision_names() -> list[str]:
@@ -249,6 +253,13 @@ HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 
+CNNS = ("simplecnn", "simplecnn-112", "lenet", "lenet-scratch", "resnet18-small", "fcn-tiny")  # of ours
+
+SEGMENTATION = (  # torchvision's
+    *("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "deeplabv3_resnet101"),
+    *("fcn_resnet50", "fcn_resnet101", "lraspp_mobilenet_v3_large"),
+)
+
 OWN: dict[str, Task] = {
     "simplecnn": "image",
     "simplecnn-112": "image",
@@ -256,6 +267,7 @@ OWN: dict[str, Task] = {
     "lenet-scratch": "image",
     "resnet18-small": "image",
     "mlp": "image",
+    "fcn-tiny": "segmentation",
     "mlp-table": "table",
     "dcgan": "gan",
 }

@@ -108,10 +108,20 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
         if wanted[0] != config.num_labels:
             message = f"{source.path} holds {name} of shape {tuple(saved)}, the config asks for {tuple(wanted)}"
             raise ModelError("model-weights", message, "only the number of classes may differ: correct --model-args")
+    drawn = [name for name in loaded["missing_keys"] if source.task == "image" and not _of_head(model, config, name)]
+    if drawn:
+        message = f"{source.path} lacks {', '.join(sorted(drawn)[:5])}, which would be drawn at random"
+        raise ModelError("model-weights", message, "is the download complete, and made for this config?")
     if stored == IN_FP32 and keep is None:
         return model
     rest = {name: take for name, take in stored.slices.items() if name not in read}
     return store_parameters(model, replace(stored, slices=rest), keep)  # those that the folder does not hold
+
+
+def _of_head(model: nn.Module, config: Any, name: str) -> bool:
+    """Return whether a tensor has one row a class; a body's folder has none of these."""
+    tensor = model.state_dict().get(name)
+    return tensor is None or tuple(getattr(tensor, "ds_shape", tensor.shape))[:1] == (config.num_labels,)
 
 
 @contextmanager

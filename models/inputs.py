@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -15,6 +15,14 @@ class ImageInputs:
     channels: int
     size: int  # height and width in pixels
     classes: int
+    # by channel, of pixels between 0 and 1: what they are scaled by; None where that is not known
+    mean: tuple[float, ...] | None = field(default=None, compare=False)
+    std: tuple[float, ...] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationInputs(ImageInputs):
+    """Square images with a class for each pixel: labels int64 (batch, size, size)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,7 @@ Inputs = ImageInputs | TableInputs | TextInputs | NamedInputs
 
 _KINDS: dict[str, type[Inputs]] = {
     "text": TextInputs,
+    "segmentation": SegmentationInputs,  # before the kind that it is one of
     "image": ImageInputs,
     "table": TableInputs,
     "named": NamedInputs,
@@ -80,7 +89,7 @@ _KINDS: dict[str, type[Inputs]] = {
 
 
 def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
-    """Return inputs as JSON: their fields, and "kind": "text", "image", "table" or "named"."""
+    """Return inputs as JSON: their fields, and "kind": "text", "image", "segmentation", "table" or "named"."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
@@ -104,7 +113,9 @@ def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
         return inputs.tensors
     if isinstance(inputs, ImageInputs):
         pixels = (inputs.channels, inputs.size, inputs.size)
-        return NamedInput(name="pixel_values", shape=pixels), NamedInput(name="labels", shape=(), ids=inputs.classes)
+        places = pixels[1:] if isinstance(inputs, SegmentationInputs) else ()
+        labels = NamedInput(name="labels", shape=places, ids=inputs.classes)
+        return NamedInput(name="pixel_values", shape=pixels), labels
     if isinstance(inputs, TableInputs):
         features = NamedInput(name="features", shape=(inputs.features,))
         return features, NamedInput(name="labels", shape=(), ids=inputs.classes)

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
+from zerofit.models.catalog import SEGMENTATION, ModelError, ModelSource
+from zerofit.models.inputs import ImageInputs, Inputs, SegmentationInputs, TableInputs
 
 
 def simplecnn(inputs: ImageInputs, width: int = 16) -> nn.Sequential:
@@ -138,6 +138,25 @@ def resnet18_small(inputs: ImageInputs, width: int = 64, bias: bool = False) -> 
     return _stages(stem=stem, **blocks, head=head)
 
 
+def fcn_tiny(inputs: SegmentationInputs, width: int = 16) -> nn.Sequential:
+    """Build a small fully convolutional network: two halvings, one class a pixel, brought back to the image's size."""
+    if inputs.size % 4:
+        message = f"fcn-tiny halves its images twice, got {inputs.size} pixels"
+        raise ModelError("model-shape", message, f"set --image-size {max(4, inputs.size // 4 * 4)}")
+
+    def conv(channels_in: int, channels: int, stride: int) -> list[nn.Module]:
+        layer = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        return [layer, nn.BatchNorm2d(channels), nn.ReLU()]
+
+    return _stages(
+        stem=nn.Sequential(*conv(inputs.channels, width, 1), *conv(width, width, 1)),
+        stage1=nn.Sequential(*conv(width, 2 * width, 2), *conv(2 * width, 2 * width, 1)),
+        stage2=nn.Sequential(*conv(2 * width, 4 * width, 2), *conv(4 * width, 4 * width, 1)),
+        head=nn.Conv2d(4 * width, inputs.classes, 1),
+        upsample=nn.Upsample(scale_factor=4, mode="bilinear", align_corners=False),
+    )
+
+
 def _stages(**stages: nn.Module) -> nn.Sequential:
     """Make a plain sequence of stages, so that a pipeline can cut the model between any two."""
     return nn.Sequential(OrderedDict(stages))
@@ -215,6 +234,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "mlp-table": mlp_table,
     "resnet18-small": resnet18_small,
+    "fcn-tiny": fcn_tiny,
 }
 
 # for the table of models, and for a model without data
@@ -226,18 +246,20 @@ PUBLISHED_INPUTS: dict[str, ImageInputs | TableInputs] = {
     "mlp-table": TableInputs(features=10, classes=2),
     "mlp": ImageInputs(channels=1, size=28, classes=10),
     "resnet18-small": ImageInputs(channels=3, size=32, classes=10),
+    "fcn-tiny": SegmentationInputs(channels=3, size=64, classes=4),
     "dcgan": ImageInputs(channels=3, size=64, classes=1),
 }
 
 
 IMAGENET = ImageInputs(channels=3, size=224, classes=1000)
+VOC = SegmentationInputs(channels=3, size=520, classes=21)
 
 
 def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
     """Build one of torchvision's models with random weights for these images; `args` are its keyword arguments."""
     import torchvision
 
-    name, wanted = source.name, inputs or IMAGENET
+    name, wanted = source.name, inputs or (VOC if source.task == "segmentation" else IMAGENET)
     assert isinstance(wanted, ImageInputs)  # `build` has refused text
     keywords = {"num_classes": wanted.classes, **_size_keywords(name, wanted.size if inputs else None), **args}
     try:
@@ -256,6 +278,9 @@ def torchvision_model(source: ModelSource, inputs: Inputs | None, args: dict[str
 
 def _size_keywords(name: str, size: int | None) -> dict[str, Any]:
     """Return what some families must know beforehand: the image size, and that auxiliary heads are not used."""
+    if name in SEGMENTATION:
+        without = {} if name.startswith("lraspp") else {"aux_loss": False}
+        return {"weights_backbone": None, **without}
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if size is not None and name.startswith("vit_"):

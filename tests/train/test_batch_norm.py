@@ -4,11 +4,16 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs
+from zerofit.models.sync_batch_norm import synchronize_batch_norms
+from zerofit.spec.events import Reporter
+from zerofit.spec.run import Run
 from zerofit.train.build import batch_norm_in_fp32
 
 LOW = [torch.bfloat16, torch.float16]
@@ -91,3 +96,48 @@ def test_low_precision_keeps_half_the_bytes_of_float32(dtype):
     channels = sum(m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     assert full > 6_000_000
     assert full / 2 < low <= full / 2 + 3 * 4 * channels
+
+
+def test_synchronized_on_one_rank_is_torchs():
+    torch.manual_seed(0)
+    for dims, kind in ((2, nn.BatchNorm1d), (4, nn.BatchNorm2d)):
+        reference = kind(3)
+        nn.init.normal_(reference.weight)
+        mine = copy.deepcopy(reference)
+        synchronize_batch_norms(mine)
+        for training in (True, True, False):
+            x = (torch.randn(6, 3, *[4] * (dims - 2)) + 1).requires_grad_()
+            y = x.detach().clone().requires_grad_()
+            out, wanted = mine.train(training)(x), reference.train(training)(y)
+            gradient = torch.randn_like(out)
+            out.backward(gradient)
+            wanted.backward(gradient)
+            torch.testing.assert_close(out, wanted)
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(mine.weight.grad, reference.weight.grad)
+            torch.testing.assert_close(mine.bias.grad, reference.bias.grad)
+        for name, buffer in reference.named_buffers():
+            torch.testing.assert_close(dict(mine.named_buffers())[name], buffer)
+
+
+def test_synchronized_on_two_ranks_is_one_process_with_the_whole_batch(pools, tmp_path):
+    how = {"model": "resnet18-small", "model_args": {"width": 4}, "data": "digits", "steps": 4, "global_batch": 8}
+    how |= {"micro_batch": 4, "optimizer": "sgd", "lr": 0.05, "schedule": "constant", "warmup_steps": 0}
+    how |= {"weight_decay": 0.0, "sync_batch_norm": True}
+    trained = pools(2).train(tmp_path / "run", ds_config="zero2", **how)
+    data = open_data(Run(model="lenet", data="digits"), "image", None, Reporter())
+    order = Order.of(data.train, 0)
+    torch.manual_seed(0)
+    model = build(find(how["model"]), data.inputs, how["model_args"])
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    for step in range(4):
+        batch = data.train.batch(order.indices(8 * step, 8 * step + 8), range(8))
+        loss = nn.functional.cross_entropy(model(batch["inputs"]), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert trained.losses == pytest.approx(losses, rel=1e-4)
+    for name, tensor in load_file(trained.folder.model / "model.safetensors").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-5)

@@ -15,6 +15,7 @@ from zerofit.app.kept import kept_file
 from zerofit.models.build import source_max_positions
 from zerofit.models.catalog import ModelSource
 from zerofit.models.inputs import Inputs
+from zerofit.models.pretrained import weight_file
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import ModelFacts, Task
@@ -38,8 +39,17 @@ def facts_of(
     if model is not None:
         return probe(source, task, inputs, args, pipelined, model)
     fed = inputs and {type(inputs).__name__: asdict(inputs)}
-    key = ["facts", task, fed, args, pipelined]
+    key = ["facts", task, fed, args, pipelined, *_stamp(source)]
     return _kept(source, key, TypeAdapter(ModelFacts), lambda: probe(source, task, inputs, args, pipelined))
+
+
+def _stamp(source: ModelSource) -> tuple[int, ...]:
+    """Return size and time of the weights that a model begins with."""
+    if not source.pretrained:
+        return ()
+    with models_say("--pretrained"):
+        stat = weight_file(Path(source.pretrained)).stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def max_positions_of(source: ModelSource, args: dict[str, Any]) -> int | None:

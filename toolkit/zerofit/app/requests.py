@@ -8,20 +8,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.models.catalog import ModelSource
+from zerofit.checkpoint.model_folder import CARD, read_model_info
+from zerofit.models.catalog import ModelSource, names_callable
 from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TableInputs, TextInputs, are_packed
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_image
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
+ADAPTERS = "adapter_config.json"  # peft's
 PACKED = "packed"  # `--input` of text whose samples hold documents that must not see each other
 LAYOUT = {"ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel", "micro_batch"}
 
 
 def as_request(run: Run | RunRequest | str | Path) -> RunRequest:
     """Return the request of a run, of a run file or run folder (a path), or of a model's name. Raises UserError."""
-    return RunRequest.of(run) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
+    return from_saved(RunRequest.of(run)) if isinstance(run, Run | RunRequest) else read_request(str(run), {})
+
+
+def from_saved(asked: RunRequest) -> RunRequest:
+    """Return the request of a model that zerofit has saved, a CNN's RUN/model say, as its name and its weights.
+
+    Folders of transformers models say by their config.json what they are. Raises UserError.
+    """
+    folder = Path(asked.run.model)
+    if asked.run.pretrained or (folder / "config.json").is_file() or not (folder / CARD).is_file():
+        return asked
+    info = read_model_info(folder)
+    assert info is not None  # the file is there
+    if (folder / ADAPTERS).is_file():
+        return asked  # refused by the catalogue, with what to do
+    if names_callable(info.model):
+        message = f"{folder / CARD} names {info.model}, somebody's own code, which is not run unasked"
+        hint = f"if it is yours: zerofit train {info.model} --pretrained {folder}"
+        raise UserError(Problem(kind="untrusted-model", message=message, hint=hint, where="MODEL"))
+    found = {"model": info.model, "pretrained": folder, "model_args": {**info.model_args, **asked.run.model_args}}
+    return replace(asked, run=asked.run.model_copy(update=found))
 
 
 def read_request(target: str | None, flags: Mapping[str, Any]) -> RunRequest:
@@ -30,7 +52,10 @@ def read_request(target: str | None, flags: Mapping[str, Any]) -> RunRequest:
     A run folder goes on with its own run; where flags change the layout, the batch sizes of a rank are chosen anew
     and the global batch is kept.
     """
-    flags = dict(flags)
+    return from_saved(_read_request(target, dict(flags)))
+
+
+def _read_request(target: str | None, flags: dict[str, Any]) -> RunRequest:
     if target and RunFolder(Path(target)).plan.is_file():
         free = {"micro_batch": None, "gradient_accumulation_steps": None} if LAYOUT & set(flags) else {}
         return load_run(RunFolder(Path(target)).run, {"output": Path(target), **free, **flags})
@@ -63,16 +88,16 @@ def assumed_inputs(
         with models_say("--input"):
             return named_inputs(source, model_args, seq_len or DEFAULT_SEQ_LEN, parse_input(image) if image else Fed())
     from zerofit.models.hf_config import make_config
-    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS
+    from zerofit.models.vision import IMAGENET, PUBLISHED_INPUTS, VOC
 
-    if task in ("image", "table"):
-        published = PUBLISHED_INPUTS.get(source.name, IMAGENET)
+    if is_image(task) or task == "table":
+        published = PUBLISHED_INPUTS.get(source.name, VOC if task == "segmentation" else IMAGENET)
         if image is None:
             return published
         if isinstance(published, TableInputs):
             return TableInputs(features=_parse_features(image), classes=published.classes)
         channels, size = parse_image(image)
-        return ImageInputs(channels=channels, size=size, classes=published.classes)
+        return replace(published, channels=channels, size=size)
     config = make_config(source, None, model_args) if source.family == "transformers" else None
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
     packed = image is not None and bool(parse_input(image).packed)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from zerofit.app.model_facts import facts_of, max_positions_of
-from zerofit.app.requests import assumed_inputs
+from zerofit.app.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
 from zerofit.check.document import Document, of_data
 from zerofit.config.decide import Decision, decide, where, with_recipe
@@ -24,6 +24,7 @@ from zerofit.launch.ops import libaio_problems
 from zerofit.models.build import why_whole
 from zerofit.models.catalog import PRETRAINED, ModelSource, is_cnn, source_of
 from zerofit.models.inputs import ImageInputs, Inputs
+from zerofit.models.pretrained_notes import notes_of_pretrained
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
@@ -31,7 +32,7 @@ from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task,
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
-from zerofit.train.probe import fed_with, models_say, task_of
+from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
 ASSUMED_STEPS = 1000  # of a run without data that names none: only schedulers ask
@@ -88,6 +89,7 @@ def resolve_job(
     Raises UserError with all that is wrong.
     """
     report, problems = report or Reporter(), Problems() if problems is None else problems
+    asked = from_saved(asked)
     at = machine or this_machine()
     source, task, document, decision = _decide(
         asked, at, problems, local=machine is None, check_task=check_task, model=model
@@ -187,6 +189,11 @@ def open_model(
     reason = why_whole(source, fed, dict(run.model_args)) if facts.own and model is None else None
     if reason:
         report.note(f"each rank builds {run.model} whole in float32, and not parameter by parameter: {reason}")
+    if isinstance(fed, ImageInputs) and model is None:
+        check_sizes(source, fed, run)
+    with models_say("--pretrained"):
+        for note in notes_of_pretrained(source, fed, dict(run.model_args)) if model is None else ():
+            report.note(note)
     return OpenedModel(run=run, data=data, inputs=fed, facts=facts)
 
 
@@ -207,8 +214,8 @@ def kind_of(source: ModelSource, task: Task) -> Kind:
         return "gan"
     if source.partial and source.partial.lora:
         return "adapters"
-    if source.origin == PRETRAINED:
-        return "pretrained"
+    if source.origin == PRETRAINED or source.pretrained:
+        return "pretrained-cnn" if is_cnn(source) else "pretrained"
     return "cnn" if is_cnn(source) else "transformer"
 
 

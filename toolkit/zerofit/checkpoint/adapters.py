@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,8 @@ def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[Mod
     """Return the model that adapters stand beside, and its arguments. Raises UserError."""
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
-        return find(name if Path(name).is_dir() or info is None else info.model), args
+        found = find(name if Path(name).is_dir() or info is None else info.model)
+        return replace(found, pretrained=info.pretrained if info else None), args
     except ModelError as error:
         hint = f"put the model there, or name its folder as base_model_name_or_path in {folder / CONFIG}"
         raise _unreadable(folder, f"stands beside a model that is not here: {error.message}", hint) from None

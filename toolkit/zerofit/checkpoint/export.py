@@ -196,6 +196,8 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
     run = manifest.job.run
     try:
         source = source_of(run)
+        if run.partial is None:  # the checkpoint has all of it
+            source = replace(source, pretrained=None)
         refuse_untrusted_code(source, run.model_args, file, trusted)
         with torch.device("meta"):
             return build(source, manifest.inputs, dict(run.model_args)), source

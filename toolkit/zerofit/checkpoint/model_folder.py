@@ -213,6 +213,7 @@ class ModelInfo:
     frozen: FrozenWeights | None = None  # beside which adapters were trained
     packing: bool = True  # whether samples held several conversations
     stream: bool = False  # whether its data was read as it comes
+    pretrained: str | None = None  # of adapters: where the weights beside them are from, if not of `model`'s folder
 
     @classmethod
     def of_run(
@@ -223,6 +224,7 @@ class ModelInfo:
         same += ("packing", "stream")
         return cls(
             **{name: getattr(run, name) for name in same},
+            pretrained=os.path.abspath(run.pretrained.expanduser()) if run.pretrained and run.lora else None,
             task=task,
             inputs=inputs,
             step=step,

@@ -42,8 +42,9 @@ placement_options = add_options(  # where weights may go
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
-    Loss and perplexity of text, loss and accuracy of images, over the validation samples of --data (by default of what
-    it was trained on). Exit code 0: done, 1: it does not fit into the memory that it may take, 2: bad input.
+    Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), over the validation samples of
+    --data (by default of what it was trained on). Exit code 0: done, 1: it does not fit into the memory that it may
+    take, 2: bad input.
     """
 
     def work() -> Evaluation:
@@ -58,7 +59,7 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _show_scores(result: Evaluation) -> None:
     click.echo(f"\n{result.model} on {result.data}: {result.samples:,} samples")
-    for name in ("loss", "perplexity", "accuracy", "top5_accuracy"):
+    for name in ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou"):
         if getattr(result, name) is not None:
             click.echo(f"  {name.replace('_', ' '):<15}{getattr(result, name):.4f}")
     speed = f"{result.samples_per_s:,.1f} samples/s"

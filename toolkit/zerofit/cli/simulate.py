@@ -41,6 +41,7 @@ RUN_FIELDS = (
     *("activation_checkpointing", *Savings._fields, "ds_config", "ranks"),
     *("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
+    *("pretrained", "label_smoothing", "mixup", "cutmix", "image_sizes", "sync_batch_norm", "ema"),
 )
 WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables

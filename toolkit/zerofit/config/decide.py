@@ -16,6 +16,7 @@ from zerofit.check.dotted import get
 from zerofit.check.finding import Finding
 from zerofit.check.subject import TargetHardware
 from zerofit.config.batch import solve
+from zerofit.config.images import check_averages
 from zerofit.config.part import check_part
 from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.validate import check_combination, check_optimizer
@@ -98,6 +99,7 @@ def decide(
         check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
         check_part(run, layout, config, problems)
+        check_averages(run, layout, config, problems)
     if "scheduler" in config:
         for field in {"schedule", "warmup_steps", "min_lr"} & set(asked.places):
             if getattr(asked.run, field) == type(asked.run).model_fields[field].default:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-Kind = Literal["cnn", "transformer", "pretrained", "adapters", "gan"]  # the first two from scratch
+Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters", "gan"]  # the first two from scratch
 
-OPTIMIZER: Mapping[Kind, str] = {**dict.fromkeys(get_args(Kind), "adamw"), "cnn": "sgd"}
+OPTIMIZER: Mapping[Kind, str] = {**dict.fromkeys(get_args(Kind), "adamw"), "cnn": "sgd", "pretrained-cnn": "sgd"}
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 BATCH, PARAMETERS = 16, 1.2e6  # samples a step and size of the model (llama-tiny) for which the rates stand
 FROM_SCRATCH = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
@@ -20,6 +20,7 @@ RATES: Mapping[Kind, Mapping[str, float]] = {
     "transformer": FROM_SCRATCH,
     # 2e-5 is the least of those that BERT was fine-tuned with (Devlin et al., 2019, A.3), and usual for language models
     "pretrained": {"adamw": 2e-5, "sgd": 0.01, "muon": 0.002},
+    "pretrained-cnn": {"adamw": 1e-4, "sgd": 0.01, "muon": 0.002},  # a tenth of the rates from scratch
     # 2e-4 is what adapters of models of 7 to 13 billion parameters were trained with (Dettmers et al., 2023, table 9)
     "adapters": {"adamw": 2e-4, "sgd": 0.1, "muon": 0.02},
     "gan": {**FROM_SCRATCH, "adamw": 2e-4},  # DCGAN: Radford et al., 2016, section 4
@@ -47,13 +48,13 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
         scale = 1.0
     else:
         scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))
-        if kind not in ("pretrained", "adapters") and optimizer != "muon":
+        if kind not in ("pretrained", "pretrained-cnn", "adapters") and optimizer != "muon":
             scale *= min((parameters / PARAMETERS) ** SIZE_EXPONENT, LARGEST_SMALL)
     return float(f"{rate * scale:.2g}")
 
 
 def weight_decay(kind: Kind, optimizer: str | None, steps: int) -> float:
     """Return the default weight decay, to two digits."""
-    if kind == "cnn" and optimizer == "sgd":
+    if kind in ("cnn", "pretrained-cnn") and optimizer == "sgd":
         return min(WEIGHT_DECAY, float(f"{CNN_DECAY / math.sqrt(steps):.2g}"))
     return WEIGHT_DECAY

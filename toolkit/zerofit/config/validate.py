@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
+from zerofit.config.images import check_images
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
@@ -159,6 +160,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         _check_sequence_parallel(layout, run, facts, problems)
     if layout.ep > 1:
         _check_expert_model(layout, run, facts, problems)
+    check_images(run, layout, facts, problems)
     if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
         problems.add(
             "layout",
@@ -193,7 +195,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "leave one of them out",
             "--mlp-chunk",
         )
-    if layout.pp > 1 and (facts.own or facts.task == "gan"):
+    if layout.pp > 1 and (facts.own or facts.task in ("gan", "segmentation")):
         problems.add(
             "layout",
             f"--pipeline {layout.pp} needs a model that is a list of layers, which {run.model} is not",

@@ -10,6 +10,7 @@ from zerofit.data.loader import (
     eval_targets,
     micro_batches,
 )
+from zerofit.data.mixing import StepImages, mixes
 from zerofit.data.opening import KINDS, default_data, open_data, split_name
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Data",
     "Dataset",
     "Order",
+    "StepImages",
     "default_data",
     "default_workers",
     "eval_batch_count",
@@ -24,6 +26,7 @@ __all__ = [
     "eval_indices",
     "eval_targets",
     "micro_batches",
+    "mixes",
     "open_data",
     "split_name",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -36,6 +36,10 @@ class Dataset(ABC):
         Text: int64 (batch, seq_len) both; labels that count in no loss are -100. Packed documents have "position_ids".
         `keys` holds one integer per sample, which fixes all of its randomness (augmentation, masking).
         """
+
+    def sized(self, size: int) -> Dataset:
+        """Return the same images with another size of their sides, in pixels."""
+        return replace(cast(Any, self), size=size)
 
     @abstractmethod
     def targets(self, indices: Integers) -> int:

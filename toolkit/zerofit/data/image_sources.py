@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -29,11 +30,22 @@ class Scaling:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    largest: float = 255.0  # value that is stored
+
+    @classmethod
+    def of_units(cls, mean: Sequence[float], std: Sequence[float], largest: float) -> Scaling:
+        """Return the scaling of values up to `largest` by figures of values between 0 and 1."""
+        units = {"mean": tuple(largest * one for one in mean), "std": tuple(largest * one for one in std)}
+        return cls(**units, largest=largest)
+
+    def units(self) -> dict[str, tuple[float, ...]]:
+        """Return "mean" and "std" of values between 0 and 1."""
+        return {name: tuple(one / self.largest for one in getattr(self, name)) for name in ("mean", "std")}
 
     @classmethod
     def symmetric(cls, channels: int, largest: float) -> Scaling:
         """Make 0 -1 and `largest` 1: the range of a generator that ends in tanh."""
-        return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels)
+        return cls(mean=(largest / 2,) * channels, std=(largest / 2,) * channels, largest=largest)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and std as float32 (1, channels, 1, 1)."""
@@ -103,7 +115,7 @@ def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
     pixels, labels = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)  # values 0..16
     held_out = stratified_fifth(labels)
     train = pixels[~held_out]
-    scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),))
+    scaling = Scaling(mean=(float(train.mean()),), std=(float(train.std()),), largest=16)
     if task == "gan":
         scaling = Scaling.symmetric(1, 16)
     size = run.image_size or 8
@@ -111,7 +123,8 @@ def open_digits(name: str, run: Run, task: Task, progress: Reporter) -> Data:
         PixelImages(pixels=pixels[part], labels=labels[part], scaling=scaling, size=size)
         for part in (~held_out, held_out)
     ]
-    return Data(name=name, train=parts[0], valid=parts[1], inputs=ImageInputs(channels=1, size=size, classes=10))
+    inputs = ImageInputs(channels=1, size=size, classes=10, **scaling.units())
+    return Data(name=name, train=parts[0], valid=parts[1], inputs=inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +176,7 @@ def open_vision_set(name: str, run: Run, task: Task, progress: Reporter) -> Data
         augmented = {"shift": 0 if task == "gan" else facts.shift, "mirror": facts.mirror} if train else {}
         size = run.image_size or pixels.shape[-1]
         splits.append(PixelImages(pixels=pixels, labels=labels, scaling=scaling, size=size, **augmented))
-    inputs = ImageInputs(channels=len(facts.mean), size=splits[0].size, classes=10)
+    inputs = ImageInputs(channels=len(facts.mean), size=splits[0].size, classes=10, **scaling.units())
     return Data(name=name, train=splits[0], valid=splits[1], inputs=inputs)
 
 

@@ -70,7 +70,7 @@ def open_imagefolder(name: str, run: Run, task: Task, progress: Reporter) -> Dat
         name=name,
         train=images.of(train, "gan" if task == "gan" else "train"),
         valid=images.of(valid, "valid"),
-        inputs=ImageInputs(channels=3, size=size, classes=len(classes)),
+        inputs=ImageInputs(channels=3, size=size, classes=len(classes), **images.scaling.units()),
         bad_samples=tuple(sorted(bad)),
         notes=tuple(_notes(classes, train, bad)),
     )

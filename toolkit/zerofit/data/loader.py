@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 
 from zerofit.data.base import Data, Dataset
 from zerofit.data.hashing import mix64, sample_hashes
+from zerofit.data.mixing import MicroSlice, Mixing
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 # Tensors travel from loader processes in shared memory. Containers often have 64 MiB of it, and a process that
@@ -85,26 +86,45 @@ def default_workers(data: Data, ranks: int) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // ranks))
 
 
-def micro_batches(dataset: Dataset, order: Order, slices: Iterable[range], workers: int) -> Iterator[dict]:
+def micro_batches(
+    dataset: Dataset, order: Order, slices: Iterable[range | MicroSlice], workers: int, mixing: Mixing | None = None
+) -> Iterator[dict]:
     """Yield for each range of positions {"inputs", "labels", "positions": range, "indices": int64 array}.
 
     The ranges are not empty and, but for the last, of one length. They are consumed lazily (2 * workers ahead, or a
     block of about 64 KiB) and may go on without end. With workers > 0, loader processes live until the iterator is
-    closed; they give exactly what workers=0 gives, in the same order. `indices` is not to be written to.
+    closed; they give exactly what workers=0 gives, in the same order. `indices` is not to be written to. A MicroSlice
+    in place of a range says what of its step the images share; `mixing`: how those with a `before` are mixed.
     """
-    maker = _MicroBatches(dataset, order)
-    if workers or dataset.decodes:
-        return _batches(maker, slices, workers)
-    return maker.in_blocks(iter(slices))
+    maker, rest = _MicroBatches(dataset, order, mixing), iter(slices)
+    first = next(rest, None)
+    if first is None:
+        return iter(())
+    every = chain([first], rest)
+    if workers or dataset.decodes or isinstance(first, MicroSlice):
+        return _batches(maker, every, workers)
+    return maker.in_blocks(cast(Iterator[range], every))
 
 
 @dataclass(frozen=True)
 class _MicroBatches:
     dataset: Dataset
     order: Order
+    mixing: Mixing | None = None
 
-    def __getitem__(self, positions: range) -> dict:
-        return self._block([positions])[0]
+    def __getitem__(self, item: range | MicroSlice) -> dict:
+        return self._of_step(item) if isinstance(item, MicroSlice) else self._block([item])[0]
+
+    def _of_step(self, one: MicroSlice) -> dict:
+        """Return a micro batch whose images have their step's size, or are mixed."""
+        dataset, positions = self.dataset if one.size is None else self.dataset.sized(one.size), one.positions
+        indices, keys = (of(positions.start, positions.stop) for of in (self.order.indices, self.order.keys))
+        if one.before is None or self.mixing is None:
+            return {**dataset.batch(indices, keys), "positions": positions, "indices": indices}
+        extra = [of(one.before, one.before + 1) for of in (self.order.indices, self.order.keys)]
+        batch = dataset.batch(np.concatenate([extra[0], indices]), np.concatenate([extra[1], keys]))
+        images, labels = self.mixing(batch["inputs"], batch["labels"], one.key)
+        return {"inputs": images[1:], "labels": labels[1:], "positions": positions, "indices": indices}
 
     def in_blocks(self, slices: Iterator[range]) -> Iterator[dict]:
         """Yield the batches of these positions, several small ones made at a time once their size is known."""

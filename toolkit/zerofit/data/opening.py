@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.data.base import Data, Dataset
@@ -14,6 +14,9 @@ from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
+from zerofit.data.mixing import ErasedImages
+from zerofit.data.published_images import as_published, published_images
+from zerofit.data.segmentation import open_segmentation
 from zerofit.data.stream import open_stream
 from zerofit.data.synthetic import (
     open_synthetic_images,
@@ -29,6 +32,7 @@ from zerofit.data.tokenizer import Tokenizer, open_tokenizer
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
+from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_text
 from zerofit.spec.run import Run
 
@@ -37,12 +41,15 @@ from zerofit.spec.run import Run
 class SourceKind:
     """One kind of data source."""
 
-    media: frozenset[str]  # "image", "table", "text" or some of them
+    media: frozenset[str]  # "image", "masks", "table", "text" or some of them
     argument: str = ""  # what follows the colon, as shown to the user; "" where nothing may
     required: bool = False
 
 
 _IMAGE, _TABLE, _TEXT = frozenset({"image"}), frozenset({"table"}), frozenset({"text"})
+_MASKS = frozenset({"masks"})
+
+_MEDIA = {"table": "table", "segmentation": "masks"}  # of tasks without text; the others have images
 
 KINDS: dict[str, SourceKind] = {
     "digits": SourceKind(media=_IMAGE),
@@ -50,13 +57,14 @@ KINDS: dict[str, SourceKind] = {
     "fashion-mnist": SourceKind(media=_IMAGE),
     "cifar10": SourceKind(media=_IMAGE),
     "imagefolder": SourceKind(media=_IMAGE, argument="PATH", required=True),
+    "segmentation": SourceKind(media=_MASKS, argument="PATH", required=True),
     "csv": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
     "npy": SourceKind(media=_TABLE, argument="FILE[:COLUMN]", required=True),
     "pysource": SourceKind(media=_TEXT),
     "text": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "jsonl": SourceKind(media=_TEXT, argument="GLOB", required=True),
     "hf": SourceKind(media=_TEXT, argument="NAME[:CONFIG]", required=True),
-    "synthetic": SourceKind(media=_IMAGE | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
+    "synthetic": SourceKind(media=_IMAGE | _MASKS | _TABLE | _TEXT, argument="CLASSES_OR_VOCABULARY"),
 }
 
 IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take the whole name
@@ -65,6 +73,7 @@ IMAGE_SOURCES: dict[str, Callable[[str, Run, Task, Reporter], Data]] = {  # take
     "fashion-mnist": open_vision_set,
     "cifar10": open_vision_set,
     "imagefolder": open_imagefolder,
+    "segmentation": open_segmentation,
     "synthetic": open_synthetic_images,
 }
 
@@ -84,7 +93,7 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 def default_data(task: Task) -> str:
     """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
-    if gives_loss(task) or task == "table":
+    if gives_loss(task) or task in ("table", "segmentation"):
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
@@ -123,14 +132,14 @@ def _path_hint(data: str) -> str:
 
 def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
-    word, media = split_name(data)[0], "text" if is_text(task) else "table" if task == "table" else "image"
+    word, media = split_name(data)[0], "text" if is_text(task) else _MEDIA.get(task, "image")
     if gives_loss(task) and word != "synthetic":
         message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
         hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
         raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if media not in KINDS[word].media:
         fitting = ", ".join(name for name, kind in KINDS.items() if media in kind.media)
-        what = {"image": "images", "table": "table of numbers", "text": "text"}[media]
+        what = {"image": "images", "masks": "images with masks", "table": "table of numbers", "text": "text"}[media]
         message = f"--data {data} holds no {what}"
         message += f", which the task {task} is trained on"
         raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))
@@ -149,7 +158,7 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)
     if not is_text(task):
-        return IMAGE_SOURCES[word](name, run, task, progress)
+        return _open_images(name, word, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
@@ -174,6 +183,18 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
         raise UserError(Problem(kind="chat-template", message=message, hint=hint, where="--chat-template"))
     assert isinstance(source, TextSource)
     return _tokenized(name, open_tokens(source, tokenizer, progress), tokenizer, task, length)
+
+
+def _open_images(name: str, word: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open images in the size and scaling that pretrained weights know, where their folder says so."""
+    if task == "gan":
+        return IMAGE_SOURCES[word](name, run, task, progress)
+    published = published_images(run)
+    size = ImageSizes.parse(run.image_sizes).largest if run.image_sizes else run.image_size or published.size
+    data = IMAGE_SOURCES[word](name, run.model_copy(update={"image_size": size}), task, progress)
+    if run.random_erasing and task == "image":
+        data = replace(data, train=ErasedImages(images=data.train, odds=run.random_erasing))
+    return as_published(data, published)
 
 
 def _streamed(name: str, word: str, argument: str, run: Run, task: Task, length: int) -> Data:

@@ -11,10 +11,19 @@ import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers, LabelledDataset
 from zerofit.data.hashing import cell_hashes, sample_hashes
+from zerofit.data.segmentation import SyntheticMasks
 from zerofit.data.table import TableRows
 from zerofit.data.text import mask_tokens, masked_count
 from zerofit.models.catalog import find
-from zerofit.models.inputs import Fed, ImageInputs, NamedInput, NamedInputs, TableInputs, TextInputs
+from zerofit.models.inputs import (
+    Fed,
+    ImageInputs,
+    NamedInput,
+    NamedInputs,
+    SegmentationInputs,
+    TableInputs,
+    TextInputs,
+)
 from zerofit.models.named_inputs import named_inputs
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -31,10 +40,20 @@ POOL = 1 << 21  # random values that images share; drawing 150,000 normals an im
 
 def open_synthetic_images(name: str, run: Run, task: Task, progress: Reporter) -> Data:
     """Open 3-channel images of 1,000 classes (`synthetic:N`: N), 224 pixels or --image-size."""
+    if task == "segmentation":
+        return _synthetic_masks(name, run)
     classes, size = _size(name, default=1000, what="classes"), run.image_size or 224
     make = partial(SyntheticImages, classes=classes, size=size, seed=run.seed)
     inputs = ImageInputs(channels=3, size=size, classes=classes)
     return Data(name=name, train=make(n=50_000, first=0), valid=make(n=2_000, first=50_000), inputs=inputs)
+
+
+def _synthetic_masks(name: str, run: Run) -> Data:
+    """Open images of 4 classes a pixel (`synthetic:N`: N), 64 pixels or --image-size."""
+    classes, size = _size(name, default=4, what="classes"), run.image_size or 64
+    make = partial(SyntheticMasks, classes=classes, size=size, seed=run.seed)
+    inputs = SegmentationInputs(channels=3, size=size, classes=classes)
+    return Data(name=name, train=make(n=4_000, first=0), valid=make(n=200, first=4_000), inputs=inputs)
 
 
 def open_synthetic_table(name: str, run: Run, progress: Reporter) -> Data:

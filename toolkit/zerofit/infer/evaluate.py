@@ -26,6 +26,7 @@ from zerofit.models.build import empty_batch, extra_inputs, forward_logits, outp
 from zerofit.models.catalog import ModelError
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs, TextInputs, are_packed
 from zerofit.models.packing import refuse_unseparated
+from zerofit.models.segmentation import are_dense, confusion, figures_count, mean_iou
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
@@ -79,7 +80,9 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
     trained = {name: getattr(saved.info, name) for name in same} if saved.info else {}
     if (saved.folder / CHAT_TEMPLATE).is_file():
         trained["chat_template"] = saved.folder / CHAT_TEMPLATE
-    image = {"image_size": saved.inputs.size} if isinstance(saved.inputs, ImageInputs) else {}
+    image = {}
+    if isinstance(saved.inputs, ImageInputs):
+        image = {"image_size": saved.inputs.size, "pretrained": saved.folder}
     words = {"tokenizer": tokenizer} if tokenizer else {}
     run = Run(**{**trained, **image, **fields, **words})
     data = open_data(run, saved.task, seq_len, report)
@@ -122,8 +125,9 @@ class EvalScores:
     """A model's scores on its validation samples, and how fast they were evaluated."""
 
     loss: float
-    accuracy: float | None  # None where nothing is right or wrong
+    accuracy: float | None  # None where nothing is right or wrong; of pixels where each has a class
     top5_accuracy: float | None  # of images
+    mean_iou: float | None  # intersection over union, where each pixel has a class
     perplexity: float | None  # of text
     samples: int
     samples_per_s: float
@@ -144,7 +148,7 @@ class EvalFigures:
         """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
 
         Token ids (batch, seq_len) or images (batch, channels, size, size), and what else the model takes by name.
-        Labels of -100 do not count.
+        Labels of -100 do not count. Where each pixel has a class, `models.segmentation.confusion` follows.
         """
         if self.own_loss:
             return self._own_mean(model, x, labels)
@@ -152,6 +156,8 @@ class EvalFigures:
         logits = output_part(logits, "logits") if self.own else logits
         if self.loss == "mse":
             return _squared_errors(logits, labels)
+        if are_dense(logits, labels):
+            return torch.cat([_pixel_counts(logits, labels), confusion(logits, labels)])
         return cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
@@ -188,6 +194,12 @@ def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
     return total
 
 
+def _pixel_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return what `cross_entropy_counts` does of pixels, image by image."""
+    images = zip(logits, labels, strict=True)
+    return torch.stack([cross_entropy_counts(one.movedim(0, -1), wanted, 1) for one, wanted in images]).sum(0)
+
+
 def _squared_errors(outputs: Tensor, labels: Tensor) -> Tensor:
     if outputs.numel() != labels.numel():
         message = f"--loss mse needs one output a sample: got {tuple(outputs.shape)} for labels {tuple(labels.shape)}"
@@ -219,7 +231,7 @@ def evaluate(
         failures("a smaller --micro-batch"),
         guarded(model),
     ):
-        total = torch.zeros(4, dtype=torch.float64)
+        total = torch.zeros(4 + figures_count(data.inputs), dtype=torch.float64)
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             x, labels = batch["inputs"][:real], batch["labels"][:real]
@@ -266,7 +278,7 @@ def working_bytes(
 
 
 def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> EvalScores:
-    total, targets, right, near = sums
+    total, targets, right, near, *table = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):
         hint = "--dtype fp32, where fp16 overflows; else the weights themselves are not finite"
@@ -276,7 +288,8 @@ def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: in
     return EvalScores(
         loss=loss,
         accuracy=right / max(targets, 1.0) if answers else None,
-        top5_accuracy=near / max(targets, 1.0) if answers and isinstance(inputs, ImageInputs) else None,
+        top5_accuracy=near / max(targets, 1.0) if answers and figures.task == "image" else None,
+        mean_iou=mean_iou(table) if table else None,
         perplexity=math.exp(min(loss, LONGEST_LOSS)) if isinstance(inputs, TextInputs) else None,
         samples=samples,
         samples_per_s=samples_per_s,

@@ -31,6 +31,7 @@ class PlannedLayout:
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
     overlap: bool = False  # overlap_comm: a second bucket
+    ema: float | None = None  # decay of averaged weights; None: there are none
 
     def __str__(self) -> str:
         degrees = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp") if getattr(self, name) > 1]
@@ -58,6 +59,7 @@ class PlannedLayout:
             sp=layout.sp,
             precision=job.precision,
             checkpointing=job.run.activation_checkpointing,
+            ema=job.run.ema,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
             **{field: zero[key] for field, key in sizes.items() if key in zero},
         )

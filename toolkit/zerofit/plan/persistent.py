@@ -44,7 +44,19 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
         found = _partitioned_states(line, layout, device)
     else:
         found = _unpartitioned(line, layout)
-    return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
+    found = found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
+    return _with_averages(found, layout) if layout.ema else found
+
+
+def _with_averages(found: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
+    """Add float32 averages of what a rank steps on, where its optimizer's states are (train/averaging.py).
+
+    Copies of the buffers, a few numbers a channel, are left out.
+    """
+    place = "device" if layout.offload_optimizer == "none" else "host"
+    kinds = getattr(found, place)
+    averages = MASTER_BYTES * kinds.get("optimizer state", 0) // STATES_BYTES
+    return found._replace(**{place: {**kinds, "averaged weights": averages}})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:

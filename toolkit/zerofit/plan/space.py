@@ -112,7 +112,10 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 bucket=bucket_elements(profile.trained),
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
+                ema=request.keep.get("ema"),
             )
+            if first.ema and (degrees.product > 1 or optimizer == "nvme"):
+                continue  # averages are of data parallel ranks, and in memory (config/images.py)
             kept = {name: value for name, value in request.keep.items() if name in SIZES}
             if any(getattr(first, name) != value for name, value in request.keep.items() if name not in kept):
                 continue
@@ -188,7 +191,7 @@ def _batches(
     """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per stage."""
     dp = cluster.ranks // degrees.product
     if request.global_batch is None:
-        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "table") else 1)
+        most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
         micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
         yield from ((micro, request.accumulation or degrees.pp) for micro in micros)
         return

@@ -132,4 +132,4 @@ def classify(storage: Storage) -> str:
 
 def is_loss(file: str) -> bool:
     """Return whether this source file computes a loss."""
-    return file.endswith(("zerofit/train/loss.py", "transformers/loss/loss_utils.py"))
+    return file.endswith(("zerofit/train/loss.py", "models/segmentation.py", "transformers/loss/loss_utils.py"))

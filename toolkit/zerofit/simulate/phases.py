@@ -7,11 +7,13 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import deepspeed
+import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
+from zerofit.data import mixes
 from zerofit.models.build import empty_batch
-from zerofit.models.inputs import Inputs
+from zerofit.models.inputs import ImageInputs, Inputs
 from zerofit.simulate.record import RankPhase
 from zerofit.spec.mesh import coords_of
 from zerofit.spec.run_folder import Job
@@ -114,6 +116,8 @@ def empty_batches(job: Job, inputs: Inputs) -> Iterator[dict[str, Any]]:
     while True:
         batch: dict[str, Any] = empty_batch(inputs, job.batch.micro)
         batch["weight"] = job.layout.sp / batch["labels"].numel()
+        if mixes(job.run) and isinstance(inputs, ImageInputs):
+            batch["labels"] = torch.zeros(job.batch.micro, inputs.classes)
         yield batch
         del batch
 

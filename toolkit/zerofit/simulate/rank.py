@@ -25,7 +25,7 @@ from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.categories import SAVED, classify, tag_owned_storages, watch_gradients
+from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storages, watch_gradients
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
@@ -90,6 +90,7 @@ def _without_files(target: SimulationTarget, folder: str) -> SimulationTarget:
     source = find(job.run.model)
     if source.origin == PRETRAINED and not list(Path(source.path or "").glob("*.safetensors")):
         job = replace(job, run=job.run.model_copy(update={"model": f"{source.path}/config.json"}))
+    job = replace(job, run=job.run.model_copy(update={"pretrained": None}))
     zero = dict(job.ds_config.get("zero_optimization", {}))
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":
@@ -113,15 +114,17 @@ def _set_environment(target: SimulationTarget) -> None:
 
 
 def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> PhaseLog:
-    job, engines = target.job, []
+    job, drivers = target.job, []
 
     def built(model: torch.nn.Module) -> None:
         meter.learn_names(model)
         watch_gradients(meter.tag, model)
 
     def begin(name: str, step: int) -> None:
-        for engine in engines:
-            tag_owned_storages(meter.tag, engine)
+        for one in drivers:
+            tag_owned_storages(meter.tag, one.engine)
+            for average in one.averaged.tensors if one.averaged else ():
+                meter.tag(average, STATE)
         meter.begin(name, step)
         say(name if step < 0 else f"step {step + 1}: {name}")
 
@@ -129,7 +132,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
     driver = start(job, target.rank, target.inputs, log, on_built=built)
     if isinstance(driver, PipelineTrainer):
         _set_stage_input_shape(driver, target.inputs)
-    engines.append(driver.engine)
+    drivers.append(driver)
     meter.learn_names(driver.engine.module)  # tensor parallelism has replaced its linear layers
     train_steps(driver, empty_batches(job, target.inputs), target.steps, log)
     tag_owned_storages(meter.tag, driver.engine)

@@ -217,7 +217,7 @@ def _limits(target: SimulationTarget, total: int) -> list[float]:
     def parameters(layers: int) -> tuple[int, int]:
         run = _with_layers(target, layers).job.run
         with torch.device("meta"):
-            model = build(source_of(run), target.inputs, dict(run.model_args))
+            model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
         return parameter_count(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     a_layer, trained = (more - one for one, more in zip(parameters(1), parameters(2), strict=True))

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Task = Literal[
-    "image", "table", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs", "image-text"
+    "image",
+    "segmentation",
+    "table",
+    "causal-lm",
+    "masked-lm",
+    "gan",
+    "seq2seq-lm",
+    "speech",
+    "image-text-pairs",
+    "image-text",
 ]
 
 IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
@@ -17,6 +26,11 @@ DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what th
 def is_text(task: str) -> bool:
     """Return whether a task has tokens in its samples; the others have images, or rows of a table, alone."""
     return task in ("causal-lm", "masked-lm") or gives_loss(task)
+
+
+def is_image(task: str) -> bool:
+    """Return whether a task's models are fed images alone, and give logits of classes for each, or for its pixels."""
+    return task in ("image", "segmentation")
 
 
 def gives_loss(task: str) -> bool:

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
 from zerofit.spec.partial_training import LoraInit, LoraSettings, PartialTraining
 from zerofit.spec.profiling import Numbers
@@ -46,8 +47,14 @@ def _numbers(text: str) -> str:
     return text
 
 
+def _sizes(text: str) -> str:
+    ImageSizes.parse(text)
+    return text
+
+
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
 Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_numbers)]
+Sizes = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_sizes)]
 
 
 class Run(BaseModel):
@@ -65,11 +72,14 @@ class Run(BaseModel):
     # what
     model: str = _option("llama-tiny", "model name, config.json, pretrained folder or package.module:callable")
     model_args: dict[str, Any] = _option({}, "JSON object: overrides of the model's config or arguments")
+    pretrained: Path | None = _option(
+        None, "weights to begin with: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"
+    )
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
     data: str | None = _option(
         None,
-        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, csv:FILE[:COLUMN], npy:FILE[:COLUMN], pysource, "
-        "text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
+        "digits, mnist, fashion-mnist, cifar10, imagefolder:PATH, segmentation:PATH, csv:FILE[:COLUMN], "
+        "npy:FILE[:COLUMN], pysource, text:GLOB, jsonl:GLOB, hf:NAME, synthetic",
     )
     data_root: Path | None = _option(None, "folder that holds (or gets) the torchvision data sets")
     download: bool = _option(False, "download a torchvision data set that data_root does not hold")
@@ -100,6 +110,17 @@ class Run(BaseModel):
         (), "parameters or modules that alone are trained, like '*.mlp.*'; may be repeated"
     )
     freeze: tuple[str, ...] = _option((), "parameters or modules that stay as they are, like wte; may be repeated")
+
+    # how images are trained on
+    label_smoothing: float = _option(0.0, "share of each target that is spread over all classes", ge=0, lt=1)
+    mixup: PositiveFloat | None = _option(None, "mix pairs of images and their labels, by Beta(A, A) (MixUp)")
+    cutmix: PositiveFloat | None = _option(None, "paste a part of one image into another, by Beta(A, A) (CutMix)")
+    random_erasing: float = _option(0.0, "odds that a rectangle of an image is erased", ge=0, le=1)
+    image_sizes: Sizes | None = _option(
+        None, "sizes that grow while it trains, by share of the steps: 128:0.5,160:0.75,192"
+    )
+    sync_batch_norm: bool = _option(False, "let batch norms see the micro batches of all ranks together")
+    ema: float | None = _option(None, "average the weights with this decay; evaluated and saved, too", gt=0, lt=1)
 
     # how long and how much
     steps: PositiveInt | None = _option(None, "optimizer steps")

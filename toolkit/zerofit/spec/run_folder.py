@@ -38,6 +38,7 @@ class RunFolder:
     ranks_lock = property(lambda self: self.logs / "ranks.lock")  # shared by the ranks that are alive
     checkpoints = property(lambda self: self.path / "checkpoints")
     model = property(lambda self: self.path / "model")
+    averaged_model = property(lambda self: self.path / "model-ema")  # of --ema
     model_parts = property(lambda self: self.path / ".model-parts")  # of pipeline stages, until rank 0 has them
     tensorboard = property(lambda self: self.path / "tensorboard")
     traces = property(lambda self: self.path / "traces")  # of profiled steps

@@ -19,6 +19,8 @@ from zerofit.models.catalog import ModelSource, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
+from zerofit.models.pretrained_notes import drawn_head
+from zerofit.models.sync_batch_norm import synchronize_batch_norms
 from zerofit.spec.run_folder import Job
 from zerofit.train.process_group import rank_device
 
@@ -30,13 +32,20 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     """
     run, source = job.run, source_of(job.run)
     torch.manual_seed(run.seed)
-    with _partitioned_from_birth(source, job.ds_config) as partitioned:
+    with _partitioned_from_birth(source, job.ds_config, inputs) as partitioned:
         stored = None if partitioned else stored_by_engine(job)
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
     for parameter in model.parameters():
         _as_vector(parameter)
-    if job.precision != "fp32":
+    return prepare_batch_norms(job, model)
+
+
+def prepare_batch_norms(job: Job, model: nn.Module) -> nn.Module:
+    """Let the batch norms of a built model see all ranks' samples, where asked to, and compute in float32."""
+    if job.run.sync_batch_norm:
+        synchronize_batch_norms(model)
+    elif job.precision != "fp32":
         batch_norm_in_fp32(model)
     return model
 
@@ -73,7 +82,7 @@ def stored_by_engine(job: Job) -> Stored:
 
 
 @contextmanager
-def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> Iterator[bool]:
+def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inputs: Inputs | None) -> Iterator[bool]:
     """Let transformers enter zero.Init, as it does by itself while an HfDeepSpeedConfig of stage 3 is alive.
 
     Gives whether it does.
@@ -81,6 +90,9 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any]) -> I
     zero = ds_config.get("zero_optimization", {})
     if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
         yield False  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+        return
+    if drawn_head(source, inputs):
+        yield False  # transformers reads no folder into partitions of another shape (integrations/deepspeed.py)
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 

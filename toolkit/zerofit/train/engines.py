@@ -28,16 +28,18 @@ from zerofit.models.build import batch_keys, forward_logits, forward_loss, outpu
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
+from zerofit.models.segmentation import figures_count
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
+from zerofit.train.averaging import AveragedWeights
 from zerofit.train.build import (
-    batch_norm_in_fp32,
     build_from_seed,
     build_on_meta,
     build_whole,
     parameter_groups,
+    prepare_batch_norms,
     stored_by_engine,
 )
 from zerofit.train.expert_split import build_spread
@@ -217,16 +219,18 @@ class ZeroTrainer(EngineTrainer):
         else:
             if model is None:
                 model = build_whole(job, inputs)
-            elif job.precision != "fp32":
-                batch_norm_in_fp32(model)
+            else:
+                prepare_batch_norms(job, model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         self._named = inputs if isinstance(inputs, NamedInputs) else None
+        self._table = figures_count(inputs)
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
         chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
         self._head = head_loss(self.engine.module, chunk, inside=True)
         self._excess, self._balance = _sequence_parallel_excess(job), RouterBalance(self.engine.module)
+        self.averaged = AveragedWeights(self, job.run.ema) if job.run.ema else None
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
@@ -237,6 +241,8 @@ class ZeroTrainer(EngineTrainer):
             self.engine.backward(loss if self._excess == 1 else loss / self._excess)
             self.engine.step()
             losses.append(loss.detach().float())
+        if self.averaged:
+            self.averaged.update()
         return torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
 
     def extra_metrics(self) -> dict[str, Any]:
@@ -245,9 +251,12 @@ class ZeroTrainer(EngineTrainer):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
+        """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each.
+
+        Where each pixel has a class, the table of `models.segmentation.confusion` follows.
+        """
         self.engine.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3 + self._table, dtype=torch.float64, device=self.device)
         for batch in batches:
             sums += self._eval_counts(batch)
         self.engine.train()
@@ -303,7 +312,8 @@ class ZeroTrainer(EngineTrainer):
         if self._head:
             loss = found * batch["weight"]
         else:
-            loss = weighted_cross_entropy(found, labels, batch["weight"], self.job.run.loss_chunk)
+            run = self.job.run
+            loss = weighted_cross_entropy(found, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
         return loss if aux is None else loss + aux
 
     def _eval_counts(self, batch: Batch) -> Tensor:
@@ -349,7 +359,8 @@ class ZeroTrainer(EngineTrainer):
 
         Under sequence parallelism they are the rank's slice, with positions.
         """
-        x, *others, labels = (self._moved(batch[key]) for key in self._keys)
+        x, *others = (self._moved(batch[key]) for key in self._keys[:-1])
+        labels = batch["labels"].to(self.device, non_blocking=True)  # probabilities of mixed images stay float32
         if self.job.layout.sp == 1:
             return x, labels, dict(zip(self._keys[1:-1], others, strict=True))
         mine = own_tokens(x.shape[1], self.job.layout, self.coords)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
+from zerofit.data import Data, Order, StepImages, default_workers, eval_batch_count, eval_batches, micro_batches
+from zerofit.data.mixing import MicroSlice
 from zerofit.models.batch_norm import batch_norms
+from zerofit.models.segmentation import mean_iou
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
@@ -84,7 +86,9 @@ class Loop:
     def steps(self) -> Iterator[tuple[int, Iterator[Batch], list[np.ndarray]]]:
         """Yield each step that is to be done (0-based), its micro batches, and a list that gets their samples."""
         order = Order.of(self.data.train, self.job.run.seed)
-        micro = micro_batches(self.data.train, order, self._slices(), self._workers())
+        images = StepImages.of(self.job.run, self.job.steps, self.data.inputs)
+        slices, mixing = self._slices(order, images), images and images.mixing
+        micro = micro_batches(self.data.train, order, slices, self._workers(), mixing)
         before_step = overridden(self.callbacks, "on_step_begin")
         self.progress.first = self.first
         for step in range(self.first, self.job.steps):
@@ -106,13 +110,19 @@ class Loop:
         """Steps that were done before this start."""
         return self.job.start.step if self.job.start else 0
 
-    def _slices(self) -> Iterator[range]:
-        """Yield the global positions of this rank's micro batches, step after step."""
+    def _slices(self, order: Order, images: StepImages | None) -> Iterator[range | MicroSlice]:
+        """Yield the global positions of this rank's micro batches, step after step, and what of it images share."""
         batch, dp_rank = self.job.batch, self.trainer.coords.dp_rank
         for step in range(self.first, self.job.steps):
+            first = self.job.samples_after(step)
             for k in range(batch.accumulation):
-                start = self.job.samples_after(step) + (k * batch.dp + dp_rank) * batch.micro
-                yield range(start, start + batch.micro)
+                start = first + (k * batch.dp + dp_rank) * batch.micro
+                own = range(start, start + batch.micro)
+                if images is None:
+                    yield own
+                else:
+                    key = int(order.keys(first, first + 1)[0])
+                    yield images.slice(own, step, range(first, first + batch.total), key)
 
     def _step_batches(
         self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]
@@ -148,26 +158,38 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout."""
+        """Return loss and accuracy, mean IoU (masks) or perplexity (text) over the validation samples.
+
+        They are exact on any layout. Those of averaged weights have names that begin with ema_.
+        """
         self.recorder.flush()
         self.events.phase("evaluating")
+        figures = self._figures(step)
+        if self.trainer.averaged:
+            with self.trainer.averaged.in_place():
+                figures |= {f"ema_{name}": figure for name, figure in self._figures(step).items()}
+        for callback in (self.events, *self.callbacks):
+            callback.on_evaluate(step + 1, figures)
+        self.recorder.skip_time()
+        return figures
+
+    def _figures(self, step: int) -> dict[str, float]:
         trainer, job = self.trainer, self.job
         average_batch_statistics(trainer.module, trainer.engine.seq_data_parallel_group)
         valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
         batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers())
         count = eval_batch_count(len(valid), dp, micro, most)
-        total, targets, right = trainer.evaluate(self._telling(batches, count), count).tolist()
+        total, targets, right, *table = trainer.evaluate(self._telling(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
         figures = {"loss": loss}
-        if is_text(job.facts.task):
+        if table:
+            figures |= {"pixel_accuracy": right / max(targets, 1.0), "mean_iou": mean_iou(table)}
+        elif is_text(job.facts.task):
             figures["perplexity"] = math.exp(min(loss, 700.0))
         else:
             figures["accuracy"] = right / max(targets, 1.0)
-        for callback in (self.events, *self.callbacks):
-            callback.on_evaluate(step + 1, figures)
-        self.recorder.skip_time()
         return figures
 
     def _telling(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zerofit.models.segmentation import are_dense, confusion, mean_of_images
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None) -> Tensor:
+def weighted_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | float, chunk: int | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Return weight x the sum of cross entropies over targets; logits (..., classes), labels (...), in float32.
+
+    Where each pixel has a class, the targets are images (see `mean_of_images`). Labels of floats are (..., classes):
+    probabilities, as of mixed images. `smoothing`: see torch's label_smoothing.
 
     With weight = accumulation steps x (data x sequence parallel degree) / targets in the global batch, the engine's
     mean over micro batches and ranks is exactly the mean over all targets, however they are spread. With `chunk`, only
@@ -21,7 +27,14 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | floa
     """
     if chunk is not None:
         return _Chunked.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk) * weight
+    if are_dense(logits, labels):
+        return mean_of_images(logits, labels, smoothing) * weight
     flat = logits.reshape(-1, logits.shape[-1]).float()  # (targets, classes)
+    if labels.is_floating_point():
+        return functional.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing) * weight
+    if smoothing:
+        how = {"ignore_index": IGNORE_INDEX, "label_smoothing": smoothing}
+        return functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", **how) * weight
     if isinstance(weight, float) and weight * labels.numel() == 1:  # no position is ignored: the mean, a kernel less
         return functional.cross_entropy(flat, labels.reshape(-1))
     return functional.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum") * weight
@@ -119,7 +132,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
+    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right.
+
+    Where each pixel has a class, `confusion` follows.
+    """
+    if are_dense(logits, labels):
+        by_pixel = counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
+        return torch.cat([by_pixel, confusion(logits, labels)])
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
     real = labels != IGNORE_INDEX
     total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")

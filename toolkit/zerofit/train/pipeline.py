@@ -114,7 +114,8 @@ class PipelineTrainer(EngineTrainer):
             return found[0].float() * weight
         if self._head:
             return self._head.of(logits, labels) * weight
-        return weighted_cross_entropy(logits, labels, weight, self.job.run.loss_chunk)
+        run = self.job.run
+        return weighted_cross_entropy(logits, labels, weight, run.loss_chunk, run.label_smoothing)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x, labels = batch["inputs"], batch["labels"]

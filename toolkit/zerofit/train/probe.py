@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 
 from zerofit.models.build import build, check_forward, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
-from zerofit.models.inputs import Inputs, are_packed
+from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import ModelFacts, Task
 from zerofit.spec.run import Run
 
@@ -67,6 +69,17 @@ def probe(
     )
 
 
+def check_sizes(source: ModelSource, inputs: ImageInputs, run: Run) -> None:
+    """Raise UserError where a model that is made for the last of `--image-sizes` does not take those before it."""
+    if run.image_sizes is None or source.family == "custom":
+        return
+    with models_say("--image-sizes"), without_dynamo():
+        with torch.device("meta"):
+            model = build(source, inputs, dict(run.model_args))
+        for size in ImageSizes.parse(run.image_sizes).sizes[:-1]:
+            check_forward(model, source, replace(inputs, size=size))
+
+
 def expert_count(config: Any) -> int | None:
     """Return how many experts a layer of a transformers model chooses from; None where it has no mixture."""
     names = ("num_local_experts", "n_routed_experts", "num_experts")  # as Mixtral, DeepSeek and Qwen have it
@@ -98,6 +111,8 @@ def fed_with(model: nn.Module, run: Run) -> Task:
     """Return what a user's own model is fed: tokens if its forward takes input_ids, a table if named, else images."""
     if "input_ids" in inspect.signature(model.forward).parameters:
         return "causal-lm"
+    if (run.data or "").startswith("segmentation:"):
+        return "segmentation"
     return "table" if (run.data or "").startswith(TABLES) else "image"
 
 

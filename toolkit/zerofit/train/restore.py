@@ -52,6 +52,8 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
             _restore_shards(trainer, engine, tag, FullState(checkpoint, {tag: ""}), progress)
     if start.same_layout:
         trainer.restore_rank_state(safe_load.load(checkpoint / "ranks" / f"rank-{dist.get_rank():05}.pt", mmap=False))
+    if trainer.averaged:
+        trainer.averaged.restore(checkpoint, dist.get_rank() if start.same_layout else None)
     for one in settings:
         one.put_back()
     dist.barrier()

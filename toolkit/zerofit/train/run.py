@@ -132,6 +132,9 @@ class RankRun:
         events.phase("saving the model")
         check_replicas(self.trainer)
         save_model(self.trainer, job, self.data.inputs, folder.model, scratch=folder.model_parts)
+        if self.trainer.averaged:
+            with self.trainer.averaged.in_place():
+                save_model(self.trainer, job, self.data.inputs, folder.averaged_model, scratch=folder.model_parts)
         assert self.loop.recorder.last
         result = _result(job, self.loop.recorder.last, ended.figures, self.data)
         result["against_forecast"] = {name: figure.to_dict() for name, figure in self._against_forecast().items()}

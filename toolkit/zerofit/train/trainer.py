@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from zerofit.data import Data
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job, Layout, RunFolder
 from zerofit.train.expert_split import published_names, whole_experts
+
+if TYPE_CHECKING:
+    from zerofit.train.averaging import AveragedWeights
 
 Batch = dict[str, Any]  # "inputs", "labels", "weight", "indices", ... of one micro batch
 
@@ -47,6 +50,7 @@ class EngineTrainer(ABC):
     coords: RankCoords
     engine: Any  # the one whose learning rate and gradient norm are recorded
     device: torch.device
+    averaged: AveragedWeights | None = None  # where the run averages its weights
 
     @property
     def module(self) -> nn.Module:
@@ -128,6 +132,7 @@ class EngineTrainer(ABC):
             "numpy_rest": list(numpy_state[2:]),
             "generators": {name: generator.get_state() for name, generator in self.generators().items()},
             "buffers": {name: buffer.detach().clone() for name, buffer in persistent_buffers(self.module)},
+            "averages": self.averaged.state() if self.averaged else None,
         }
 
     def restore_rank_state(self, state: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ def options_of(
     degrees = {name: knobs[name] for name in ("tp", "pp", "sp") if knobs.get(name, 1) > 1}
     own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing") if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
+    keep |= {"ema": run.ema} if run.ema else {}
     keep |= {name: max(1, keep[name]) for name in ("tp", "sp") if name in keep}  # 0 is DeepSpeed's word for 1
     request = PlanRequest(
         precision=job.precision, global_batch=job.batch.total, every=True, keep=keep, **own, **degrees

@@ -76,6 +76,8 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
 
 def data_line(profile: Profile, image: str | None) -> str:
     """Return what the plan cannot know, as a comment to fill in."""
+    if profile.task == "segmentation":
+        return "# data: segmentation:/path/to/folder   # images/ and masks/; without it synthetic is taken\n"
     if profile.task == "image":
         size = f"{image.rpartition(':')[2]} images" if image else "images"
         return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
@@ -110,6 +112,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.accumulation,
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
+        **({"ema": layout.ema} if layout.ema else {}),
         **{name: degree for name, degree in degrees.items() if degree > 1},
     }
 

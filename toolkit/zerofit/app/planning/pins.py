@@ -56,6 +56,7 @@ class LayoutPins(TypedDict, total=False):
     micro_batch: int | None
     gradient_accumulation_steps: int | None
     activation_checkpointing: bool | None
+    ema: float | None
     tensor_parallel: int | None
     pipeline: int | None
     sequence_parallel: int | None
@@ -83,10 +84,11 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     config = given.get("ds_config", {})
     found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
     values = {knob: value for knob, value in found.items() if value not in ("auto", None)}
-    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()}
+    return {knob: int(value) if isinstance(value, float) else value for knob, value in values.items()} | ema
 
 
 def savings_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Savings:

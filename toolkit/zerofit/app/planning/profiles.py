@@ -19,7 +19,7 @@ from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, is_image
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
@@ -135,7 +135,7 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     """Return what the model is fed, and the degrees that are asked for, or worth it, and possible for such a model."""
     from zerofit.models.hf_config import make_config, max_positions
 
-    has_config = source.family == "transformers" and task != "image"
+    has_config = source.family == "transformers" and not is_image(task)
     config = make_config(source, None, wanted.model_args) if has_config else None
     seq_len = wanted.seq_len or min(DEFAULT_SEQ_LEN, (config and max_positions(config)) or DEFAULT_SEQ_LEN)
     inputs = assumed_inputs(source, task, seq_len, wanted.image, wanted.model_args)

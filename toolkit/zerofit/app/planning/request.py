@@ -167,7 +167,7 @@ class PlanningRequest:
         """Raise a UserError for what says nothing of such a model."""
         problems = Problems()
         taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
-        if profile.task in ("image", "table") and self.pins.get("seq_len"):
+        if profile.task in ("image", "segmentation", "table") and self.pins.get("seq_len"):
             message = f"{profile.model} takes {taken}, which have no --seq-len"
             problems.add("flag", message, f"leave it out; --input {size} sets the size", "--seq-len")
         if profile.seq_len is None and self.work and self.work.tokens:

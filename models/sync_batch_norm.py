@@ -1,0 +1,104 @@
+"""Batch norms that see the micro batches of all data parallel ranks together, on any device.
+
+torch.nn.SyncBatchNorm has kernels for accelerators alone, so that nothing of it could be tried on CPUs, nor simulated.
+Here the local means and variances are exchanged (an all-gather in forward, an all-reduce in backward), and torch's own
+batch norm kernel applies them.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerofit.models.batch_norm import BatchNorm, batch_norms
+
+
+def synchronize_batch_norms(model: nn.Module, group: Any = None) -> None:
+    """Let every batch norm of a model normalise by the statistics of all ranks of the group while it trains.
+
+    Statistics are float32 whatever the inputs are. The model itself is changed, its names stay.
+    """
+
+    def forward(self: BatchNorm, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        if not self.training and self.running_mean is not None:
+            return functional.batch_norm(x, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps)
+        out, mean, var, count = _Synchronized.apply(x, weight, bias, self.eps, group)
+        if self.training and self.running_mean is not None:
+            _note(self, mean, var, count)
+        return out
+
+    for norm in batch_norms(model):
+        norm.forward = types.MethodType(forward, norm)
+
+
+@torch.no_grad()
+def _note(norm: BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    """Let the running statistics take in a batch, its variance without bias, as torch does."""
+    momentum = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if momentum is None:  # a cumulative average
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    assert norm.running_mean is not None and norm.running_var is not None and momentum is not None
+    norm.running_mean.lerp_(mean, momentum)
+    norm.running_var.lerp_(var * (count / (count - 1).clamp_min(1)), momentum)
+
+
+class _Synchronized(torch.autograd.Function):
+    """Batch norm by the statistics of all ranks. Backward keeps the input as it came, and three numbers a channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, var, count = _shared_statistics(x, group)
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
+        ctx.group, ctx.biased = group, bias is not None
+        out = functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        ctx.mark_non_differentiable(mean, var, count)
+        return out, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        over, shape = [d for d in range(x.dim()) if d != 1], [1, -1, *[1] * (x.dim() - 2)]
+        flat, centred = gradient.float(), x.float() - mean.view(shape)
+        sums = torch.stack([flat.sum(over), (flat * centred).sum(over)])
+        of_weight = None if weight is None else sums[1] * inverse
+        of_bias = sums[0].clone() if ctx.biased else None
+        if _ranks(ctx.group) > 1:
+            dist.all_reduce(sums, group=ctx.group)
+        sums /= count
+        scale = inverse if weight is None else inverse * weight
+        slope = (sums[1] * inverse.square()).view(shape)
+        of_x = (flat - sums[0].view(shape) - centred * slope) * scale.view(shape)
+        return of_x.to(x.dtype), of_weight, of_bias, None, None
+
+
+def _shared_statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, variance (with bias) and number of values of each channel over all ranks, float32."""
+    over = [d for d in range(x.dim()) if d != 1]
+    var, mean = torch.var_mean(x.float(), over, correction=0)
+    count = mean.new_full((1,), x.numel() // x.shape[1])
+    ranks = _ranks(group)
+    if ranks == 1:
+        return mean, var, count
+    mine = torch.cat([mean, var, count])
+    every = mine.new_empty(ranks * len(mine))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    means, variances, counts = every.view(ranks, -1).split([len(mean), len(var), 1], dim=1)
+    count = counts.sum(0)
+    mean = (means * counts).sum(0) / count
+    var = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean, var, count
+
+
+def _ranks(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -1,0 +1,101 @@
+"""Size and scaling of images as pretrained weights were trained with them, where their folder says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.data.base import Data, Dataset
+from zerofit.data.image_sources import Scaling
+from zerofit.data.mixing import ErasedImages
+from zerofit.models.inputs import ImageInputs
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.run import Run
+
+# transformers', ours, and that of a model some of which take one size only
+PREPROCESSOR, CARD, CONFIG = "preprocessor_config.json", "zerofit.json", "config.json"
+RESCALED = 1 / 255  # what pixels are multiplied by first, unless the file says otherwise
+CLOSE = 1e-6  # figures that differ by rounding alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedImages:
+    """Images as weights were trained with them; None where their folder says nothing."""
+
+    size: int | None = None
+    mean: tuple[float, ...] | None = None  # of pixels between 0 and 1
+    std: tuple[float, ...] | None = None
+
+
+def published_images(run: Run) -> PublishedImages:
+    """Read what the folder of the run's weights says of images. Raises UserError for a file that does not parse."""
+    folder = next((Path(one).expanduser() for one in (run.pretrained, run.model) if one and Path(one).is_dir()), None)
+    if folder is None:
+        return PublishedImages()
+    folder = folder if (folder / CARD).is_file() or not (folder / "model" / CARD).is_file() else folder / "model"
+    published = PublishedImages()
+    for name, read in ((PREPROCESSOR, _of_transformers), (CARD, _of_ours), (CONFIG, _of_config)):
+        file = folder / name
+        if file.is_file():
+            try:
+                found = read(json.loads(file.read_text(encoding="utf-8")))
+                size = found.size if name == CONFIG and found.size else published.size or found.size
+                known = published if published.mean else found
+                published = replace(known, size=size)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                message = f"{file} does not say how images are scaled: {type(error).__name__}: {error}"
+                hint = "is it the file that came with the weights?"
+                raise UserError(Problem(kind="bad-value", message=message, hint=hint, where=str(file))) from None
+    return published
+
+
+def as_published(data: Data, published: PublishedImages) -> Data:
+    """Return the data with its images scaled as the weights know them."""
+    mean, std, inputs = published.mean, published.std, data.inputs
+    if not isinstance(inputs, ImageInputs) or mean is None or std is None or len(mean) != inputs.channels:
+        return data
+    old = (*(inputs.mean or ()), *(inputs.std or ()))
+    if len(old) == 2 * len(mean) and max(abs(a - b) for a, b in zip(old, (*mean, *std), strict=True)) < CLOSE:
+        return data
+    if inputs.mean is None:
+        return data  # made-up images, which have no pixels
+    parts = {name: _scaled(getattr(data, name), mean, std) for name in ("train", "valid")}
+    return replace(data, **parts, inputs=replace(inputs, mean=mean, std=std))
+
+
+def _scaled(images: Dataset, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:
+    if isinstance(images, ErasedImages):
+        return replace(images, images=_scaled(images.images, mean, std))
+    known: Any = images  # every source of images with figures has them as its scaling
+    return replace(known, scaling=Scaling.of_units(mean, std, known.scaling.largest))
+
+
+def _of_transformers(found: Mapping[str, Any]) -> PublishedImages:
+    size = found.get("crop_size") if found.get("do_center_crop", "crop_size" in found) else None
+    size = _pixels(size if size is not None else found.get("size"))
+    if not found.get("do_normalize", True) or "image_mean" not in found:
+        return PublishedImages(size=size)
+    factor = (found.get("rescale_factor") or RESCALED) / RESCALED if found.get("do_rescale", True) else 1 / RESCALED
+    mean, std = (tuple(float(one) / factor for one in found[name]) for name in ("image_mean", "image_std"))
+    return PublishedImages(size=size, mean=mean, std=std)
+
+
+def _pixels(size: Any) -> int | None:
+    """Return the side of square images out of a number, or of the ways in which transformers writes it."""
+    if isinstance(size, Mapping):
+        size = size.get("height") or size.get("shortest_edge")
+    return int(size) if size else None
+
+
+def _of_config(found: Mapping[str, Any]) -> PublishedImages:
+    size = found.get("image_size")
+    return PublishedImages(size=size if isinstance(size, int) else None)
+
+
+def _of_ours(found: Mapping[str, Any]) -> PublishedImages:
+    inputs = found["inputs"]
+    figures = {name: tuple(map(float, inputs[name])) for name in ("mean", "std") if inputs.get(name)}
+    return PublishedImages(size=inputs.get("size"), **figures)

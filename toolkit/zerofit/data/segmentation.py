@@ -1,0 +1,235 @@
+"""Images with a mask beside each: PATH/images/NAME.jpg and PATH/masks/NAME.png, whose values are classes, 255 none."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zerofit.data.base import Data, Integers, LabelledDataset
+from zerofit.data.cache import cache_errors, waiting_lock
+from zerofit.data.hashing import held_out_limit, name_hash, sample_hashes, text_digest
+from zerofit.data.image_sources import Scaling
+from zerofit.data.imagefolder import IMAGENET, NAMED, SUFFIXES, VALID_NAMES, VALID_SHARE
+from zerofit.models.inputs import SegmentationInputs
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import cache_root, write_text
+from zerofit.spec.model_facts import IGNORE_INDEX, Task
+from zerofit.spec.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+UNLABELLED = 255  # the mask's value for pixels of no class
+SMALLEST = 0.25  # share of an image that a random crop has at the least
+USUAL_SIZE = 256
+HINT = "segmentation:PATH with PATH/images/NAME.jpg and PATH/masks/NAME.png, or these in PATH/train and PATH/val"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedImage:
+    """An image's file and its mask's, relative to the folder that the user named."""
+
+    image: str
+    mask: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentedImages(LabelledDataset):
+    """Images and masks that are decoded, cut, resized and mirrored together when a batch asks for them."""
+
+    root: Path
+    pairs: tuple[MaskedImage, ...]
+    size: int
+    train: bool
+    scaling: Scaling = IMAGENET
+    decodes = True
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """See Dataset.batch; labels are int64 (batch, size, size), -100 where a pixel has no class."""
+        import torch
+
+        transform = _transform(self.train, self.size)
+        with torch.random.fork_rng(devices=[]):
+            made = [self._pair(self.pairs[i], int(key), transform) for i, key in zip(indices, keys, strict=True)]
+        mean, std = self.scaling.tensors()
+        labels = torch.stack([mask for _, mask in made]).long()
+        images = torch.stack([image for image, _ in made]).float().sub_(mean).div_(std)
+        return {"inputs": images, "labels": labels.masked_fill_(labels == UNLABELLED, IGNORE_INDEX)}
+
+    def _pair(self, pair: MaskedImage, key: int, transform) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+        from PIL import Image
+        from torchvision import tv_tensors
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        torch.default_generator.manual_seed(key)  # not the accelerator's
+        with Image.open(self.root / pair.image) as image, Image.open(self.root / pair.mask) as mask:
+            pixels = tv_tensors.Image(pil_to_tensor(image.convert("RGB")))
+            classes = tv_tensors.Mask(torch.from_numpy(np.array(mask, dtype=np.uint8)))
+        image, mask = transform(pixels, classes)
+        return image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor)
+
+
+def _transform(train: bool, size: int):
+    from torchvision.transforms import v2
+
+    if not train:
+        return v2.Resize((size, size))
+    return v2.Compose([v2.RandomResizedCrop(size, scale=(SMALLEST, 1.0)), v2.RandomHorizontalFlip()])
+
+
+def open_segmentation(name: str, run: Run, task: Task, progress: Reporter) -> Data:
+    """Open images and masks; without a folder of validation images a tenth, by the hash of the names, is held out.
+
+    Classes are 0 to the largest value of any mask but 255. All files are decoded once, which is remembered.
+    Raises UserError "data-missing", "empty-data", "bad-image" or "data-classes".
+    """
+    root = Path(name.removeprefix("segmentation:")).expanduser().absolute()
+    parts = [_pairs(root, folder) for folder in _folders(root)]
+    classes, bad = _checked(root, [pair for part in parts for pair in part], progress)
+    if bad and not run.skip_bad:
+        named = [f"{root / file}: {reason}" for file, reason in sorted(bad.items())[:NAMED]]
+        message = f"{len(bad)} images or masks cannot be used: {'; '.join(named)}"
+        hint = "--skip-bad leaves them out, counted in the report"
+        raise UserError(Problem(kind="bad-image", message=message, hint=hint, where="--data"))
+    good = [[pair for pair in part if pair.image not in bad] for part in parts]
+    train, valid = good if len(good) == 2 else _held_out(good[0])
+    for what, found in (("training", train), ("validation", valid)):
+        if not found:
+            message = f"{root} holds no readable {what} images with masks"
+            raise UserError(Problem(kind="empty-data", message=message, hint=HINT, where="--data"))
+    if classes < 2:
+        message = f"the masks in {root} hold one class: there is nothing to tell apart"
+        hint = "a mask's values are classes, 0 the first; 255 has none"
+        raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--data"))
+    size = run.image_size or USUAL_SIZE
+    images = SegmentedImages(root=root, pairs=tuple(train), size=size, train=True)
+    return Data(
+        name=name,
+        train=images,
+        valid=replace(images, pairs=tuple(valid), train=False),
+        inputs=SegmentationInputs(channels=3, size=size, classes=classes, **IMAGENET.units()),
+        bad_samples=tuple(sorted(bad)),
+        notes=(f"{len(bad)} broken images or masks skipped",) if bad else (),
+    )
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return [train, valid], or the one folder that is to be divided."""
+    if not (root / "train").is_dir():
+        return [root]
+    return [root / "train", *[root / one for one in VALID_NAMES if (root / one).is_dir()][:1]]
+
+
+def _pairs(root: Path, folder: Path) -> list[MaskedImage]:
+    """Return the images of a folder that have a mask of the same name, sorted. Raises UserError for one without."""
+    images, masks = folder / "images", folder / "masks"
+    for one in (images, masks):
+        if not one.is_dir():
+            message = f"--data segmentation: {one} is not a folder"
+            raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
+    files = sorted(f for f in images.iterdir() if f.suffix.lower() in SUFFIXES and not f.name.startswith("."))
+    missing = [file.name for file in files if not (masks / f"{file.stem}.png").is_file()]
+    if missing:
+        message = f"{len(missing)} images in {images} have no mask: {', '.join(missing[:NAMED])}"
+        raise UserError(Problem(kind="data-missing", message=message, hint=HINT, where="--data"))
+    prefix = folder.relative_to(root)
+    return [MaskedImage(image=str(prefix / "images" / f.name), mask=str(prefix / f"masks/{f.stem}.png")) for f in files]
+
+
+def _held_out(pairs: list[MaskedImage]) -> tuple[list[MaskedImage], list[MaskedImage]]:
+    if not pairs:
+        return [], []
+    hashes = np.array([name_hash(pair.image) for pair in pairs], dtype=np.uint64)
+    limit = np.uint64(held_out_limit(hashes, VALID_SHARE))
+    held = list(zip(pairs, hashes <= limit, strict=True))
+    return [pair for pair, out in held if not out], [pair for pair, out in held if out]
+
+
+def _checked(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
+    """Return the number of classes, and reasons by image of what cannot be used; remembered by names, sizes, times."""
+    stats = [(root / file).stat() for pair in pairs for file in (pair.image, pair.mask)]
+    stamps = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
+    digest = text_digest(str(root), *(pair.image for pair in pairs), *stamps)
+    store = cache_root() / "masks" / f"{digest}.json"
+    with cache_errors(str(root)):
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(store.with_suffix(".lock"), f"another process checks the masks in {root}", progress):
+            try:
+                known = json.loads(store.read_text())
+                return known["classes"], known["bad"]
+            except (OSError, ValueError, KeyError):
+                classes, bad = _decoded(root, pairs, progress)
+                write_text(store, json.dumps({"classes": classes, "bad": bad}))
+                return classes, bad
+
+
+def _decoded(root: Path, pairs: list[MaskedImage], progress: Reporter) -> tuple[int, dict[str, str]]:
+    largest, bad = -1, {}
+    text, threads = f"checking the masks in {root}", len(os.sched_getaffinity(0))
+    with progress.task(text, len(pairs), "images") as task, ThreadPoolExecutor(threads) as pool:
+        for pair, (value, reason) in zip(pairs, pool.map(lambda one: _looked_at(root, one), pairs), strict=True):
+            largest = max(largest, value)
+            if reason:
+                bad[pair.image] = reason
+            task.advance(1)
+    return largest + 1, bad
+
+
+def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
+    """Return a mask's largest class (-1: none), and why the pair cannot be used ("": it can)."""
+    from PIL import Image
+
+    try:
+        with Image.open(root / pair.image) as image, Image.open(root / pair.mask) as mask:
+            image.convert("RGB")
+            if mask.mode not in ("1", "L", "P"):
+                return -1, f"its mask is of mode {mask.mode}; a mask has one number below 256 a pixel"
+            if mask.size != image.size:
+                return -1, f"its mask is {mask.size[0]}x{mask.size[1]} pixels, it is {image.size[0]}x{image.size[1]}"
+            values = np.array(mask, dtype=np.uint8)
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
+        return -1, " ".join(str(error).split())[:120] or type(error).__name__
+    return int(values[values != UNLABELLED].max(initial=0)), ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticMasks(LabelledDataset):
+    """A rectangle of one colour a class on a background of class 0, under noise; a pure function of (seed, number)."""
+
+    n: int
+    first: int  # where this split begins in the endless row of samples
+    classes: int
+    size: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """See Dataset.batch; there is no augmentation, `keys` are not used."""
+        import torch
+
+        colours = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
+        numbers, size = np.asarray(indices) + self.first, self.size
+        labels = np.zeros((len(numbers), size, size), dtype=np.int64)
+        images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
+        for one, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
+            draw = np.random.Generator(np.random.Philox(key=int(key)))
+            for _ in range(3):
+                top, left = draw.integers(0, size - size // 4, 2)
+                high, wide = draw.integers(size // 4, size // 2 + 1, 2)
+                labels[one, top : top + high, left : left + wide] = draw.integers(1, self.classes)
+            noise = 0.5 * draw.standard_normal((3, size, size))
+            images[one] = colours[labels[one]].transpose(2, 0, 1) + noise
+        return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
