@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerofit.models.build import UNCHECKED, build, empty_batch
-from zerofit.models.catalog import PRETRAINED, ModelError, find
+from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.layers import RotaryBlock, as_layers
@@ -156,7 +156,7 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
-        model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
+        model = build(source_of(run), inputs, dict(run.model_args)).to(dtype)
         x = empty_batch(inputs, driver.job.batch.micro)["inputs"]
     x = x.to(dtype) if x.is_floating_point() else x
     if layout.sp > 1:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from zerofit.data import Data, Order, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.models.batch_norm import batch_norms
+from zerofit.models.inputs import LabelledTextInputs
+from zerofit.models.scores import class_scores
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
@@ -148,7 +150,10 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout."""
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout.
+
+        Of labelled text also F1, of an encoder-decoder also the ROUGE of what it writes.
+        """
         self.recorder.flush()
         self.events.phase("evaluating")
         trainer, job = self.trainer, self.job
@@ -156,15 +161,18 @@ class Loop:
         valid, dp, micro, most = self.data.valid, job.layout.dp, job.batch.micro, job.run.eval_samples
         batches = eval_batches(valid, trainer.coords.dp_rank, dp, micro, most, self._workers())
         count = eval_batch_count(len(valid), dp, micro, most)
-        total, targets, right = trainer.evaluate(self._telling(batches, count), count).tolist()
+        total, targets, right, *table = trainer.evaluate(self._telling(batches, count), count).tolist()
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
-        figures = {"loss": loss}
-        if is_text(job.facts.task):
+        figures, inputs = {"loss": loss}, self.data.inputs
+        if isinstance(inputs, LabelledTextInputs):
+            figures |= class_scores(table, inputs.classes, inputs.tags)
+        elif is_text(job.facts.task):
             figures["perplexity"] = math.exp(min(loss, 700.0))
         else:
             figures["accuracy"] = right / max(targets, 1.0)
+        figures |= trainer.written_figures(self.data)
         for callback in (self.events, *self.callbacks):
             callback.on_evaluate(step + 1, figures)
         self.recorder.skip_time()
