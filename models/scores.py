@@ -54,6 +54,11 @@ def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
     return {ours: sum(one[name].fmeasure for one in found) / max(len(found), 1) for name, ours in ROUGE.items()}
 
 
+def takes_cache(config: Any) -> bool:
+    """Return whether transformers makes a cache with as many layers as a decoder has: it counts T5's encoder's."""
+    return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
+
+
 @torch.no_grad()
 def write_targets(
     model: nn.Module, batch: Mapping[str, Tensor], most: int, end_id: int | None, together: bool = False
@@ -78,6 +83,7 @@ def write_targets(
             eos_token_id=ends,
             pad_token_id=ends[0],
             decoder_start_token_id=config.decoder_start_token_id,
+            use_cache=takes_cache(config),
         ),
         synced_gpus=together,
     )

@@ -111,7 +111,9 @@ def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[Mod
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
         source = find(name if Path(name).is_dir() or info is None else info.model)
-        return with_task(source, info.task if info and has_head(info.task) else TASKS.get(getattr(config.task_type, "value", config.task_type) or "")), args
+        kind = getattr(config.task_type, "value", config.task_type)  # an enumeration's, or a word
+        task = info.task if info and has_head(info.task) else TASKS.get(kind or "")
+        return with_task(source, task), args
     except ModelError as error:
         hint = f"put the model there, or name its folder as base_model_name_or_path in {folder / CONFIG}"
         raise _unreadable(folder, f"stands beside a model that is not here: {error.message}", hint) from None

@@ -22,6 +22,7 @@ from zerofit.infer.memory import activation_memory
 from zerofit.infer.saved_model import SavedModel
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import NamedInputs, TextInputs
+from zerofit.models.scores import takes_cache
 from zerofit.spec.errors import Problem, Problems, UserError
 
 UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
@@ -126,7 +127,7 @@ def generate(
         cast(Any, model).generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            generation_config=_config(request),
+            generation_config=_config(request, takes_cache(cast(PreTrainedModel, model).config)),
             streamer=stream,
         )
     seconds = time.perf_counter() - start
@@ -134,7 +135,7 @@ def generate(
     return GeneratedText(text=stream.text, tokens=count, tokens_per_s=count / max(seconds, 1e-9))
 
 
-def _config(request: GenerationRequest) -> GenerationConfig:
+def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
     draw: dict[str, Any] = {"do_sample": False}
     if request.temperature > 0:
         draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
@@ -142,7 +143,7 @@ def _config(request: GenerationRequest) -> GenerationConfig:
     draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers asks for it
     if request.prompt.begins_with is not None:
         draw["decoder_start_token_id"] = request.prompt.begins_with
-    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=True, **draw)
+    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=cached, **draw)
 
 
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
