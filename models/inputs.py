@@ -117,6 +117,11 @@ def are_tokenized(inputs: Inputs | None) -> bool:
     return isinstance(inputs, TextInputs | LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
 
 
+def are_padded(inputs: Inputs | None) -> bool:
+    """Return whether samples may end early, with a mask that says where."""
+    return isinstance(inputs, LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
+
+
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
     """Return the tensors of a sample, the first one "inputs" and the last one "labels" in a batch."""
     if isinstance(inputs, NamedInputs):

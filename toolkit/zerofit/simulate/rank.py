@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zerofit.models.build import UNCHECKED, build, empty_batch
 from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import Inputs, are_packed
+from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
@@ -52,7 +52,7 @@ def simulate(
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
-    apply_all(gpu, meter, are_packed(target.inputs))
+    apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
             # a process group that sends nothing
