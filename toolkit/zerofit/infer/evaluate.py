@@ -196,7 +196,7 @@ class EvalFigures:
         return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
 
 
-def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: Inputs) -> EvalFigures:
+def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: Inputs | None = None) -> EvalFigures:
     """Return how this model is judged on such inputs, its weights being of this type."""
     own = saved.source.family == "custom"
     own_loss = own and "labels" in inspect.signature(model.forward).parameters
