@@ -94,7 +94,7 @@ def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs
     """Return whole samples with as many classes as the config names (transformers' default: 2)."""
     names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
     text = config.get_text_config()
-    how = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
+    how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
     return LabelledTextInputs(vocab_size=text.vocab_size, seq_len=seq_len, **how)
 
 

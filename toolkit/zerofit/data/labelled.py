@@ -118,7 +118,12 @@ def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence
     if task != "seq2seq-lm":
         classes = _class_order(name, meta["classes"], known)
         order = np.array([classes.index(one) for one in meta["classes"]], dtype=np.int64)
-    own = {"task": task, "seq_len": seq_len, "target_len": encoder.target_length, "pad_id": encoder.pad_id}
+    own: dict[str, Any] = {
+        "task": task,
+        "seq_len": seq_len,
+        "target_len": encoder.target_length,
+        "pad_id": encoder.pad_id,
+    }
     made = [LabelledText(**own, files=files[split], order=order, pairs=meta["types"]) for split in SPLITS]
     return Data(
         name=name,
@@ -140,7 +145,7 @@ def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs:
             NamedInput(name="labels", shape=(encoder.target_length,), ids=size),
         )
         return NamedInputs(tensors=tensors, vocab_size=size, seq_len=length, padded=True)
-    how = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
+    how: dict[str, Any] = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
     return LabelledTextInputs(vocab_size=size, seq_len=length, **how)
 
 

@@ -129,24 +129,19 @@ class LabelledEncoder:
 
     def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
         """Put an end-of-document id before, between and after the parts; words begin with a space."""
-        end, made = self.tokenizer.eod_id, []
+        end, made, spaced = self.tokenizer.eod_id, [], self.task == "tag"
+        lead = [] if self.task == "seq2seq-lm" else [end]
+        room = self.length - 1  # the last place is the end's
         for row in rows:
-            parts = (
-                row.text if isinstance(row.text, list) else [row.text] + ([row.pair] if row.pair is not None else [])
-            )
-            encoded = [
-                list(ids) for ids in self.tokenizer.encode_all([f" {p}" if self.task == "tag" else p for p in parts])
-            ]
-            lead, last = ([] if self.task == "seq2seq-lm" else [end]), [end]
-            room = self.length - len(lead) - 1
-            ids, words = list(lead), [None] * len(lead)
-            for number, part in enumerate(encoded):
-                between = last if number and self.task != "tag" else []
-                ids += between + part
-                words += [None] * len(between) + [number] * len(part)
-            cut = len(ids) > room + len(lead)
-            ids, words = ids[: room + len(lead)] + last, [*words[: room + len(lead)], None]
-            made.append(_Text(np.array(ids), np.zeros(len(ids), dtype=np.int64), words, cut))
+            parts = row.text if isinstance(row.text, list) else [row.text, *([] if row.pair is None else [row.pair])]
+            ids: list[int] = list(lead)
+            words: list[int | None] = [None] * len(lead)
+            for number, part in enumerate(self.tokenizer.encode_all([f" {p}" if spaced else p for p in parts])):
+                between = [end] if number and not spaced else []
+                ids += [*between, *part.tolist()]
+                words += [*([None] * len(between)), *([number] * len(part))]
+            kept, of = [*ids[:room], end], [*words[:room], None]
+            made.append(_Text(np.array(kept), np.zeros(len(kept), dtype=np.int64), of, len(ids) > room))
         return made
 
     def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Da
     """Open tokens of 2 classes (`synthetic:N`: N): a text's is that of its first token, a tag that of its own."""
     classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
     vocab = max(256, len(classes))
-    how = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
+    how: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
     inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **how)
     make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
     return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)

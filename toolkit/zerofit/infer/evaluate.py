@@ -335,5 +335,5 @@ def _scores(
         perplexity=math.exp(min(loss, LONGEST_LOSS)) if writes else None,
         samples=samples,
         samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * inputs.seq_len if are_tokenized(inputs) and hasattr(inputs, "seq_len") else None,
+        tokens_per_s=samples_per_s * getattr(inputs, "seq_len", 0) if are_tokenized(inputs) else None,
     )

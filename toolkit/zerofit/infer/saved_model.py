@@ -127,7 +127,7 @@ def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
         return named_inputs(source, {}, length, Fed())
     if has_head(source.task):
         vocab, pad_id = config.get_text_config().vocab_size, config.get_text_config().pad_token_id or 0
-        how = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
+        how: dict[str, Any] = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
         return LabelledTextInputs(vocab_size=vocab, seq_len=length, **how)
     return TextInputs(vocab_size=config.get_text_config().vocab_size, seq_len=longest or 0)
 
