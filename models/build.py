@@ -27,6 +27,7 @@ from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import (
     ImageInputs,
     Inputs,
+    LabelledTextInputs,
     NamedInput,
     NamedInputs,
     SegmentationInputs,
@@ -40,7 +41,7 @@ from zerofit.models.partial import name_without_adapters, train_part
 from zerofit.models.pretrained import load_pretrained
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
-from zerofit.spec.model_facts import gives_loss, is_text
+from zerofit.spec.model_facts import gives_loss, has_head, is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,15 +101,18 @@ def _refuse_inputs(source: ModelSource, inputs: Inputs | None) -> None:
         SegmentationInputs: "images with masks",
         TableInputs: "a table",
         TextInputs: "text",
-    }.get(type(inputs))
+        LabelledTextInputs: "text with labels",
+    }
+    got = held.get(type(inputs))
     for taken, does, fits in (
         (ImageInputs, "classifies images", source.task in ("image", "gan")),
         (SegmentationInputs, "classifies pixels", source.task == "segmentation"),
         (TableInputs, "classifies rows of a table", source.task == "table"),
-        (TextInputs, "reads text", is_text(source.task)),
+        (LabelledTextInputs, "labels text", has_head(source.task)),
+        (TextInputs, "reads text", is_text(source.task) and not has_head(source.task)),
     ):
-        if fits and held and type(inputs) is not taken:
-            raise ModelError("model-task", f"{source.name} {does}, the data is {held}", "take other --data")
+        if fits and got and type(inputs) is not taken:
+            raise ModelError("model-task", f"{source.name} {does}, the data is {got}", "take other --data")
 
 
 def why_whole(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> str | None:
@@ -147,11 +151,16 @@ def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tens
 
     The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called.
     """
+    return forward_named(model, inputs, batch).loss
+
+
+def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Any:
+    """Return the loss and logits that `forward_loss` takes its loss of."""
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)
     named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
     extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
-    return model(**named, **extra).loss
+    return model(**named, **extra)
 
 
 def batch_keys(inputs: Inputs) -> list[str]:
@@ -225,6 +234,8 @@ def check_forward(model: nn.Module, source: ModelSource, inputs: Inputs) -> int 
         hint = f"set {knob}" + (", e.g. --image-size 224" if knob == "--image-size" else "")
         raise ModelError("model-shape", f"{source.name} cannot take {got}: {reason}", hint) from None
     classes = inputs.classes if isinstance(inputs, ImageInputs | TableInputs) else inputs.vocab_size
+    if isinstance(inputs, LabelledTextInputs):
+        classes = len(inputs.classes)
     per_class = 1 if isinstance(inputs, SegmentationInputs) else -1
     if logits is not None and source.task != "gan" and logits.shape[per_class] < classes:
         message = f"{source.name} gives {logits.shape[per_class]} logits, the data has {classes} classes or token ids"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zerofit.models.hub_names import shape_on_hub
 from zerofit.models.presets import PRESETS
@@ -51,7 +51,48 @@ class ModelSource:
 def source_of(run: Run) -> ModelSource:
     """Return the source of the model that a run trains, adapters and frozen weights included. Raises as `find`."""
     pretrained = str(run.pretrained.expanduser()) if run.pretrained else None
-    return replace(find(run.model), partial=run.partial, pretrained=pretrained)
+    return replace(with_task(find(run.model), run.task), partial=run.partial, pretrained=pretrained)
+
+
+def with_task(source: ModelSource, task: str | None) -> ModelSource:
+    """Return the source of a model that is to do `task` (of Run; None: what its config says).
+
+    Raises ModelError("model-task") where transformers has no such model.
+    """
+    if task is None or task == source.task or (task == "seq2seq" and source.task == "seq2seq-lm"):
+        return source
+    if source.family != "transformers":
+        message = f"--task {task} is for models of transformers, and {source.name} is none"
+        raise ModelError("model-task", message, "take a preset, a config.json or a pretrained folder")
+    model_type = _source_config(source)["model_type"]
+    if task == "seq2seq":
+        message = f"--task seq2seq: {source.name} ({model_type}) has no encoder and decoder"
+        raise ModelError("model-task", message, "take one that has, like T5 or BART")
+    from transformers.models.auto import modeling_auto as auto
+
+    known = getattr(auto, HEAD_TABLES[task])
+    if model_type not in known or source.task == "seq2seq-lm":
+        fitting = [name for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "qwen2") if name in known]
+        what = "has an encoder and a decoder" if source.task == "seq2seq-lm" else "has no such head in transformers"
+        message = f"--task {task}: {source.name} ({model_type}) {what}"
+        raise ModelError("model-task", message, f"take an encoder or a decoder: {', '.join(fitting)} and others")
+    return replace(source, task=cast(Task, task))
+
+
+def label_names(source: ModelSource) -> tuple[str, ...]:
+    """Return the names of the classes that a transformers model's head has, in their order; none where it has none."""
+    if source.family != "transformers" or source.origin != PRETRAINED:
+        return ()
+    named = _source_config(source).get("id2label") or {}
+    return tuple(str(named[key]) for key in sorted(named, key=int))
+
+
+def _source_config(source: ModelSource) -> dict[str, Any]:
+    """Return the config of a transformers model as it is published."""
+    if source.origin == "preset":
+        return PRESETS[source.name]
+    path = Path(source.path or "")
+    return read_config(path / "config.json" if path.is_dir() else path)
 
 
 def find(name: str) -> ModelSource:
@@ -236,6 +277,12 @@ ARCHITECTURE_ENDINGS: dict[str, Task] = {
     "LMHeadModel": "causal-lm",
     "ForMaskedLM": "masked-lm",
     "ForImageClassification": "image",
+    "ForSequenceClassification": "classify",
+    "ForTokenClassification": "tag",
+}
+HEAD_TABLES = {  # transformers' tables of models with such heads, by model type (models/auto/modeling_auto.py)
+    "classify": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "tag": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 
 # model types beside the encoder-decoders of text; `models.named_inputs` knows what each is fed

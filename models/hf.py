@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -36,6 +36,8 @@ AUTO_CLASSES = {
     "speech": "AutoModelForSpeechSeq2Seq",
     "image-text-pairs": "AutoModelForZeroShotImageClassification",
     "image-text": "AutoModelForImageTextToText",
+    "classify": "AutoModelForSequenceClassification",
+    "tag": "AutoModelForTokenClassification",
 }
 
 
@@ -61,7 +63,9 @@ def transformers_model(
     config = make_config(source, inputs, args)
     device = torch.empty(0).device
     if source.origin == PRETRAINED and device.type != "meta":
-        return _rotary_in_fp32(_pretrained(source, config, stored, keep))
+        alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
+        with alone:  # for a head that the folder does not hold
+            return _rotary_in_fp32(_pretrained(source, config, stored, keep))
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with _as_without_zero3():
             return _rotary_in_fp32(_from_config(source, config))
@@ -89,7 +93,7 @@ def _from_config(source: ModelSource, config: Any) -> nn.Module:
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:
-    """Load weights from the folder; only an image classifier's head may differ, and then starts anew."""
+    """Load weights from the folder; only a classifier's head may differ or lack, and then starts anew."""
     try:
         with _stored_as_read(stored, keep) as read:
             model, loaded = _auto_class(source.task).from_pretrained(
@@ -98,7 +102,7 @@ def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str]
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=source.task == "image",
+                ignore_mismatched_sizes=source.task in ("image", "classify", "tag"),
                 output_loading_info=True,
             )
     except Exception as error:  # a damaged or foreign file shows in many ways

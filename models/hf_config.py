@@ -7,7 +7,7 @@ from typing import Any
 
 from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource, nearest, read_config
 from zerofit.models.depth import DEPTH
-from zerofit.models.inputs import ImageInputs, Inputs, NamedInputs, TextInputs
+from zerofit.models.inputs import ImageInputs, Inputs, LabelledTextInputs, NamedInputs, TextInputs
 from zerofit.models.presets import PRESETS
 
 FRAMES_A_POSITION = 2  # Whisper's second convolution halves them
@@ -43,7 +43,9 @@ def make_config(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]
         _fit_images(source, config, inputs, args)
     if isinstance(inputs, NamedInputs):
         _fit_named(config, inputs)
-    if isinstance(inputs, TextInputs | NamedInputs):
+    if isinstance(inputs, LabelledTextInputs):
+        _fit_classes(config, inputs, args)
+    if isinstance(inputs, TextInputs | LabelledTextInputs | NamedInputs):
         _check_text(source.name, config, inputs)
     text = config.get_text_config()
     if getattr(text, "head_dim", 0) is None:  # Mixtral: DeepSpeed's sequence parallel attention needs the number
@@ -120,6 +122,16 @@ def _fit_images(source: ModelSource, config: Any, inputs: ImageInputs, args: dic
             raise ModelError("model-shape", message, hint)
 
 
+def _fit_classes(config: Any, inputs: LabelledTextInputs, args: dict[str, Any]) -> None:
+    """Name the classes, and the padding, behind which a decoder's head finds the last token of a text."""
+    if "num_labels" not in args:
+        config.id2label = dict(enumerate(inputs.classes))
+        config.label2id = {name: number for number, name in enumerate(inputs.classes)}
+    if not inputs.tags:
+        config.problem_type = "single_label_classification"
+    config.get_text_config().pad_token_id = inputs.pad_id
+
+
 def _fit_named(config: Any, inputs: NamedInputs) -> None:
     """Give the config the size of its images or the length of its spectrograms, and what a decoder begins with."""
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -131,7 +143,7 @@ def _fit_named(config: Any, inputs: NamedInputs) -> None:
             config.max_source_positions = one.shape[1] // FRAMES_A_POSITION
 
 
-def _check_text(name: str, config: Any, inputs: TextInputs | NamedInputs) -> None:
+def _check_text(name: str, config: Any, inputs: TextInputs | LabelledTextInputs | NamedInputs) -> None:
     text = config.get_text_config()
     vocab, positions = getattr(text, "vocab_size", None), max_positions(config)
     if vocab is not None and inputs.vocab_size > vocab:

@@ -44,6 +44,18 @@ class TextInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelledTextInputs:
+    """Padded texts, with a class for each or (`tags`) for each token: int64 (batch, seq_len), and a mask of them."""
+
+    vocab_size: int  # ids the tokenizer can give, special tokens included
+    seq_len: int
+    classes: tuple[str, ...]  # their names, in the order of their ids
+    pad_id: int
+    tags: bool = False
+    pairs: bool = False  # a text has two parts, which "token_type_ids" tell apart
+
+
+@dataclass(frozen=True, kw_only=True)
 class NamedInput:
     """One tensor that a model's forward takes by name, as a sample has it."""
 
@@ -60,6 +72,7 @@ class NamedInputs:
     tensors: tuple[NamedInput, ...]  # the first is what a batch calls "inputs", the last its "labels"
     vocab_size: int
     seq_len: int  # tokens of a sample: an encoder's where text goes into one, else the text's
+    padded: bool = False  # samples may end early: labels there are -100, and the loss is the mean over the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +90,20 @@ class Fed:
         return [name for name, value in vars(self).items() if value is not None]
 
 
-Inputs = ImageInputs | TableInputs | TextInputs | NamedInputs
+Inputs = ImageInputs | TableInputs | TextInputs | LabelledTextInputs | NamedInputs
 
 _KINDS: dict[str, type[Inputs]] = {
     "text": TextInputs,
     "segmentation": SegmentationInputs,  # before the kind that it is one of
     "image": ImageInputs,
     "table": TableInputs,
+    "labelled-text": LabelledTextInputs,
     "named": NamedInputs,
 }
 
 
 def inputs_to_dict(inputs: Inputs) -> dict[str, Any]:
-    """Return inputs as JSON: their fields, and "kind": "text", "image", "segmentation", "table" or "named"."""
+    """Return inputs as JSON: their fields, and their "kind": a key of `_KINDS`."""
     kind = next(kind for kind, cls in _KINDS.items() if isinstance(inputs, cls))
     return {"kind": kind, **asdict(inputs)}
 
@@ -107,6 +121,16 @@ def are_packed(inputs: Inputs | None) -> bool:
     return isinstance(inputs, TextInputs) and inputs.packed
 
 
+def are_tokenized(inputs: Inputs | None) -> bool:
+    """Return whether a tokenizer made them of text."""
+    return isinstance(inputs, TextInputs | LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
+
+
+def are_padded(inputs: Inputs | None) -> bool:
+    """Return whether samples may end early, with a mask that says where."""
+    return isinstance(inputs, LabelledTextInputs) or (isinstance(inputs, NamedInputs) and inputs.padded)
+
+
 def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
     """Return the tensors of a sample, the first one "inputs" and the last one "labels" in a batch."""
     if isinstance(inputs, NamedInputs):
@@ -120,6 +144,12 @@ def tensors_of(inputs: Inputs) -> tuple[NamedInput, ...]:
         features = NamedInput(name="features", shape=(inputs.features,))
         return features, NamedInput(name="labels", shape=(), ids=inputs.classes)
     tokens = {"shape": (inputs.seq_len,), "ids": inputs.vocab_size}
+    if isinstance(inputs, LabelledTextInputs):
+        names = ("attention_mask", "token_type_ids") if inputs.pairs else ("attention_mask",)
+        marks = [NamedInput(name=name, shape=(inputs.seq_len,), ids=2) for name in names]
+        shape = (inputs.seq_len,) if inputs.tags else ()
+        labels = NamedInput(name="labels", shape=shape, ids=len(inputs.classes))
+        return NamedInput(name="input_ids", **tokens), *marks, labels
     positions = NamedInput(name="position_ids", shape=(inputs.seq_len,), ids=inputs.seq_len)
     between = (positions,) if inputs.packed else ()
     return NamedInput(name="input_ids", **tokens), *between, NamedInput(name="labels", **tokens)

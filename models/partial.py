@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of the only adapter
 ALL_LINEAR = "all-linear"
+HEADED = ("ForSequenceClassification", "ForTokenClassification")  # classes of transformers
 BASE = ".base_layer"  # what peft puts into the names of the weights that an adapter stands beside
 
 
@@ -58,7 +59,11 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
     targets: str | list[str] = [name.strip() for name in lora.targets.split(",") if name.strip()]
     if targets == [ALL_LINEAR]:
         targets = _linear_layers(model)
+    head = head_modules(model)
+    kind = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    name = type(model).__name__
     return LoraConfig(
+        task_type=next((word for ending, word in kind.items() if head and name.endswith(ending)), None),
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -67,6 +72,17 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
         use_dora=lora.dora,
         use_rslora=lora.rslora,
     )
+
+
+def head_modules(model: nn.Module) -> list[str]:
+    """Return the modules of a text classifier that are its head: all but the model that it stands on; else none.
+
+    They are new, or new to the data, and so they are trained beside adapters, as peft does.
+    """
+    if not type(model).__name__.endswith(HEADED):
+        return []
+    whole: Any = model
+    return [n for n, child in model.named_children() if n != whole.base_model_prefix and list(child.parameters())]
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -98,11 +114,19 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
         hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
         raise ModelError("model-part", message, hint) from None
     _refuse_shared(model)
+    for name in head_modules(model):
+        model.get_submodule(name).requires_grad_(True)
     return model
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
     """Return what peft calls all linear layers; it looks for them, and for the head, in transformers' models alone."""
+    head = head_modules(model)
+    if head:
+        from transformers.pytorch_utils import Conv1D  # GPT-2's
+
+        kinds, whole = (nn.Linear, Conv1D), model.named_modules()
+        return [n for n, module in whole if isinstance(module, kinds) and n.partition(".")[0] not in head]
     if hasattr(model, "get_output_embeddings"):
         return ALL_LINEAR
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

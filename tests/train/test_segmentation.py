@@ -16,7 +16,7 @@ from zerofit.data import open_data
 from zerofit.models.build import build, check_forward, forward_logits
 from zerofit.models.catalog import SEGMENTATION, find
 from zerofit.models.inputs import SegmentationInputs, inputs_from_dict, inputs_to_dict
-from zerofit.models.segmentation import confusion, mean_iou
+from zerofit.models.scores import class_table, mean_iou
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run
@@ -29,7 +29,7 @@ def test_figures_are_scikit_learns():
     labels[0, :2] = -100
     real, answers = labels != -100, logits.argmax(1)
     wanted, got = labels[real].numpy(), answers[real].numpy()
-    table = confusion(logits, labels)
+    table = class_table(logits, labels, 4)
     assert np.array_equal(table.view(4, 4).numpy(), confusion_matrix(wanted, got, labels=range(4)))
     assert mean_iou(table.tolist()) == pytest.approx(jaccard_score(wanted, got, average="macro"))
     loss, targets, right = counts(logits, labels)[:3].tolist()
@@ -41,7 +41,7 @@ def test_mean_iou_by_hand():
     """2x2 pixels: class 0 has 1 of 2 pixels in common (union 2), class 1 has 2 of 3; class 2 occurs nowhere."""
     labels = torch.tensor([[[0, 0], [1, 1]]])
     logits = functional.one_hot(torch.tensor([[[0, 1], [1, 1]]]), 3).movedim(-1, 1).float()
-    assert mean_iou(confusion(logits, labels).tolist()) == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert mean_iou(class_table(logits, labels, 3).tolist()) == pytest.approx((1 / 2 + 2 / 3) / 2)
 
 
 def test_loss_is_torchs_and_independent_of_parts():

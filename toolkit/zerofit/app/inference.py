@@ -21,7 +21,7 @@ from zerofit.infer.session import InferenceSession, PlacementResult, open_model
 from zerofit.spec.errors import Problems
 from zerofit.spec.events import Event, OnEvent, Reporter
 from zerofit.spec.model_facts import Precision
-from zerofit.spec.run import load_run
+from zerofit.spec.run import Run, load_run
 
 MICRO_BATCH = 8
 MaxMemory = str | Mapping[Device, str | int] | None
@@ -34,6 +34,10 @@ class EvalDataOptions(TypedDict, total=False):
     data_root: Path | None
     download: bool | None
     text_field: str | None
+    pair_field: str | None
+    label_field: str | None
+    target_len: int | None
+    generate_samples: int | None
     tokenizer: str | None
     chat_template: Path | None
     packing: bool | None
@@ -100,13 +104,14 @@ def evaluate(folder: str | Path, **options: Unpack[EvaluateOptions]) -> Evaluati
     with _opened(Path(folder), options, problems, report) as session:
         data = open_eval_data(session.saved, run_fields, report)
         micro = run_fields.get("micro_batch", MICRO_BATCH)
-        figures = figures_of(session.saved, session.empty, session.dtype)
+        figures = figures_of(session.saved, session.empty, session.dtype, data.inputs)
         needed = eval_bytes(session.empty, figures, data.inputs, micro, session.main, str(folder))
         if not needed:
             report.note("what this model takes beside its weights cannot be known before it runs")
         model, placement = session.load(needed, "a smaller --micro-batch, a shorter --seq-len,")
         device, samples = placement.execution_device, run_fields.get("eval_samples")
-        scores = evaluate_model(model, figures, data, micro, samples, device, report)
+        written = run_fields.get("generate_samples", Run().generate_samples)
+        scores = evaluate_model(model, figures, data, micro, samples, device, report, written)
         return Evaluation(model=str(folder), data=data.name, **vars(scores), **vars(session.result(placement)))
 
 

@@ -10,9 +10,18 @@ from typing import Any
 
 from zerofit.checkpoint.model_folder import CARD, read_model_info
 from zerofit.models.catalog import ModelSource, names_callable
-from zerofit.models.inputs import Fed, ImageInputs, Inputs, NamedInputs, TableInputs, TextInputs, are_packed
+from zerofit.models.inputs import (
+    Fed,
+    ImageInputs,
+    Inputs,
+    LabelledTextInputs,
+    NamedInputs,
+    TableInputs,
+    TextInputs,
+    are_packed,
+)
 from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_image
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, is_image
 from zerofit.spec.run import Run, RunRequest, load_run
 from zerofit.spec.run_folder import RunFolder
 
@@ -99,9 +108,19 @@ def assumed_inputs(
         channels, size = parse_image(image)
         return replace(published, channels=channels, size=size)
     config = make_config(source, None, model_args) if source.family == "transformers" else None
+    if has_head(task):
+        return _assumed_labels(config, task, seq_len or DEFAULT_SEQ_LEN)
     vocabulary = getattr(config, "vocab_size", None) or model_args.get("vocab_size") or 2
     packed = image is not None and bool(parse_input(image).packed)
     return TextInputs(vocab_size=vocabulary, seq_len=seq_len or DEFAULT_SEQ_LEN, packed=packed)
+
+
+def _assumed_labels(config: Any, task: Task, seq_len: int) -> LabelledTextInputs:
+    """Return whole samples with as many classes as the config names (transformers' default: 2)."""
+    names = tuple(str(config.id2label[n]) for n in range(config.num_labels))
+    text = config.get_text_config()
+    how: dict[str, Any] = {"classes": names, "pad_id": text.pad_token_id or 0, "tags": task == "tag"}
+    return LabelledTextInputs(vocab_size=text.vocab_size, seq_len=seq_len, **how)
 
 
 def input_option(inputs: Inputs | None) -> str | None:

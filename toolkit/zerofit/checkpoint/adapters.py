@@ -17,14 +17,16 @@ from zerofit.checkpoint.merge import TrainedPart
 from zerofit.checkpoint.model_folder import CARD, ModelInfo, read_model_info, refuse_untrusted_code
 from zerofit.checkpoint.store import CHECKPOINTS, Store
 from zerofit.models.build import build
-from zerofit.models.catalog import ModelError, ModelSource, find
-from zerofit.models.partial import ADAPTER
+from zerofit.models.catalog import ModelError, ModelSource, find, with_task
+from zerofit.models.partial import ADAPTER, head_modules
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.model_facts import has_head
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASKS = {"SEQ_CLS": "classify", "TOKEN_CLS": "tag"}  # by peft's names
 PREFIX = "base_model.model."  # what names in peft's files begin with
 
 
@@ -36,6 +38,7 @@ def write_adapters(folder: Path, model: nn.Module, source: ModelSource, weights:
     config = peft_config(model)
     config.base_model_name_or_path = os.path.abspath(source.path) if source.path else source.name
     config.inference_mode = True
+    config.modules_to_save = head_modules(model) or None
     names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
     held = {names[name]: tensor.contiguous() for name, tensor in weights}
     assert held.keys() == set(names.values()), f"nothing came for {set(names.values()) - held.keys()}"
@@ -73,6 +76,7 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
     if not isinstance(config, LoraConfig):
         raise _unreadable(folder, f"holds {config.peft_type}, and not LoRA", "merge it with peft's merge_and_unload")
     config.inference_mode = False  # in which peft freezes adapters, too
+    config.modules_to_save = None  # the head is there by itself
     info = read_model_info(folder)
     source, args = _base(folder, config, info)
     refuse_untrusted_code(source, args, folder / CARD, trust_model_code)
@@ -84,6 +88,8 @@ def read_adapters(folder: Path, trust_model_code: bool = False) -> TrainedPart:
         raise _unreadable(
             folder, f"does not fit {source.name}: {error}", "is it the model they were made for?"
         ) from None
+    for name in head_modules(model):
+        model.get_submodule(name).requires_grad_(True)
     names = published_names(model, [name for name, p in model.named_parameters() if p.requires_grad])
     missing = set(names.values()) ^ set(held.keys())
     if missing:
@@ -105,8 +111,10 @@ def _base(folder: Path, config: LoraConfig, info: ModelInfo | None) -> tuple[Mod
     """Return the model that adapters stand beside, and its arguments. Raises UserError."""
     name, args = config.base_model_name_or_path or "", dict(info.model_args) if info else {}
     try:
-        found = find(name if Path(name).is_dir() or info is None else info.model)
-        return replace(found, pretrained=info.pretrained if info else None), args
+        source = find(name if Path(name).is_dir() or info is None else info.model)
+        kind = getattr(config.task_type, "value", config.task_type)  # an enumeration's, or a word
+        task = info.task if info and has_head(info.task) else TASKS.get(kind or "")
+        return replace(with_task(source, task), pretrained=info.pretrained if info else None), args
     except ModelError as error:
         hint = f"put the model there, or name its folder as base_model_name_or_path in {folder / CONFIG}"
         raise _unreadable(folder, f"stands beside a model that is not here: {error.message}", hint) from None
@@ -123,7 +131,10 @@ def published_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     marks = {name: nn.Parameter() for name in names}
     state = get_peft_model_state_dict(model, marks, ADAPTER, save_embedding_layers=False)
     own = {id(mark): name for name, mark in marks.items()}
-    return {own[id(mark)]: PREFIX + name for name, mark in state.items()}
+    head = tuple(f"{name}." for name in head_modules(model))
+    return {name: PREFIX + name for name in marks if name.startswith(head)} | {
+        own[id(mark)]: PREFIX + name for name, mark in state.items()
+    }
 
 
 def peft_config(model: Any) -> LoraConfig:

@@ -32,7 +32,7 @@ from zerofit.data.chat_template import CHAT_TEMPLATE, tokenizer_files
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource, source_of
 from zerofit.models.dtypes import DTYPES, NAMES, torch_name
-from zerofit.models.inputs import TextInputs
+from zerofit.models.inputs import are_tokenized
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
@@ -100,7 +100,7 @@ def export(
     if merge and not run.lora:
         message = f"{checkpoint} is of a run without --lora: there are no adapters to merge"
         raise UserError(Problem(kind="usage", message=message, hint="leave --merge out", where="--merge"))
-    reads_tokens = isinstance(manifest.inputs, TextInputs)
+    reads_tokens = are_tokenized(manifest.inputs)
     exported = ExportedModel(
         published=PublishedModel(model, source.family == "transformers"),
         tensors=lambda: ((name, state.read(state.ties.get(name, name))) for name in model.state_dict()),

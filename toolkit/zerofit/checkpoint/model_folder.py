@@ -214,6 +214,9 @@ class ModelInfo:
     packing: bool = True  # whether samples held several conversations
     stream: bool = False  # whether its data was read as it comes
     pretrained: str | None = None  # of adapters: where the weights beside them are from, if not of `model`'s folder
+    pair_field: str | None = None
+    label_field: str | None = None
+    target_len: int | None = None  # tokens of a text that it writes
 
     @classmethod
     def of_run(
@@ -221,7 +224,7 @@ class ModelInfo:
     ) -> ModelInfo:
         """Return what there is to say of a model that this run has trained for so many steps."""
         same = ("model", "model_args", "loss", "data", "text_field", "tokenizer", "seq_len", "image_size", "seed")
-        same += ("packing", "stream")
+        same += ("packing", "stream", "pair_field", "label_field", "target_len")
         return cls(
             **{name: getattr(run, name) for name in same},
             pretrained=os.path.abspath(run.pretrained.expanduser()) if run.pretrained and run.lora else None,

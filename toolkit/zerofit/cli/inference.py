@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 DATA_FIELDS = (
     *("data", "data_root", "download", "text_field", "tokenizer", "chat_template", "packing", "image_size", "skip_bad"),
     *("stream", "seed", "micro_batch", "seq_len", "eval_samples"),
+    *("pair_field", "label_field", "target_len", "generate_samples"),
 )
+HEAD_SCORES = ("macro_f1", "micro_f1", "rouge1", "rouge2", "rouge_l")
 OFFLOAD_HELP = "where weights are put that no file holds as they are needed [a temporary folder]"
 MEMORY_HELP = "0=20GiB,cpu=60GiB: no device but these (and the disk: disk=0 forbids it) [what is free]"
 TEMPERATURE_HELP = "0: the likeliest token each time"
@@ -42,9 +44,10 @@ placement_options = add_options(  # where weights may go
 def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
     """Evaluate CKPT: a run's folder, one of its checkpoints, an exported model, or any Hugging Face model's folder.
 
-    Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), over the validation samples of
-    --data (by default of what it was trained on). Exit code 0: done, 1: it does not fit into the memory that it may
-    take, 2: bad input.
+    Loss and perplexity of text, loss and accuracy of images (of masks also mean IoU), F1 of labelled text, ROUGE of
+    what an encoder-decoder writes, over the validation samples of --data (by default of what it was trained on).
+
+    Exit code 0: done, 1: it does not fit into the memory that it may take, 2: bad input.
     """
 
     def work() -> Evaluation:
@@ -59,7 +62,7 @@ def evaluate(ckpt: Path, as_json: bool, **options: Any) -> None:
 
 def _show_scores(result: Evaluation) -> None:
     click.echo(f"\n{result.model} on {result.data}: {result.samples:,} samples")
-    for name in ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou"):
+    for name in ("loss", "perplexity", "accuracy", "top5_accuracy", "mean_iou", *HEAD_SCORES):
         if getattr(result, name) is not None:
             click.echo(f"  {name.replace('_', ' '):<15}{getattr(result, name):.4f}")
     speed = f"{result.samples_per_s:,.1f} samples/s"

@@ -19,6 +19,7 @@ from zerofit.spec.model_facts import (
     TILED_MLP_TYPES,
     Machine,
     ModelFacts,
+    has_head,
 )
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
@@ -168,6 +169,8 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             f"take --pipeline {facts.layers} or less",
             "--pipeline",
         )
+    if has_head(facts.task) or facts.task == "seq2seq-lm":
+        _check_pairs(run, layout, facts, problems)
     if facts.packed:
         _check_packing(run, layout, facts, problems)
     if run.loss == "mse" and not facts.own:
@@ -212,6 +215,25 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             "take stage 0, 1 or 2",
             "zero_optimization.stage",
         )
+
+
+def _check_pairs(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+    """Check what padded texts with labels go with."""
+    what = f"{run.model} ({facts.task})"
+    degrees = {"--tensor-parallel": layout.tp, "--sequence-parallel": layout.sp, "--pipeline": layout.pp}
+    degrees["--expert-parallel"] = layout.ep
+    for name, degree in degrees.items():
+        if degree > 1 and has_head(facts.task):
+            problems.add(
+                "layout",
+                f"{name} {degree}: {what} has a head and padded samples, which have not been seen to train there like "
+                "one device does",
+                f"leave {name} at 1; ZeRO stages 1 to 3 and offload divide what this model needs",
+                name,
+            )
+    if run.loss_chunk and has_head(facts.task):
+        message = f"--loss-chunk {run.loss_chunk}: {what} gives few logits, which are not worth cutting up"
+        problems.add("loss", message, "leave it out", "--loss-chunk")
 
 
 def _check_packing(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:

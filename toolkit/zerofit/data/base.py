@@ -45,6 +45,10 @@ class Dataset(ABC):
     def targets(self, indices: Integers) -> int:
         """Count the labels of these samples that count in the loss, without reading or decoding any."""
 
+    def trimmed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch without what is padding in all of its samples, where samples are padded."""
+        return batch
+
 
 class LabelledDataset(Dataset):
     """Images, or rows of a table, with one class label each."""
@@ -67,6 +71,7 @@ class Data:
     unigram_entropy_nats: float | None = None
     decode: Callable[[list[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
+    end_id: int | None = None  # of texts to write: the token that ends one
     bad_samples: tuple[str, ...] = ()  # unreadable files that were skipped
     notes: tuple[str, ...] = ()  # sentences for the user
     counts: Mapping[str, int] = field(default_factory=dict)  # of conversations: how many were truncated, dropped, ...

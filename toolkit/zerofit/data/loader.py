@@ -145,7 +145,7 @@ class _MicroBatches:
         parts = zip(*(tensor.unsafe_split_with_sizes(sizes) for tensor in whole.values()), strict=True)
         own_indices = np.split(indices, np.cumsum(sizes)[:-1])
         return [
-            {**dict(zip(whole, tensors, strict=True)), "positions": positions, "indices": own}
+            {**self.dataset.trimmed(dict(zip(whole, tensors, strict=True))), "positions": positions, "indices": own}
             for positions, tensors, own in zip(ranges, parts, own_indices, strict=True)
         ]
 
@@ -199,7 +199,7 @@ class _EvalShare:
         keys = (sample_hashes(indices, _KEY_STREAM) >> np.uint64(1)).astype(np.int64)
         batch = self.dataset.batch(indices, keys)
         batch["labels"][torch.from_numpy(~real)] = IGNORE_INDEX
-        return {**batch, "indices": indices, "real": real}
+        return {**self.dataset.trimmed(batch), "indices": indices, "real": real}
 
 
 def _batches(maker: _MicroBatches | _EvalShare, items: Iterable[Any], workers: int) -> Iterator[dict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,12 +14,15 @@ from zerofit.data.hf import open_hf
 from zerofit.data.image_sources import open_digits, open_vision_set
 from zerofit.data.imagefolder import open_imagefolder
 from zerofit.data.jsonl import open_jsonl
+from zerofit.data.labelled import open_labelled
+from zerofit.data.labelled_rows import KINDS as LABELLED_KINDS
 from zerofit.data.mixing import ErasedImages
 from zerofit.data.published_images import as_published, published_images
 from zerofit.data.segmentation import open_segmentation
 from zerofit.data.stream import open_stream
 from zerofit.data.synthetic import (
     open_synthetic_images,
+    open_synthetic_labelled,
     open_synthetic_named,
     open_synthetic_table,
     open_synthetic_text,
@@ -29,11 +32,12 @@ from zerofit.data.text import CausalText, MaskedText
 from zerofit.data.text_sources import Source, TextSource, open_pysource, open_text
 from zerofit.data.token_cache import TokenFile, Tokens, open_tokens
 from zerofit.data.tokenizer import Tokenizer, open_tokenizer
+from zerofit.models.catalog import find, label_names
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import Reporter
 from zerofit.spec.image_sizes import ImageSizes
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, is_text
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head, has_pairs, is_text
 from zerofit.spec.run import Run
 
 
@@ -93,7 +97,7 @@ TEXT_SOURCES: dict[str, Callable[[Run, str], Source]] = {  # take the name's arg
 
 def default_data(task: Task) -> str:
     """Return the data of a run that names none: on every machine, and learnable in minutes where a task can be."""
-    if gives_loss(task) or task in ("table", "segmentation"):
+    if gives_loss(task) or has_head(task) or task in ("table", "segmentation"):
         return "synthetic"
     return "pysource" if is_text(task) else "digits"
 
@@ -133,6 +137,12 @@ def _path_hint(data: str) -> str:
 def check_task(data: str, task: Task) -> None:
     """Raise UserError "data-task" when a kind of data cannot feed a task (images to a language model)."""
     word, media = split_name(data)[0], "text" if is_text(task) else _MEDIA.get(task, "image")
+    if has_pairs(task):
+        if word in (*LABELLED_KINDS, "synthetic"):
+            return
+        message = f"--data {data} holds no labelled text, which the task {task} is trained on"
+        hint = "--data jsonl:GLOB, csv:GLOB, hf:NAME or synthetic"
+        raise UserError(Problem(kind="data-task", message=message, hint=hint, where="--data"))
     if gives_loss(task) and word != "synthetic":
         message = f"--data {data}: a model of the task {task} is fed made-up tensors only, to measure memory and speed"
         hint = "--data synthetic; to train it on your data, take transformers' Trainer (docs/scripts.md)"
@@ -145,11 +155,14 @@ def check_task(data: str, task: Task) -> None:
         raise UserError(Problem(kind="data-task", message=message, hint=f"--data one of {fitting}", where="--data"))
 
 
-def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> Data:
+def open_data(
+    run: Run, task: Task, seq_len: int | None, progress: Reporter, known: Sequence[str] | None = None
+) -> Data:
     """Open the data of a run; prepare and cache what that takes.
 
     `seq_len` (tokens per sample) is that of the model, as resolved; else run.seq_len, else DEFAULT_SEQ_LEN. Every
     process gets the same: the first makes the cache, others find it, or wait for it and say so through `progress`.
+    `known`: the classes of a trained model, in their order; by default those of the model that the run names.
     Raises UserError with all that is wrong.
     """
     name = run.data or default_data(task)
@@ -160,6 +173,13 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     if not is_text(task):
         return _open_images(name, word, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
+    if has_head(task) and word == "synthetic":
+        return open_synthetic_labelled(name, run, task, length)
+    if has_pairs(task) and word != "synthetic":
+        if run.stream:
+            return _streamed(name, word, argument, run, task, length)  # which says that there is none
+        known = label_names(find(run.model)) if known is None and has_head(task) else known or ()
+        return open_labelled(name, run, task, length, known, progress)
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
     if word == "synthetic":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from zerofit.models.catalog import find
 from zerofit.models.inputs import (
     Fed,
     ImageInputs,
+    LabelledTextInputs,
     NamedInput,
     NamedInputs,
     SegmentationInputs,
@@ -93,6 +94,16 @@ def open_synthetic_named(name: str, run: Run, task: Task, seq_len: int) -> Data:
     fed = Fed(image=(3, run.image_size)) if run.image_size else Fed()
     inputs = named_inputs(find(run.model), dict(run.model_args), seq_len, fed)
     make = partial(SyntheticNamed, inputs=inputs, seed=run.seed)
+    return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
+
+
+def open_synthetic_labelled(name: str, run: Run, task: Task, seq_len: int) -> Data:
+    """Open tokens of 2 classes (`synthetic:N`: N): a text's is that of its first token, a tag that of its own."""
+    classes = tuple(str(n) for n in range(_size(name, default=2, what="classes")))
+    vocab = max(256, len(classes))
+    how: dict[str, Any] = {"classes": classes, "pad_id": 0, "tags": task == "tag"}
+    inputs = LabelledTextInputs(vocab_size=vocab, seq_len=seq_len, **how)
+    make = partial(SyntheticLabelled, inputs=inputs, seed=run.seed)
     return Data(name=name, train=make(n=16_384, first=0), valid=make(n=512, first=16_384), inputs=inputs)
 
 
@@ -184,6 +195,34 @@ class SyntheticText(Dataset):
         """Count every token, or the masked ones."""
         each = self.seq_len if self.mask_id is None else int(masked_count(np.array(self.seq_len)))
         return len(indices) * each
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticLabelled(Dataset):
+    """Whole samples of noise, whose classes can be read off their tokens."""
+
+    n: int
+    first: int
+    inputs: LabelledTextInputs
+    seed: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """Return "inputs", "attention_mask" and "labels"; `keys` are not used."""
+        import torch
+
+        draws = cell_hashes(np.asarray(indices) + self.first, self.inputs.seq_len, self.seed)
+        tokens = 1 + (draws % np.uint64(self.inputs.vocab_size - 1)).astype(np.int64)  # 0 is padding
+        labels = tokens % len(self.inputs.classes)
+        made = {"inputs": tokens, "attention_mask": np.ones_like(tokens)}
+        made["labels"] = labels if self.inputs.tags else labels[:, 0].copy()
+        return {name: torch.from_numpy(array) for name, array in made.items()}
+
+    def targets(self, indices: Integers) -> int:
+        """Count a label for each sample, or for each token."""
+        return len(indices) * (self.inputs.seq_len if self.inputs.tags else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,34 @@ from torch.nn import functional
 
 from zerofit.data import Data, default_data, default_workers, eval_batches, eval_indices, open_data
 from zerofit.data.chat_template import CHAT_TEMPLATE
+from zerofit.data.labelled import refuse_unknown_classes
 from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
 from zerofit.infer.memory import activation_memory
 from zerofit.infer.saved_model import SavedModel
-from zerofit.models.build import empty_batch, extra_inputs, forward_logits, output_part
+from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_named, output_part
 from zerofit.models.catalog import ModelError
-from zerofit.models.inputs import ImageInputs, Inputs, TableInputs, TextInputs, are_packed
+from zerofit.models.inputs import (
+    ImageInputs,
+    Inputs,
+    LabelledTextInputs,
+    NamedInputs,
+    SegmentationInputs,
+    TableInputs,
+    TextInputs,
+    are_packed,
+    are_tokenized,
+)
 from zerofit.models.packing import refuse_unseparated
-from zerofit.models.segmentation import are_dense, confusion, figures_count, mean_iou
+from zerofit.models.scores import (
+    class_scores,
+    class_table,
+    compared,
+    mean_iou,
+    rouge_scores,
+    write_targets,
+)
+from zerofit.models.segmentation import are_dense
 from zerofit.spec.errors import Problem, Problems, RunFailed, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, IGNORE_INDEX, Task, is_text
@@ -76,7 +95,7 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
         message = f"{saved.folder} takes at most {saved.longest} tokens, got --seq-len {seq_len}"
         problems.add("seq-len", message, f"--seq-len {saved.longest} or less", "--seq-len")
     problems.raise_if_any()
-    same = ("data", "text_field", "seed", "packing", "stream")
+    same = ("data", "text_field", "pair_field", "label_field", "target_len", "seed", "packing", "stream")
     trained = {name: getattr(saved.info, name) for name in same} if saved.info else {}
     if (saved.folder / CHAT_TEMPLATE).is_file():
         trained["chat_template"] = saved.folder / CHAT_TEMPLATE
@@ -85,7 +104,9 @@ def open_eval_data(saved: SavedModel, fields: Mapping[str, Any], report: Reporte
         image = {"image_size": saved.inputs.size, "pretrained": saved.folder}
     words = {"tokenizer": tokenizer} if tokenizer else {}
     run = Run(**{**trained, **image, **fields, **words})
-    data = open_data(run, saved.task, seq_len, report)
+    known = saved.inputs.classes if isinstance(saved.inputs, LabelledTextInputs) else ()
+    data = open_data(run, saved.task, seq_len, report, known)
+    refuse_unknown_classes(data.name, data.inputs, known)
     check_data(saved, data)
     return data
 
@@ -98,12 +119,16 @@ def check_data(saved: SavedModel, data: Data) -> None:
             if getattr(mine, what) != getattr(theirs, what):
                 message = f"the model has {getattr(mine, what)} {what}, --data {data.name} {getattr(theirs, what)}"
                 problems.add(what, message, "take data like that which it was trained on", "--data")
-    elif isinstance(mine, TextInputs) and isinstance(theirs, TextInputs) and theirs.vocab_size > mine.vocab_size:
+    elif (
+        not isinstance(mine, ImageInputs | TableInputs)
+        and not isinstance(theirs, ImageInputs | TableInputs)
+        and theirs.vocab_size > mine.vocab_size
+    ):
         problems.extend([too_many_ids(mine, theirs.vocab_size)])
     problems.raise_if_any()
 
 
-def too_many_ids(mine: TextInputs, ids: int) -> Problem:
+def too_many_ids(mine: TextInputs | LabelledTextInputs | NamedInputs, ids: int) -> Problem:
     """Return the problem of a tokenizer that gives ids which the model has no embedding for."""
     message = f"the model has a vocabulary of {mine.vocab_size} ids, the tokenizer gives {ids}"
     hint = "--tokenizer with the one that the model was trained with"
@@ -129,6 +154,11 @@ class EvalScores:
     top5_accuracy: float | None  # of images
     mean_iou: float | None  # intersection over union, where each pixel has a class
     perplexity: float | None  # of text
+    macro_f1: float | None = None  # of classes
+    micro_f1: float | None = None  # of tags other than O
+    rouge1: float | None = None  # of texts that are written
+    rouge2: float | None = None
+    rouge_l: float | None = None
     samples: int
     samples_per_s: float
     tokens_per_s: float | None  # of text
@@ -143,13 +173,22 @@ class EvalFigures:
     own: bool = False  # a user's own model
     own_loss: bool = False  # its forward takes labels and gives its loss
     loss: str | None = None  # "mse", or cross entropy
+    inputs: Inputs | None = None  # of labelled text and of pairs of texts
+
+    @property
+    def classes(self) -> int:
+        """Classes of labelled text."""
+        return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
         """Return float64 (4,): summed loss, targets, right answers, right ones among the five likeliest (images).
 
         Token ids (batch, seq_len) or images (batch, channels, size, size), and what else the model takes by name.
-        Labels of -100 do not count. Where each pixel has a class, `models.segmentation.confusion` follows.
+        Labels of -100 do not count. Of labelled text and of pixels the table of `class_table` follows.
         """
+        if isinstance(self.inputs, NamedInputs):
+            batch = {"inputs": x, "labels": labels, **extra}
+            return cross_entropy_counts(forward_named(model, self.inputs, batch).logits, labels, 1)
         if self.own_loss:
             return self._own_mean(model, x, labels)
         logits, _ = forward_logits(model, x, **extra)
@@ -157,8 +196,10 @@ class EvalFigures:
         if self.loss == "mse":
             return _squared_errors(logits, labels)
         if are_dense(logits, labels):
-            return torch.cat([_pixel_counts(logits, labels), confusion(logits, labels)])
-        return cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
+            found = _pixel_counts(logits, labels)
+        else:
+            found = cross_entropy_counts(logits, labels, TOP if self.task == "image" else 1)
+        return torch.cat([found, class_table(logits, labels, self.classes)]) if self.classes else found
 
     def _own_mean(self, model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own mean loss, weighted by the samples."""
@@ -170,12 +211,13 @@ class EvalFigures:
         return torch.stack([loss * count, torch.full_like(loss, count), 0 * loss, 0 * loss])
 
 
-def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype) -> EvalFigures:
-    """Return how this model is judged, its weights being of this type."""
+def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: Inputs | None = None) -> EvalFigures:
+    """Return how this model is judged on such inputs, its weights being of this type."""
     own = saved.source.family == "custom"
     own_loss = own and "labels" in inspect.signature(model.forward).parameters
     loss = saved.info.loss if saved.info else None
-    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss)
+    fed = inputs if isinstance(inputs, LabelledTextInputs | NamedInputs) else None
+    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss, inputs=fed)
 
 
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
@@ -218,8 +260,11 @@ def evaluate(
     limit: int | None,
     device: torch.device,
     report: Reporter,
+    written: int = 0,
 ) -> EvalScores:
     """Evaluate the model over all validation samples, or `limit` of them, `micro` at a time.
+
+    An encoder-decoder writes what it is to write for `written` of them.
 
     Raises RunFailed out of memory, and where the loss is not finite.
     """
@@ -231,7 +276,7 @@ def evaluate(
         failures("a smaller --micro-batch"),
         guarded(model),
     ):
-        total = torch.zeros(4 + figures_count(data.inputs), dtype=torch.float64)
+        total = torch.zeros(4 + figures.classes**2, dtype=torch.float64)
         for batch in batches:
             real = int(batch["real"].sum())  # the last batch is filled up with samples seen before
             x, labels = batch["inputs"][:real], batch["labels"][:real]
@@ -239,7 +284,19 @@ def evaluate(
             extra = {name: t[:real].to(device) for name, t in extra_inputs(data.inputs, batch).items()}
             total += figures(model, x, labels.to(device), extra).cpu()
             task.advance(real)
-    return _scores(total.tolist(), figures, data.inputs, count, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        named = isinstance(data.inputs, NamedInputs) and data.inputs.padded
+        rouge = _rouge(model, data, micro, min(written, count), device) if named and written else {}
+    return _scores(total.tolist(), figures, data.inputs, count, seconds, rouge)
+
+
+def _rouge(model: nn.Module, data: Data, micro: int, count: int, device: torch.device) -> dict[str, float]:
+    assert isinstance(data.inputs, NamedInputs)
+    pairs, length = [], data.inputs.tensors[-1].shape[0]
+    for batch in eval_batches(data.valid, 0, 1, micro, count):
+        fed = {name: batch[name].to(device) for name in ("inputs", "attention_mask")}
+        pairs += compared(write_targets(model, fed, length, data.end_id), batch["labels"], batch["real"], data)
+    return rouge_scores(pairs)
 
 
 def working_bytes(
@@ -277,7 +334,9 @@ def working_bytes(
         raise UserError(problem) from error
 
 
-def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float) -> EvalScores:
+def _scores(
+    sums: list[float], figures: EvalFigures, inputs: Inputs, samples: int, seconds: float, rouge: dict[str, float]
+) -> EvalScores:
     total, targets, right, near, *table = sums
     loss = total / max(targets, 1.0)
     if not math.isfinite(loss):
@@ -285,13 +344,18 @@ def _scores(sums: list[float], figures: EvalFigures, inputs: Inputs, samples: in
         raise RunFailed(Problem(kind="nan-loss", message=f"the loss is {loss}", hint=hint, where="CKPT"))
     answers = not figures.own_loss and figures.loss != "mse"  # there are right and wrong ones
     samples_per_s = samples / max(seconds, 1e-9)
+    more = dict(rouge)
+    if isinstance(inputs, LabelledTextInputs):
+        more |= class_scores(table, inputs.classes, inputs.tags)
+    more.setdefault("accuracy", right / max(targets, 1.0)) if answers else None
+    writes = are_tokenized(inputs) and not isinstance(inputs, LabelledTextInputs)
     return EvalScores(
+        **{"accuracy": None, **more},
         loss=loss,
-        accuracy=right / max(targets, 1.0) if answers else None,
         top5_accuracy=near / max(targets, 1.0) if answers and figures.task == "image" else None,
-        mean_iou=mean_iou(table) if table else None,
-        perplexity=math.exp(min(loss, LONGEST_LOSS)) if isinstance(inputs, TextInputs) else None,
+        mean_iou=mean_iou(table) if isinstance(inputs, SegmentationInputs) else None,
+        perplexity=math.exp(min(loss, LONGEST_LOSS)) if writes else None,
         samples=samples,
         samples_per_s=samples_per_s,
-        tokens_per_s=samples_per_s * inputs.seq_len if isinstance(inputs, TextInputs) else None,
+        tokens_per_s=samples_per_s * getattr(inputs, "seq_len", 0) if are_tokenized(inputs) else None,
     )

@@ -1,4 +1,4 @@
-"""Text generation with a causal language model, told as it comes."""
+"""Text generation with a causal language model or an encoder-decoder, told as it comes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from zerofit.data.labelled import text_decoder
 from zerofit.data.tokenizer import Tokenizer, load_transformers, open_tokenizer
 from zerofit.infer.evaluate import default_tokenizer, too_many_ids
 from zerofit.infer.guards import failures, guarded
 from zerofit.infer.limits import Device
 from zerofit.infer.memory import activation_memory
 from zerofit.infer.saved_model import SavedModel
-from zerofit.models.inputs import TextInputs
+from zerofit.models.hf_config import make_config
+from zerofit.models.inputs import NamedInputs, TextInputs
+from zerofit.models.scores import takes_cache
 from zerofit.spec.errors import Problem, Problems, UserError
 
 UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
@@ -41,6 +44,7 @@ class Prompt:
     ids: tuple[int, ...]
     end_ids: frozenset[int]  # that end the text
     decode: Callable[[list[int]], str]
+    begins_with: int | None = None  # what an encoder-decoder's text begins with: the prompt is its encoder's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +63,42 @@ def check_prompt(saved: SavedModel, tokenizer_name: str | None, prompt: str, max
 
     Raises UserError for a model that writes no text, a tokenizer that is not the model's, and a text too long for it.
     """
-    if saved.task != "causal-lm" or saved.source.family != "transformers":
-        what = f"a model of the task {saved.task}" if saved.task != "causal-lm" else "a model of your own"
-        hint = "take a causal language model of transformers; `zerofit eval` takes this one"
+    writes = saved.task in ("causal-lm", "seq2seq-lm")
+    if not writes or saved.source.family != "transformers":
+        what = "a model of your own" if writes else f"a model of the task {saved.task}"
+        hint = "take a causal language model or an encoder-decoder of transformers; `zerofit eval` takes this one"
         problem = Problem(kind="cannot-generate", message=f"{what} writes no text", hint=hint, where="CKPT")
         raise UserError(problem)
     tokenizer = open_tokenizer(tokenizer_name or default_tokenizer(saved))
-    if isinstance(saved.inputs, TextInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
+    if isinstance(saved.inputs, TextInputs | NamedInputs) and tokenizer.vocab_size > saved.inputs.vocab_size:
         raise UserError(too_many_ids(saved.inputs, tokenizer.vocab_size))
-    if saved.info is None and tokenizer.name != "bytes":  # with the special tokens of its tokenizer
+    translates = saved.task == "seq2seq-lm"
+    if (saved.info is None or translates) and tokenizer.name != "bytes":  # with the special tokens of its tokenizer
         ids = tuple(load_transformers(tokenizer.name)(prompt)["input_ids"])
+    elif translates:
+        ids = (*tokenizer.encode(prompt), tokenizer.eod_id)
     else:
         ids = tuple(tokenizer.encode(prompt))
     problems = Problems()
     if not ids:
         problems.add("empty-prompt", "the prompt has no tokens", "give the text's first words", "--prompt")
-    if saved.longest is not None and len(ids) + max_new_tokens > saved.longest:
+    if translates and saved.longest is not None and max(len(ids), max_new_tokens) > saved.longest:
+        message = f"the prompt has {len(ids)} tokens, {max_new_tokens} are to be written; the model takes at most"
+        message += f" {saved.longest} of each"
+        problems.add("too-long", message, "a shorter --prompt, or fewer --max-new-tokens", "--max-new-tokens")
+    elif saved.longest is not None and len(ids) + max_new_tokens > saved.longest and not translates:
         message = f"the prompt has {len(ids)} tokens; with {max_new_tokens} new ones"
         message += f" that is more than the {saved.longest} that the model takes"
         room = saved.longest - len(ids)
         hint = f"--max-new-tokens {room} or less" if room > 0 else "a shorter --prompt"
         problems.add("too-long", message, hint, "--max-new-tokens")
     problems.raise_if_any()
-    return Prompt(ids=ids, end_ids=_end_ids(saved, tokenizer), decode=tokenizer.decode)
+    ends = _end_ids(saved, tokenizer)
+    if not translates:
+        return Prompt(ids=ids, end_ids=ends, decode=tokenizer.decode)
+    config = make_config(saved.source, None, {})
+    begins_with = config.pad_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+    return Prompt(ids=ids, end_ids=ends, decode=text_decoder(tokenizer), begins_with=begins_with)
 
 
 def _end_ids(saved: SavedModel, tokenizer: Tokenizer) -> frozenset[int]:
@@ -110,7 +127,7 @@ def generate(
         cast(Any, model).generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            generation_config=_config(request),
+            generation_config=_config(request, takes_cache(cast(PreTrainedModel, model).config)),
             streamer=stream,
         )
     seconds = time.perf_counter() - start
@@ -118,13 +135,15 @@ def generate(
     return GeneratedText(text=stream.text, tokens=count, tokens_per_s=count / max(seconds, 1e-9))
 
 
-def _config(request: GenerationRequest) -> GenerationConfig:
+def _config(request: GenerationRequest, cached: bool) -> GenerationConfig:
     draw: dict[str, Any] = {"do_sample": False}
     if request.temperature > 0:
         draw = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     ends = sorted(request.prompt.end_ids)
     draw |= {"eos_token_id": ends, "pad_token_id": ends[0]}  # nothing is padded, but transformers asks for it
-    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=True, **draw)
+    if request.prompt.begins_with is not None:
+        draw["decoder_start_token_id"] = request.prompt.begins_with
+    return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=cached, **draw)
 
 
 def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) -> int:
@@ -133,19 +152,28 @@ def working_bytes(model: nn.Module, request: GenerationRequest, device: Device) 
     While a token is added, the cache of one layer is there twice.
     """
     on = torch.device("cpu" if device == "cpu" else "cuda")
-    length = len(request.prompt.ids)
-    first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on))
-    whole = activation_memory(model, on, lambda fake, on: _cached(fake, length + request.max_new_tokens, on))
+    length, new = len(request.prompt.ids), request.max_new_tokens
+    if request.prompt.begins_with is not None:
+        first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, 1))
+        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length, on, new))
+    else:
+        first = activation_memory(model, on, lambda fake, on: _cached(fake, length, on))
+        whole = activation_memory(model, on, lambda fake, on: _cached(fake, length + new, on))
     layers = max(1, getattr(cast(PreTrainedModel, model).config.get_text_config(), "num_hidden_layers", 1))
     return first.peak - first.kept + whole.kept + whole.kept // layers
 
 
-def _cached(fake: nn.Module, length: int, device: torch.device) -> Iterable[Tensor]:
-    """Return the tensors of the cache after a forward of so many tokens."""
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
+def _cached(fake: nn.Module, length: int, device: torch.device, written: int = 0) -> Iterable[Tensor]:
+    """Return the tensors of the cache after a forward of so many tokens, and `written` ones of a decoder."""
+    last: dict[str, Any] = (
+        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(fake).forward).parameters else {}
+    )
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
+    if written:
+        last["decoder_input_ids"] = torch.zeros(1, written, dtype=torch.long, device=device)
     cache = fake(input_ids=ids, use_cache=True, **last).past_key_values
-    layers = getattr(cache, "layers", ())
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for part in (parts if written else [cache]) for layer in getattr(part, "layers", ())]
     return [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 

@@ -22,12 +22,13 @@ from zerofit.checkpoint.model_folder import (
 )
 from zerofit.checkpoint.safe_load import load
 from zerofit.checkpoint.store import CHECKPOINTS, MANIFEST, Store, locate
-from zerofit.models.catalog import ModelError, ModelSource, find
+from zerofit.models.catalog import ModelError, ModelSource, find, label_names
 from zerofit.models.hf_config import make_config, max_positions
-from zerofit.models.inputs import ImageInputs, Inputs, TextInputs
+from zerofit.models.inputs import Fed, ImageInputs, Inputs, LabelledTextInputs, TextInputs
+from zerofit.models.named_inputs import named_inputs
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
-from zerofit.spec.model_facts import Task, gives_loss
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, gives_loss, has_head
 
 MODEL = "model"  # the trained model in a run's folder
 IMAGE_SIZE = 224  # pixels, for a classifier whose config names no size: it takes any
@@ -101,7 +102,7 @@ def open_saved(folder: Path, trust_model_code: bool = False) -> SavedModel:
 def _transformers(folder: Path, info: ModelInfo | None, weights: StoredWeights) -> SavedModel:
     source = find(str(folder.absolute()))  # a folder may have the name of a model
     assert source.task != "custom"  # see catalog.config_task
-    if gives_loss(source.task):
+    if gives_loss(source.task) and source.task != "seq2seq-lm":
         message = f"{folder} holds a model of the task {source.task}, which `zerofit eval` and `generate` do not feed"
         hint = "take transformers' own pipelines; the folder is one that they read"
         raise UserError(Problem(kind="model-task", message=message, hint=hint, where="CKPT"))
@@ -121,6 +122,13 @@ def _inputs(source: ModelSource, config: Any, longest: int | None) -> Inputs:
             size=size if isinstance(size, int) else IMAGE_SIZE,
             classes=config.num_labels,
         )
+    length = longest or DEFAULT_SEQ_LEN
+    if source.task == "seq2seq-lm":
+        return named_inputs(source, {}, length, Fed())
+    if has_head(source.task):
+        vocab, pad_id = config.get_text_config().vocab_size, config.get_text_config().pad_token_id or 0
+        how: dict[str, Any] = {"classes": label_names(source), "pad_id": pad_id, "tags": source.task == "tag"}
+        return LabelledTextInputs(vocab_size=vocab, seq_len=length, **how)
     return TextInputs(vocab_size=config.get_text_config().vocab_size, seq_len=longest or 0)
 
 

@@ -39,15 +39,23 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 
 PACKED_MASKING = {**MASKING, "find_packed_sequence_indices": document_numbers}
+# padded samples: as if each batch had a shorter one, which makes a mask; whole ones take less
+PADDED_MASKING = {
+    **MASKING,
+    "fast_all": lambda tensor: False,
+    "_ignore_bidirectional_mask_sdpa": lambda padding_mask, kv_length, local_attention_size=None: (
+        padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
+    ),
+}
 FLASH_WIDTH = 256  # of a head at most (check_head_dim_size_flash)
 _math_attention = functional.scaled_dot_product_attention
 
 
 @contextmanager
-def as_on(device: str, sp: int = 1, packed: bool = False) -> Iterator[None]:
+def as_on(device: str, sp: int = 1, packed: bool = False, padded: bool = False) -> Iterator[None]:
     """Take the kernels of a kind of device, "cpu" or "cuda"; with sp > 1 attention runs behind Ulysses' all-to-all.
 
-    `packed`: samples hold documents that must not see each other.
+    `packed`: samples hold documents that must not see each other. `padded`: some end early.
     """
     attention: Callable[..., Tensor] = partial(_fused_attention, device)
     if sp > 1:
@@ -59,7 +67,7 @@ def as_on(device: str, sp: int = 1, packed: bool = False) -> Iterator[None]:
             stack.enter_context(patch.object(functional, "dropout", _cuda_dropout))
             stack.enter_context(mamba_kernels())
         masking_utils = sys.modules.get("transformers.masking_utils")  # a CNN's trace must not import transformers
-        for name, stand_in in (PACKED_MASKING if packed else MASKING).items():
+        for name, stand_in in (PACKED_MASKING if packed else PADDED_MASKING if padded else MASKING).items():
             if hasattr(masking_utils, name):
                 stack.enter_context(patch.object(masking_utils, name, stand_in))
         yield

@@ -21,7 +21,7 @@ from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.device import NAME, fake_op
 from zerofit.simulate.fake_experts import expert_rows, experts
-from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, cuda_attention
+from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, PADDED_MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 from zerofit.simulate.weight_files import WeightFile
 from zerofit.train.process_group import compile_no_collectives
@@ -107,11 +107,14 @@ def packed_samples(packed: bool = False) -> None:
     replace_in(masking_utils, name, (PACKED_MASKING if packed else MASKING)[name])
 
 
-def no_padding() -> None:
-    """Let a mask of ones, which BART makes by itself, be found to hide nothing. (transformers.masking_utils)"""
+def no_padding(padded: bool = False) -> None:
+    """Let a mask of ones, which BART makes by itself, be found to hide nothing. (transformers.masking_utils)
+
+    `padded`: samples end early, and masks hide something.
+    """
     from transformers import masking_utils
 
-    replace_in(masking_utils, "fast_all", MASKING["fast_all"])
+    replace_in(masking_utils, "fast_all", (PADDED_MASKING if padded else MASKING)["fast_all"])
 
 
 def state_space() -> None:
@@ -343,8 +346,11 @@ OF_GPUS = (constants, backend_keys, attention, list_indices)  # of scripts, too
 ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows)
 
 
-def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False) -> None:
-    """Change what must be changed, for the rest of this process; `packed`: samples hold several documents."""
+def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False, padded: bool = False) -> None:
+    """Change what must be changed, for the rest of this process.
+
+    `packed`: samples hold several documents; `padded`: samples may end early.
+    """
     compiled_ops(meter)
     item(meter)
     rng_state(meter)
@@ -352,5 +358,7 @@ def apply_all(gpu: bool, meter: AllocationTracker, packed: bool = False) -> None
         patch()
     if packed:
         packed_samples(packed)
+    if padded:
+        no_padding(padded)
     if gpu:
         record_stream(meter)

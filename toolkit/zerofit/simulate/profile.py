@@ -19,7 +19,7 @@ from zerofit.models import checkpointing as models_checkpointing
 from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forward_loss, output_part
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, tensors_of
+from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
@@ -91,7 +91,7 @@ def _traced(
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings)
-    with as_on(device, one.sp, are_packed(inputs)):
+    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)):
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)

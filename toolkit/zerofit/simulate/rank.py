@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerofit.models.build import UNCHECKED, build, empty_batch
-from zerofit.models.catalog import PRETRAINED, ModelError, find
+from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
-from zerofit.models.inputs import Inputs, are_packed
+from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
@@ -52,7 +52,7 @@ def simulate(
     chosen = scratch or scratch_on("cuda" if gpu else "cpu")
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
-    apply_all(gpu, meter, are_packed(target.inputs))
+    apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
             # a process group that sends nothing
@@ -159,7 +159,7 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
-        model = build(find(run.model), inputs, dict(run.model_args)).to(dtype)
+        model = build(source_of(run), inputs, dict(run.model_args)).to(dtype)
         x = empty_batch(inputs, driver.job.batch.micro)["inputs"]
     x = x.to(dtype) if x.is_floating_point() else x
     if layout.sp > 1:

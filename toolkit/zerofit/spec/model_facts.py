@@ -6,18 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+# fmt: off
 Task = Literal[
-    "image",
-    "segmentation",
-    "table",
-    "causal-lm",
-    "masked-lm",
-    "gan",
-    "seq2seq-lm",
-    "speech",
-    "image-text-pairs",
-    "image-text",
+    "image", "segmentation", "table", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs",
+    "image-text", "classify", "tag",
 ]
+# fmt: on
 
 IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
 DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what the model takes where that is less
@@ -25,7 +19,17 @@ DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what th
 
 def is_text(task: str) -> bool:
     """Return whether a task has tokens in its samples; the others have images, or rows of a table, alone."""
-    return task in ("causal-lm", "masked-lm") or gives_loss(task)
+    return task in ("causal-lm", "masked-lm") or has_head(task) or gives_loss(task)
+
+
+def has_head(task: str) -> bool:
+    """Return whether a task gives a text, or each word of it, one of some classes: transformers' heads for that."""
+    return task in ("classify", "tag")
+
+
+def has_pairs(task: str) -> bool:
+    """Return whether a sample is a text and what belongs to it: a class, the words' tags, or another text."""
+    return has_head(task) or task == "seq2seq-lm"
 
 
 def is_image(task: str) -> bool:

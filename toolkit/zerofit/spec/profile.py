@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, is_text
+from zerofit.spec.model_facts import TILED_MLP_TYPES, Task, gives_loss, has_head, is_text
 
 
 class Savings(NamedTuple):
@@ -40,7 +40,7 @@ OFFERED = Savings(loss_chunk=1024, mlp_chunk=4096, activation_offload=True)
 
 def offered(task: Task, model_type: str | None) -> Savings:
     """Return what OFFERED has for such a model."""
-    chunks = is_text(task) and not gives_loss(task)
+    chunks = is_text(task) and not gives_loss(task) and not has_head(task)
     return OFFERED._replace(
         loss_chunk=OFFERED.loss_chunk if chunks else None,
         mlp_chunk=OFFERED.mlp_chunk if model_type in TILED_MLP_TYPES else None,

@@ -75,6 +75,9 @@ class Run(BaseModel):
     pretrained: Path | None = _option(
         None, "weights to begin with: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"
     )
+    task: Literal["classify", "tag", "seq2seq"] | None = _option(
+        None, "what a transformers model is trained to do with a text (default: what its config says)"
+    )
     loss: Literal["cross-entropy", "mse"] | None = _option(None, "loss for a model that has none of its own")
     data: str | None = _option(
         None,
@@ -83,7 +86,15 @@ class Run(BaseModel):
     )
     data_root: Path | None = _option(None, "folder that holds (or gets) the torchvision data sets")
     download: bool = _option(False, "download a torchvision data set that data_root does not hold")
-    text_field: str = _option("text", "the field that holds the text, for jsonl: and hf:")
+    text_field: str = _option("text", "the field that holds the text (or words, or source), for jsonl: and hf:")
+    pair_field: str | None = _option(None, "the field of a second text (default: text_pair where rows have it)")
+    label_field: str | None = _option(
+        None, "the field that holds what is learned (default: label, tags or target, by --task)"
+    )
+    target_len: PositiveInt | None = _option(None, "tokens in one target text of seq2seq (default: seq_len)")
+    generate_samples: NonNegativeInt = _option(
+        32, "validation samples of seq2seq whose targets are generated and held against theirs (ROUGE)"
+    )
     tokenizer: str = _option(
         "bytes", "bytes, a local tokenizer folder, or a hub name (default: the model folder's own)"
     )

@@ -23,12 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
-from zerofit.data import Data
-from zerofit.models.build import batch_keys, forward_logits, forward_loss, output_part
+from zerofit.data import Data, eval_batches
+from zerofit.models.build import batch_keys, forward_logits, forward_loss, forward_named, output_part
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
-from zerofit.models.segmentation import figures_count
+from zerofit.models.scores import class_table, compared, rouge_scores, tabled_classes, write_targets
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
@@ -224,7 +224,7 @@ class ZeroTrainer(EngineTrainer):
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
         self._named = inputs if isinstance(inputs, NamedInputs) else None
-        self._table = figures_count(inputs)
+        self._classes = tabled_classes(inputs)
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
         chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
@@ -253,15 +253,33 @@ class ZeroTrainer(EngineTrainer):
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
         """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each.
 
-        Where each pixel has a class, the table of `models.segmentation.confusion` follows.
+        Of labelled text and of pixels the table of `class_table` follows.
         """
         self.engine.eval()
-        sums = torch.zeros(3 + self._table, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(3 + self._classes**2, dtype=torch.float64, device=self.device)
         for batch in batches:
             sums += self._eval_counts(batch)
         self.engine.train()
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
+
+    def written_figures(self, data: Data) -> dict[str, float]:
+        """Return the ROUGE of what an encoder-decoder writes for some validation samples; nothing of other models."""
+        job = self.job
+        most = min(job.run.generate_samples, job.run.eval_samples or len(data.valid))
+        if self._named is None or not self._named.padded or not most:
+            return {}
+        self.engine.eval()
+        pairs: list[tuple[str, str]] = []
+        for batch in eval_batches(data.valid, self.coords.dp_rank, job.layout.dp, job.batch.micro, most):
+            moved = {name: self._moved(batch[name]) for name in self._keys}
+            length, together = self._named.tensors[-1].shape[0], job.layout.zero_stage == 3
+            written = write_targets(self.engine.module, moved, length, data.end_id, together)
+            pairs += compared(written, batch["labels"], batch["real"], data)
+        self.engine.train()
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, pairs)
+        return rouge_scores([pair for part in gathered for pair in part])
 
     def after_training(self, data: Data, folder: RunFolder, progress: Callable[[str], None]) -> dict[str, Any]:
         """Have a language model write a sample, where one call of the engine gives the next token."""
@@ -301,7 +319,10 @@ class ZeroTrainer(EngineTrainer):
     def _loss(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
         if self._named:
-            return forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
+            loss = forward_loss(self.engine, self._named, {"inputs": x, "labels": labels, **extra})
+            if self._named.padded:  # from the mean over this micro batch to its share of the mean over all targets
+                return loss.float() * (labels != IGNORE_INDEX).sum() * batch["weight"]
+            return loss
         if self._own_loss:
             return output_part(self._call_own(x, labels), "loss")
         self._balance.begin()
@@ -318,6 +339,9 @@ class ZeroTrainer(EngineTrainer):
 
     def _eval_counts(self, batch: Batch) -> Tensor:
         x, labels, extra = self.to_device(batch)
+        if self._named and self._named.padded:
+            batch = {"inputs": x, "labels": labels, **extra}
+            return counts(forward_named(self.engine, self._named, batch).logits, labels)
         if self._own_loss or self._named:
             return self._own_eval(x, labels, extra)
         logits, _ = self._logits(x, extra, labels)
@@ -327,7 +351,8 @@ class ZeroTrainer(EngineTrainer):
             real = labels.reshape(-1) != IGNORE_INDEX
             errors = (one_a_sample(logits, labels) - labels.float()).reshape(-1)[real].double().square()
             return torch.stack([errors.sum(), real.sum().double(), errors.sum() * 0])
-        return counts(logits, labels)
+        found = counts(logits, labels)
+        return torch.cat([found, class_table(logits, labels, self._classes)]) if self._classes else found
 
     def _logits(self, x: Tensor, extra: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return logits (what a head that takes their place makes of them and the labels), and a router's loss."""

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from zerofit.data import Data, Order, StepImages, default_workers, eval_batch_count, eval_batches, micro_batches
 from zerofit.data.mixing import MicroSlice
 from zerofit.models.batch_norm import batch_norms
-from zerofit.models.segmentation import mean_iou
+from zerofit.models.inputs import LabelledTextInputs, SegmentationInputs
+from zerofit.models.scores import class_scores, mean_iou
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.model_facts import is_text
 from zerofit.spec.run_folder import Job
@@ -158,13 +159,14 @@ class Loop:
         return stop
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return loss and accuracy, mean IoU (masks) or perplexity (text) over the validation samples.
+        """Return loss and accuracy (images) or perplexity (text) over the validation samples, exact on any layout.
 
-        They are exact on any layout. Those of averaged weights have names that begin with ema_.
+        Of masks also mean IoU, of labelled text F1, of an encoder-decoder the ROUGE of what it writes. Figures of
+        averaged weights have names that begin with ema_.
         """
         self.recorder.flush()
         self.events.phase("evaluating")
-        figures = self._figures(step)
+        figures = self._figures(step) | self.trainer.written_figures(self.data)
         if self.trainer.averaged:
             with self.trainer.averaged.in_place():
                 figures |= {f"ema_{name}": figure for name, figure in self._figures(step).items()}
@@ -183,8 +185,10 @@ class Loop:
         loss = total / max(targets, 1.0)
         if not math.isfinite(loss):
             self.recorder.stop_at_evaluation(step, loss)
-        figures = {"loss": loss}
-        if table:
+        figures, inputs = {"loss": loss}, self.data.inputs
+        if isinstance(inputs, LabelledTextInputs):
+            figures |= class_scores(table, inputs.classes, inputs.tags)
+        elif isinstance(inputs, SegmentationInputs):
             figures |= {"pixel_accuracy": right / max(targets, 1.0), "mean_iou": mean_iou(table)}
         elif is_text(job.facts.task):
             figures["perplexity"] = math.exp(min(loss, 700.0))

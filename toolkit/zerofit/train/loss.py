@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zerofit.models.segmentation import are_dense, confusion, mean_of_images
+from zerofit.models.segmentation import are_dense, mean_of_images
 from zerofit.spec.model_facts import IGNORE_INDEX
 
 
@@ -132,13 +132,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right.
-
-    Where each pixel has a class, `confusion` follows.
-    """
+    """Return float64 (3,): sum of cross entropies, targets, targets whose largest logit is right."""
     if are_dense(logits, labels):
-        by_pixel = counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
-        return torch.cat([by_pixel, confusion(logits, labels)])
+        return counts(logits.movedim(1, -1).flatten(0, 2), labels.flatten())
     flat, labels = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
     real = labels != IGNORE_INDEX
     total = functional.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -24,7 +24,7 @@ from zerofit.data.chat_template import tokenizer_files
 from zerofit.models.build import build
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import torch_name
-from zerofit.models.inputs import Inputs, TextInputs
+from zerofit.models.inputs import Inputs, are_tokenized
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
@@ -227,7 +227,7 @@ def save_model(trainer: EngineTrainer, job: Job, inputs: Inputs, folder: Path, s
         with torch.device("meta"):
             model = build(source, inputs, dict(job.run.model_args))
         PublishedFiles(PublishedModel(model, transformers=True), dtype).write(folder, weights)
-    if source.family == "transformers" and isinstance(inputs, TextInputs):
+    if source.family == "transformers" and are_tokenized(inputs):
         tokenizer_files(job.run.tokenizer, job.run.chat_template)(folder)
     ModelInfo.of_run(job.run, job.facts.task, inputs, job.steps, torch_name(dtype), frozen).write(folder)
     if source.family != "transformers" and not trainer.saves_adapters:

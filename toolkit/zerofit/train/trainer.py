@@ -63,7 +63,14 @@ class EngineTrainer(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
-        """Return float64 (3,): summed loss, targets and right answers over all ranks, of `count` batches on each."""
+        """Return float64 (3,): summed loss, targets and right answers over all ranks, of `count` batches on each.
+
+        Of labelled text a table of classes follows (`zerofit.models.scores.class_table`).
+        """
+
+    def written_figures(self, data: Data) -> dict[str, float]:
+        """Return scores of what the model writes for some validation samples; all ranks call this."""
+        return {}
 
     def engines(self) -> dict[str, Any]:
         """Return the DeepSpeed engines by the folder that a checkpoint has for each."""

@@ -32,7 +32,7 @@ from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.host import this_machine
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.model_facts import Task, gives_loss
+from zerofit.spec.model_facts import Task, gives_loss, has_head
 from zerofit.spec.run import Run, RunRequest
 
 ScaleLr = Literal["none", "linear", "sqrt"]
@@ -359,6 +359,9 @@ def _refuse_task(model: str, task: Task, has_accuracy: bool) -> None:
     if gives_loss(task):
         message = f"{model} ({task}) gives a loss of its own, and strategies are compared on logits"
         hint = "take a classifier or a language model; `zerofit tune` compares layouts of this one"
+    elif has_head(task):
+        message = f"{model} ({task}) labels padded texts, which strategies are not fed"
+        hint = "take a language model of this kind, without --task"
     elif has_accuracy and task == "gan":
         message, hint = f"{model} has no accuracy", "take a classifier or a language model"
     else:

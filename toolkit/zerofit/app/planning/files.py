@@ -15,7 +15,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.space import stage3_sizes
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.files import write_json, write_text
-from zerofit.spec.model_facts import bucket_elements, gives_loss
+from zerofit.spec.model_facts import bucket_elements, gives_loss, has_head
 from zerofit.spec.profile import Profile
 
 NAMES = ("ds_config.json", "run.yaml")
@@ -83,6 +83,8 @@ def data_line(profile: Profile, image: str | None) -> str:
         return f"# data: imagefolder:/path/to/folder   # {size}; without it digits is taken\n"
     if profile.task == "table":
         return "# data: csv:/path/to/table.csv   # without it synthetic is taken\n"
+    if has_head(profile.task) or profile.task == "seq2seq-lm":
+        return "# data: jsonl:/path/to/file.jsonl   # without it synthetic is taken\n"
     if gives_loss(profile.task):
         return f"# data: synthetic   # {profile.task} models are trained on nothing else here, to measure them\n"
     return "# data: text:/path/to/file.txt   # without it pysource is taken\n"
@@ -96,6 +98,7 @@ def run_fields(
     return {
         "model": str(path.absolute()) if path.exists() else profile.model,
         **({"model_args": model_args} if model_args else {}),
+        **({"task": profile.task} if has_head(profile.task) else {}),
         **({"seq_len": profile.seq_len} if profile.seq_len else {}),
         **({"image_size": int(image.rpartition("x")[2])} if image and "x" in image else {}),
         "optimizer": "adamw",  # whose states were planned for

@@ -50,5 +50,6 @@ def profile_of(
         degrees=degrees,
         savings=savings,
         partial=run.partial,
+        task=run.task,
     )
     return get_profile(request, report)[0]

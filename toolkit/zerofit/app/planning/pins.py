@@ -50,6 +50,7 @@ class LayoutPins(TypedDict, total=False):
     """What a plan keeps of a run; what is left out is searched for."""
 
     model_args: dict[str, Any]
+    task: Literal["classify", "tag", "seq2seq"] | None
     seq_len: int | None
     precision: Precision | None
     global_batch: int | None

@@ -12,14 +12,14 @@ from typing import Any
 
 from zerofit.app.kept import kept_file
 from zerofit.app.requests import assumed_inputs
-from zerofit.models.catalog import ModelError, ModelSource, find, names_callable
+from zerofit.models.catalog import ModelError, ModelSource, find, names_callable, with_task
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
 from zerofit.plan.space import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, is_image
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, has_head, is_image
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
@@ -41,6 +41,7 @@ class ProfileRequest:
     degrees: tuple[Degrees, ...] | None = None  # None: all that are worth it
     savings: Savings = NOTHING_SAVED
     partial: PartialTraining | None = None
+    task: str | None = None  # of Run: what the model is trained to do, where not what its config says
 
 
 def read_profile(path: Path) -> Profile:
@@ -90,8 +91,8 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     from zerofit.train.probe import models_say, task_of
 
     with models_say("MODEL"):
-        source = replace(find(wanted.model), partial=wanted.partial)
-    task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))
+        source = replace(with_task(find(wanted.model), wanted.task), partial=wanted.partial)
+    task = task_of(source, Run(model=wanted.model, model_args=wanted.model_args))  # of a user's own model
     if task == "gan":
         message = f"{wanted.model} trains two engines, which no profile describes"
         raise UserError(Problem(kind="model-task", message=message, hint="plan for another model", where="MODEL"))
@@ -144,6 +145,7 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
     found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS)
     found = [degrees for degrees in found if degrees.tp == 1 or source.partial is None]
+    found = [Degrees()] if has_head(task) else found
     fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
     return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix documents
 
@@ -160,6 +162,8 @@ def _place(wanted: ProfileRequest) -> Path | None:
         "settings": [wanted.precision, wanted.checkpointings, wanted.degrees, wanted.savings],
         "device": wanted.device,
     }
+    if wanted.task:
+        key["task"] = wanted.task
     if wanted.partial:
         key["partial"] = asdict(wanted.partial)
     stem = "".join(c if c.isalnum() or c in ".-" else "-" for c in Path(wanted.model).name)

@@ -57,6 +57,7 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
         degrees=degrees,
         savings=savings_of(pins, request.ds_config),
         partial=Run(**request.part).partial,
+        task=pins.get("task"),
     )
     profile, file = get_profile(traced, report)
     request.refuse_meaningless(profile)

@@ -57,6 +57,7 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
             degrees=degrees,
             savings=Savings.of(run),
             partial=run.partial,
+            task=run.task,
         )
         profile = kept_profile(wanted)
         if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:

@@ -1,0 +1,121 @@
+"""Scores beside the loss: classes told apart (scikit-learn's F1, mean IoU), texts written (rouge-score's)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zerofit.models.inputs import Inputs, LabelledTextInputs, SegmentationInputs
+from zerofit.models.segmentation import are_dense
+from zerofit.spec.model_facts import IGNORE_INDEX
+
+OUTSIDE = "O"  # the tag of words that are in nothing
+ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rouge_l"}  # the library's names, and ours
+
+
+def tabled_classes(inputs: Inputs | None) -> int:
+    """Return how many classes `class_table` tells apart for these inputs; 0 where they have no such table."""
+    if isinstance(inputs, SegmentationInputs):
+        return inputs.classes
+    return len(inputs.classes) if isinstance(inputs, LabelledTextInputs) else 0
+
+
+def class_table(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Count float64 (classes * classes,): how often class i (of the labels, -100: none) was taken for class j.
+
+    It has one shape whatever the values, so that it can be simulated. Pixels' logits have their classes in dimension 1.
+    """
+    spread = logits.movedim(1, -1) if are_dense(logits, labels) else logits
+    best, labels = spread[..., :classes].float().argmax(-1).reshape(-1), labels.reshape(-1)
+    real = labels != IGNORE_INDEX
+    cells = torch.where(real, labels * classes + best, 0)
+    return torch.zeros(classes**2, dtype=torch.float64, device=labels.device).scatter_add_(0, cells, real.double())
+
+
+def class_scores(table: Sequence[float], classes: Sequence[str], tags: bool) -> dict[str, float]:
+    """Return accuracy and macro F1 of such a table; of tags also the micro F1 of those that are not O."""
+    from sklearn.metrics import accuracy_score, f1_score
+
+    counted = np.asarray(table).reshape(len(classes), len(classes))
+    true, taken = np.nonzero(counted)
+    weights = counted[true, taken]
+    if not len(weights):
+        return {"accuracy": 0.0, "macro_f1": 0.0}
+    more: dict[str, Any] = {"sample_weight": weights, "zero_division": 0.0}
+    scores = {
+        "accuracy": float(accuracy_score(true, taken, sample_weight=weights)),
+        "macro_f1": float(f1_score(true, taken, average="macro", **more)),
+    }
+    if tags and OUTSIDE in classes:
+        inside = [number for number, name in enumerate(classes) if name != OUTSIDE]
+        scores["micro_f1"] = float(f1_score(true, taken, labels=inside, average="micro", **more))
+    return scores
+
+
+def mean_iou(counts: Sequence[float]) -> float:
+    """Return the mean intersection over union of the classes that occur, in labels or in answers."""
+    classes = math.isqrt(len(counts))
+    table = torch.tensor(counts, dtype=torch.float64).view(classes, classes)
+    both, either = table.diag(), table.sum(0) + table.sum(1) - table.diag()
+    return float((both / either)[either > 0].mean()) if bool((either > 0).any()) else 0.0
+
+
+def rouge_scores(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Return the mean F measures of ROUGE-1, -2 and -L over pairs of a reference and what was written."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+    found = [scorer.score(reference, written) for reference, written in pairs]
+    return {ours: sum(one[name].fmeasure for one in found) / max(len(found), 1) for name, ours in ROUGE.items()}
+
+
+def takes_cache(config: Any) -> bool:
+    """Return whether transformers makes a cache with as many layers as a decoder has: it counts T5's encoder's."""
+    return (getattr(config, "num_decoder_layers", None) or 0) <= config.get_text_config(decoder=True).num_hidden_layers
+
+
+@torch.no_grad()
+def write_targets(
+    model: nn.Module, batch: Mapping[str, Tensor], most: int, end_id: int | None, together: bool = False
+) -> Tensor:
+    """Let an encoder-decoder write at most `most` tokens for each source of a batch, the likeliest one each time.
+
+    Returns int64 (batch, written) without what the decoder begins with. `together`: all ranks make as many forwards.
+    """
+    from transformers import GenerationConfig
+
+    whole: Any = model
+    config = whole.config
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = sorted({end_id} if end_id is not None else {one for one in own if one is not None})
+    made = whole.generate(
+        input_ids=batch["inputs"],
+        attention_mask=batch["attention_mask"],
+        generation_config=GenerationConfig(
+            max_new_tokens=most,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            decoder_start_token_id=config.decoder_start_token_id,
+            use_cache=takes_cache(config),
+        ),
+        synced_gpus=together,
+    )
+    return made[:, 1:]
+
+
+def compared(written: Tensor, labels: Tensor, real: Sequence[bool], data: Any) -> list[tuple[str, str]]:
+    """Return the reference and what was written for each real sample, as text; `data` is a zerofit.data.Data."""
+    found = []
+    for ours, theirs, counts in zip(written.tolist(), labels.tolist(), real, strict=True):
+        if counts:
+            ours = ours[: ours.index(data.end_id)] if data.end_id in ours else ours
+            reference = [token for token in theirs if token not in (IGNORE_INDEX, data.end_id)]
+            found.append((data.decode(reference), data.decode(ours)))
+    return found

@@ -1,0 +1,280 @@
+"""Samples of labelled text: padded to a length, each with its class, its words' tags or the text to write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerofit.data.base import Data, Dataset, Integers
+from zerofit.data.labelled_encoding import ClassNames, EncodedLabelled, LabelledEncoder, read_row
+from zerofit.data.labelled_rows import LabelledFields, LabelledRow, RowSource, fields_of, open_rows
+from zerofit.data.prepared import Preparation
+from zerofit.data.text_sources import NAMED
+from zerofit.data.token_cache import SPLITS, TokenFile
+from zerofit.data.tokenizer import Tokenizer, open_tokenizer
+from zerofit.models.inputs import Inputs, LabelledTextInputs, NamedInput, NamedInputs
+from zerofit.spec.errors import Problem, UserError, nearest
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import write_text
+from zerofit.spec.model_facts import IGNORE_INDEX, Task
+from zerofit.spec.run import Run
+
+FORMAT = "labelled-1"  # raise it when files or split rules change
+AT_ONCE = 256  # rows, for the tokenizer's threads
+PARTS = {"ids": "uint32", "types": "bool", "labels": "int32", "starts": "int64", "label_starts": "int64"}
+MOST_CLASSES = 1000
+SHOWN = 10  # class names that a message lists
+MULTIPLE = 8  # of which a batch's width is one, as kernels like it
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledText(Dataset):
+    """Row i: a text, padded at its end, and its labels; those that count in no loss are -100."""
+
+    draws = False
+
+    files: dict[str, TokenFile]  # by PARTS
+    task: Task
+    seq_len: int
+    target_len: int  # of a text to write
+    pad_id: int
+    order: np.ndarray | None  # int64: the class that each number in the files stands for; None: they are token ids
+    pairs: bool
+
+    def __len__(self) -> int:
+        return len(self.files["starts"].array()) - 1
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """Return "inputs", "attention_mask", "token_type_ids" of pairs, and "labels"; `keys` are not used."""
+        import torch
+
+        shape = (len(indices), self.seq_len)
+        made = {"inputs": np.full(shape, self.pad_id), "attention_mask": np.zeros(shape, dtype=np.int64)}
+        if self.pairs:
+            made["token_type_ids"] = np.zeros(shape, dtype=np.int64)
+        width = {"classify": 1, "tag": self.seq_len}.get(self.task, self.target_len)
+        labels = np.full((len(indices), width), IGNORE_INDEX)
+        for place, row in enumerate(np.asarray(indices)):
+            ids, own = self._part("ids", row), self._labels(row)
+            made["inputs"][place, : len(ids)] = ids
+            made["attention_mask"][place, : len(ids)] = 1
+            if self.pairs:
+                made["token_type_ids"][place, : len(ids)] = self._part("types", row)
+            labels[place, : len(own)] = own
+        made["labels"] = labels[:, 0] if self.task == "classify" else labels
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+
+    def targets(self, indices: Integers) -> int:
+        """Count the labels that count."""
+        if self.task == "classify":
+            return len(indices)
+        return sum(int((self._labels(row) != IGNORE_INDEX).sum()) for row in np.asarray(indices))
+
+    def trimmed(self, batch: dict) -> dict:
+        """Cut off what is padding in all samples of a batch, to a multiple of 8 tokens."""
+        kept = {"labels": _width(batch["labels"] != IGNORE_INDEX)} if self.task == "seq2seq-lm" else {}
+        text = ("inputs", "attention_mask", "token_type_ids", *(("labels",) if self.task == "tag" else ()))
+        kept |= dict.fromkeys(text, _width(batch["attention_mask"] != 0))
+        return {key: v[:, : kept[key]].contiguous() if key in kept else v for key, v in batch.items()}
+
+    def _part(self, name: str, row: int) -> np.ndarray:
+        start, stop = self.files["label_starts" if name == "labels" else "starts"].array()[row : row + 2]
+        return self.files[name].array()[start:stop].astype(np.int64)
+
+    def _labels(self, row: int) -> np.ndarray:
+        found = self._part("labels", row)
+        return found if self.order is None else np.where(found < 0, found, self.order[np.maximum(found, 0)])
+
+
+def _width(real: Any) -> int:
+    """Return the columns up to the last one in which any row has something."""
+    places = real.any(dim=0).nonzero()
+    last = int(places[-1]) + 1 if len(places) else 1
+    return min(-(-last // MULTIPLE) * MULTIPLE, real.shape[1])
+
+
+def open_labelled(name: str, run: Run, task: Task, seq_len: int, known: Sequence[str], progress: Reporter) -> Data:
+    """Open labelled text as samples of at most `seq_len` tokens, and `run.target_len` of a text to write.
+
+    `known`: the classes of a model that is there already, whose order is kept where they are the data's.
+
+    Raises UserError with up to 20 rows that cannot be used, and where there is nothing to tell apart.
+    """
+    source, tokenizer = open_rows(name), open_tokenizer(run.tokenizer)
+    fields = fields_of(run, task, source)
+    encoder = LabelledEncoder(tokenizer=tokenizer, task=task, length=seq_len, target_length=run.target_len or seq_len)
+    meta, files = _open_files(source, fields, encoder, progress)
+    if not meta["rows"]["train"] or not meta["rows"]["valid"]:
+        message = f"{name} has {meta['rows']['train']} rows to train on and {meta['rows']['valid']} to validate"
+        raise UserError(Problem(kind="data-too-short", message=message, hint="each needs one", where="--data"))
+    order, classes = None, ()
+    if task != "seq2seq-lm":
+        classes = _class_order(name, meta["classes"], known)
+        order = np.array([classes.index(one) for one in meta["classes"]], dtype=np.int64)
+    own: dict[str, Any] = {
+        "task": task,
+        "seq_len": seq_len,
+        "target_len": encoder.target_length,
+        "pad_id": encoder.pad_id,
+    }
+    made = [LabelledText(**own, files=files[split], order=order, pairs=meta["types"]) for split in SPLITS]
+    return Data(
+        name=name,
+        train=made[0],
+        valid=made[1],
+        inputs=_inputs(task, encoder, classes, meta["types"]),
+        decode=text_decoder(tokenizer),
+        end_id=tokenizer.eod_id,
+        notes=tuple(_notes(name, meta, task, classes)),
+    )
+
+
+def _inputs(task: Task, encoder: LabelledEncoder, classes: Sequence[str], pairs: bool) -> Inputs:
+    size, length = encoder.tokenizer.vocab_size, encoder.length
+    if task == "seq2seq-lm":
+        tensors = (
+            NamedInput(name="input_ids", shape=(length,), ids=size),
+            NamedInput(name="attention_mask", shape=(length,), ids=2),
+            NamedInput(name="labels", shape=(encoder.target_length,), ids=size),
+        )
+        return NamedInputs(tensors=tensors, vocab_size=size, seq_len=length, padded=True)
+    how: dict[str, Any] = {"classes": tuple(classes), "pad_id": encoder.pad_id, "tags": task == "tag", "pairs": pairs}
+    return LabelledTextInputs(vocab_size=size, seq_len=length, **how)
+
+
+def text_decoder(tokenizer: Tokenizer) -> Any:
+    """Return what turns ids into text without special tokens."""
+    if tokenizer.loaded is None:
+        return tokenizer.decode
+    return lambda ids: tokenizer.loaded.decode(ids, skip_special_tokens=True)
+
+
+def _class_order(name: str, found: list[str], known: Sequence[str]) -> list[str]:
+    """Return the classes in the order of their ids. Raises UserError for those that a model does not know."""
+    if known and set(found) <= set(known):
+        return list(known)
+    numeric = all(one.isdigit() for one in found)
+    classes = sorted(found, key=lambda one: (int(one) if numeric else 0, one))
+    if not 2 <= len(classes) <= MOST_CLASSES:
+        message = f"--data {name} holds {len(classes)} classes; 2 to {MOST_CLASSES:,} can be told apart"
+        hint = "--label-field names another field; figures (scores, prices) are no classes"
+        raise UserError(Problem(kind="data-classes", message=message, hint=hint, where="--label-field"))
+    return classes
+
+
+def refuse_unknown_classes(name: str, inputs: Inputs, known: Sequence[str]) -> None:
+    """Raise UserError where data has classes that a trained model has not."""
+    if not isinstance(inputs, LabelledTextInputs) or list(inputs.classes) == list(known):
+        return
+    foreign = [one for one in inputs.classes if one not in known]
+    message = f"--data {name} has classes that the model does not know: {', '.join(foreign[:SHOWN])}"
+    hint = f"it knows {', '.join(known[:SHOWN])} ({nearest(foreign[0], known)})"
+    raise UserError(Problem(kind="classes", message=message, hint=hint, where="--data"))
+
+
+def _notes(name: str, meta: dict[str, Any], task: Task, classes: Sequence[str]) -> Iterator[str]:
+    rows = meta["rows"]
+    what = f", {len(classes)} classes: {', '.join(classes[:SHOWN])}" if classes else ""
+    yield f"{name}: {rows['train']:,} rows to train on and {rows['valid']:,} to validate{what}"
+    if meta["cut"]:
+        yield f"{meta['cut']:,} texts are longer than a sample: their ends are left out"
+
+
+def _open_files(
+    source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, progress: Reporter
+) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]]:
+    """Open the files of a source's samples: mapped if they were made before, else made now."""
+
+    def write(staging: Path, documents: int) -> None:
+        writers = {split: _LabelledWriter(staging, split) for split in SPLITS}
+        classes = ClassNames()
+        with progress.task(f"{source.name}: tokenizing", documents, "rows") as task:
+            for row, sample in _encoded(source, fields, encoder, classes, documents):
+                writers["valid" if row.held_out else "train"].add(sample)
+                task.advance()
+        for writer in writers.values():
+            writer.close()
+        sizes = {path.name: path.stat().st_size for path in staging.iterdir()}
+        facts = {"rows": {split: writer.rows for split, writer in writers.items()}, "classes": list(classes.numbers)}
+        facts |= {"cut": sum(w.cut for w in writers.values()), "types": any(w.types for w in writers.values())}
+        write_text(
+            staging / "meta.json", json.dumps({"format": FORMAT, "source": source.name, "sizes": sizes, **facts})
+        )
+
+    how = (encoder.task, str(encoder.length), str(encoder.target_length), *map(str, vars(fields).values()))
+    identity = (encoder.tokenizer.identity, FORMAT, *how)
+    return Preparation(source=source, identity=identity, write=write, read=_read).open(progress)
+
+
+def _encoded(
+    source: RowSource, fields: LabelledFields, encoder: LabelledEncoder, classes: ClassNames, documents: int
+) -> Iterator[tuple[LabelledRow, EncodedLabelled]]:
+    """Yield all rows with their samples. Raises UserError with what is wrong, at the end or from 20 on."""
+    problems: list[Problem] = []
+    names, found = source.class_names(fields.label), source.rows(documents)
+    while len(problems) < NAMED and (block := list(islice(found, AT_ONCE))):
+        rows, read = [], []
+        for one in block:
+            if isinstance(one, Problem):
+                problems.append(one)
+                continue
+            labelled = read_row(one.values, fields, encoder.task, names)
+            if isinstance(labelled, str):
+                message, hint = f"{one.where}: {labelled}", "--text-field and --label-field name other fields"
+                problems.append(Problem(kind="bad-rows", message=message, hint=hint, where=one.where))
+            else:
+                rows.append(one)
+                read.append(labelled)
+        yield from zip(rows, encoder.encode_all(read, classes), strict=True)
+    if problems:
+        raise UserError(*problems[:NAMED])
+
+
+class _LabelledWriter:
+    """The files of one split."""
+
+    def __init__(self, folder: Path, split: str):
+        self._files = {part: (folder / f"{split}.{part}").open("wb") for part in PARTS}
+        self.rows, self.cut, self.types, self._ends = 0, 0, False, {"starts": 0, "label_starts": 0}
+        for part in self._ends:
+            self._put(part, np.zeros(1))
+
+    def _put(self, part: str, values: np.ndarray) -> None:
+        self._files[part].write(values.astype(PARTS[part]).data)
+
+    def add(self, sample: EncodedLabelled) -> None:
+        """Append a sample."""
+        self.rows, self.cut = self.rows + 1, self.cut + sample.cut
+        self.types = self.types or bool(sample.types.any())
+        for part, values, starts in (("ids", sample.ids, "starts"), ("labels", sample.labels, "label_starts")):
+            self._put(part, values)
+            self._ends[starts] += len(values)
+            self._put(starts, np.array([self._ends[starts]]))
+        self._put("types", sample.types)
+
+    def close(self) -> None:
+        """Flush all to the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, TokenFile]]] | None:
+    """Return what a finished folder holds; None where there is none or its files have another size than noted."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if any((folder / name).stat().st_size != size for name, size in meta["sizes"].items()):
+            return None
+    except (OSError, ValueError, KeyError):
+        return None
+    return meta, {
+        split: {part: TokenFile(folder / f"{split}.{part}", dtype) for part, dtype in PARTS.items()} for split in SPLITS
+    }

@@ -1,0 +1,199 @@
+"""From rows of labelled text to ids: a text and its class, words and their tags, a text and the one to write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerofit.data.labelled_rows import LabelledFields, value_of
+from zerofit.data.tokenizer import Tokenizer
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.model_facts import IGNORE_INDEX, Task
+
+BYTES_PAD = 258  # of the tokenizer `bytes`
+
+
+class Labelled(NamedTuple):
+    """One row as it is read."""
+
+    text: str | list[str]  # words, where each has a tag
+    pair: str | None
+    label: str | list[str]  # a class's name, the words' tags, or the text to write
+
+
+class EncodedLabelled(NamedTuple):
+    """One sample: ids, the part of a pair that each belongs to, and labels."""
+
+    ids: np.ndarray
+    types: np.ndarray  # zeros without a pair
+    labels: np.ndarray  # a class, one of each id (-100: none), or the ids of the target
+    cut: bool  # longer than a sample
+
+
+class ClassNames:
+    """Numbers of class names, in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, name: str) -> int:
+        """Return a name's number."""
+        return self.numbers.setdefault(name, len(self.numbers))
+
+
+def read_row(values: Mapping[str, Any], fields: LabelledFields, task: Task, names: Sequence[str]) -> Labelled | str:
+    """Return what a row holds, or what is wrong with it; `names` are those of numbers that stand for classes."""
+    text, label = value_of(values, fields.text), value_of(values, fields.label)
+    pair = value_of(values, fields.pair) if fields.pair else None
+    if task == "tag":
+        return _read_words(text, label, fields, names)
+    for field, value in ((fields.text, text), *(((fields.pair, pair),) if fields.pair else ())):
+        if not isinstance(value, str):
+            return f"{field!r} is {type(value).__name__}, need a string"
+    if task == "seq2seq-lm":
+        return Labelled(text, None, label) if isinstance(label, str) else _wrong(fields.label, label, "a string")
+    name = _class_name(label, names)
+    return (
+        Labelled(text, pair, name) if name is not None else _wrong(fields.label, label, "a class: a word or a number")
+    )
+
+
+def _read_words(words: Any, tags: Any, fields: LabelledFields, names: Sequence[str]) -> Labelled | str:
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        return _wrong(fields.text, words, "a list of words")
+    if not isinstance(tags, list) or len(tags) != len(words):
+        return _wrong(fields.label, tags, f"a list of {len(words)} tags, one a word")
+    found = [_class_name(tag, names) for tag in tags]
+    wrong = next((tag for tag, name in zip(tags, found, strict=True) if name is None), None)
+    if None in found:
+        return _wrong(fields.label, wrong, "tags: words or whole numbers")
+    return Labelled(words, None, [name for name in found if name is not None])
+
+
+def _class_name(value: Any, names: Sequence[str]) -> str | None:
+    if isinstance(value, str):
+        return value.strip() or None
+    if isinstance(value, bool) or (isinstance(value, int) and not names and value >= 0):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
+
+
+def _wrong(field: str, value: Any, needed: str) -> str:
+    return f"{field!r} is {str(value)[:40]!r} ({type(value).__name__}), need {needed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledEncoder:
+    """A tokenizer at work for one task, with the special tokens that its model expects."""
+
+    tokenizer: Tokenizer
+    task: Task
+    length: int  # tokens of a text at most
+    target_length: int
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills a sample up."""
+        if self.tokenizer.loaded is None:
+            return BYTES_PAD
+        own = self.tokenizer.loaded.pad_token_id
+        return self.tokenizer.eod_id if own is None else own
+
+    def encode_all(self, rows: Sequence[Labelled], classes: ClassNames) -> list[EncodedLabelled]:
+        """Return the samples of these rows."""
+        if not rows:
+            return []
+        texts = self._bytes(rows) if self.tokenizer.loaded is None else self._loaded(rows)
+        if self.task == "classify":
+            numbers = [np.array([classes.number(str(row.label))]) for row in rows]
+            return [EncodedLabelled(one.ids, one.types, n, one.cut) for one, n in zip(texts, numbers, strict=True)]
+        if self.task == "tag":
+            return [self._tagged(one, row, classes) for one, row in zip(texts, rows, strict=True)]
+        targets = self._targets([str(row.label) for row in rows])
+        return [
+            EncodedLabelled(one.ids, one.types, target, one.cut or cut)
+            for one, (target, cut) in zip(texts, targets, strict=True)
+        ]
+
+    def _tagged(self, text: _Text, row: Labelled, classes: ClassNames) -> EncodedLabelled:
+        """Give each word's tag to its first token."""
+        labels, before = np.full(len(text.ids), IGNORE_INDEX), None
+        for place, word in enumerate(text.words):
+            if word is not None and word != before:
+                labels[place] = classes.number(row.label[word])
+            before = word
+        return EncodedLabelled(text.ids, text.types, labels, text.cut)
+
+    def _bytes(self, rows: Sequence[Labelled]) -> list[_Text]:
+        """Put an end-of-document id before, between and after the parts; words begin with a space."""
+        end, made, spaced = self.tokenizer.eod_id, [], self.task == "tag"
+        lead = [] if self.task == "seq2seq-lm" else [end]
+        room = self.length - 1  # the last place is the end's
+        for row in rows:
+            parts = row.text if isinstance(row.text, list) else [row.text, *([] if row.pair is None else [row.pair])]
+            ids: list[int] = list(lead)
+            words: list[int | None] = [None] * len(lead)
+            for number, part in enumerate(self.tokenizer.encode_all([f" {p}" if spaced else p for p in parts])):
+                between = [end] if number and not spaced else []
+                ids += [*between, *part.tolist()]
+                words += [*([None] * len(between)), *([number] * len(part))]
+            kept, of = [*ids[:room], end], [*words[:room], None]
+            made.append(_Text(np.array(kept), np.zeros(len(kept), dtype=np.int64), of, len(ids) > room))
+        return made
+
+    def _loaded(self, rows: Sequence[Labelled]) -> list[_Text]:
+        """Let transformers' tokenizer put its own special tokens and cut."""
+        texts = [row.text for row in rows]
+        pairs = [row.pair for row in rows] if rows[0].pair is not None else None
+        how = {"is_split_into_words": True} if self.task == "tag" else {}
+        found = self._called(texts, pairs, **how)
+        made = []
+        for place, ids in enumerate(found["input_ids"]):
+            encoding = found.encodings[place] if found.encodings else None
+            types = found["token_type_ids"][place] if "token_type_ids" in found else [0] * len(ids)
+            cut = bool(encoding.overflowing) if encoding else len(ids) == self.length
+            words = encoding.word_ids if self.task == "tag" and encoding else []
+            if not len(ids):  # an empty text, of a tokenizer that adds nothing
+                ids, types, words = [self.tokenizer.eod_id], [0], [None]
+            made.append(_Text(np.array(ids), np.array(types), words, cut))
+        return made
+
+    def _called(self, texts: Any, pairs: Any, **how: Any) -> Any:
+        loaded = self.tokenizer.loaded
+        if how and not loaded.is_fast:
+            message = f"--tokenizer {self.tokenizer.name} does not tell which word a token is of"
+            hint = "--task tag needs a tokenizer with a tokenizer.json"
+            raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer"))
+        try:
+            return loaded(
+                texts, pairs, truncation=True, max_length=self.length, return_attention_mask=False, verbose=False, **how
+            )
+        except (AssertionError, ValueError, TypeError) as error:
+            message = f"--tokenizer {self.tokenizer.name} does not take this text: {' '.join(str(error).split())[:200]}"
+            hint = "a tokenizer of bytes asks for add_prefix_space in its tokenizer_config.json"
+            raise UserError(Problem(kind="tokenizer", message=message, hint=hint, where="--tokenizer")) from None
+
+    def _targets(self, texts: list[str]) -> list[tuple[np.ndarray, bool]]:
+        """Return the ids of targets, each of which ends with the id that ends a document."""
+        end, loaded = self.tokenizer.eod_id, self.tokenizer.loaded
+        if loaded is None:
+            rows = self.tokenizer.encode_all(texts)
+        else:
+            rows = loaded(text_target=texts, return_attention_mask=False, verbose=False)["input_ids"]
+        made = []
+        for row in rows:
+            ids = list(row)
+            ids = ids[:-1] if ids and ids[-1] == end else ids
+            kept = [*ids[: self.target_length - 1], end]
+            made.append((np.array(kept), len(ids) >= self.target_length))
+        return made
+
+
+class _Text(NamedTuple):
+    ids: np.ndarray
+    types: np.ndarray
+    words: Sequence[int | None]  # the word that each id is of
+    cut: bool
