@@ -4,7 +4,7 @@
     python benchmarks/cpu_step_times.py FOLDER [--output FILE]
 
 `--measure` trains each case and keeps what a step took of a rank's processor, of the rank that took most: on an idle
-machine that is all of the step but what waits, and it stays so on a busy one. Without it the kept steps are held against
+machine that is all of the step but what waits, and it stays so on a busy one. Without it kept steps are held against
 forecasts with the catalogue's rates and with the calibration of the cache.
 """
 

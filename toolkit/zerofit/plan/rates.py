@@ -112,13 +112,18 @@ CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first b
 CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
+CPU_GRADIENT_S = SourcedRate(
+    300e-6, "measured on two CPU cores (benchmarks/cpu_step_times.py): hook, bucket, norm and step of one gradient"
+)
+NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
 NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
 STREAMING = SourcedRate(0.9, "assumed: one long addition against the data sheet's bandwidth")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
 
 
 # rates that a kind of a trace corrects; kernels and collectives have their kinds' own factors, these have none
-TRACED = {"launch_s": "launches and hooks", "hook_s": "launches and hooks", "adam": "Adam", "host": "Adam"}
+_HOST = "launches and hooks"
+TRACED = {"launch_s": _HOST, "hook_s": _HOST, "gradient_s": _HOST, "adam": "Adam", "host": "Adam"}
 UNTOUCHED = ("engine", "exposed_between")
 
 
@@ -131,6 +136,7 @@ class Rates:
     adam: float  # under an optimizer's step on the device
     launch_s: float
     engine: float  # times as long as in a bare loop: kernels under DeepSpeed
+    gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores
@@ -231,6 +237,7 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
         "launch_s": LAUNCH_S,
         "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
+        "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]),
         "network": _share_of(node.network, _fitted(fitted.network)),
