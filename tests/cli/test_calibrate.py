@@ -9,8 +9,12 @@ from click.testing import CliRunner
 
 from tests.plan.stub import make_cluster
 from zerofit.cli.main import main
+from zerofit.plan.kernels import kernels_s
 from zerofit.plan.rates import rates_of
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration, calibration_file, read_calibration, write_calibration
+from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.profile import Kernel, Linear
 
 
 @pytest.fixture
@@ -31,7 +35,23 @@ def test_two_ranks_measure_this_machine(own_cache, monkeypatch):
     assert {"fp32", "bf16"} <= set(found.matmul_flops) and all(v > 1e8 for v in found.matmul_flops.values())
     names = ("memory_bandwidth", "host_copy", "host_bandwidth", "disk_read", "disk_write", "launch_s")
     assert all(getattr(found, name) > 0 for name in names)
-    assert (found.link is not None) == (found.devices > 1)
+    assert (found.link is not None) == (found.devices > 1) == bool(found.collectives)
+    assert {(one.kind, one.dtype) for one in found.kernels} == {
+        (kind, dtype)
+        for kind in ("product", "attention", "convolution", "elementwise", "normalisation", "copy", "embedding")
+        for dtype in ("float32", "bfloat16")
+    }
+    assert found.adam_bandwidth and found.adam_bandwidth > 1e8 and {one.ranks for one in found.collectives} <= {2}
+    product = next(one for one in found.kernels if one.kind == "product" and one.dtype == "float32")
+    assert kernels_s([as_planned(product)], 1, rates_of(Cluster("cpu"), "fp32", found)) == pytest.approx(
+        product.seconds
+    )
+
+
+def as_planned(one: MeasuredKernel) -> Kernel:
+    shape = tuple(Linear(per_sample=size) for size in one.shape)
+    amounts = {"flops": Linear(fixed=one.flops), "moved_bytes": Linear(fixed=one.moved_bytes)}
+    return Kernel(kind=one.kind, dtype=one.dtype, count=1, shape=shape, **amounts)  # pyright: ignore[reportArgumentType]
 
 
 def test_it_is_used_for_its_own_kind_alone(own_cache):

@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.stub import make_cluster
+from zerofit.plan.collectives import RankGroup, collective_s
 from zerofit.plan.kernels import kernels_s, launches
+from zerofit.plan.measured_rates import CollectiveTable, KernelTable
 from zerofit.plan.rates import Rates, rates_of
+from zerofit.spec.local_machine import Calibration
+from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 from zerofit.spec.profile import Kernel, Linear
 
 
@@ -51,3 +55,54 @@ def test_what_moves_more_than_it_computes_takes_its_traffic(rates):
 def test_kernels_without_a_shape_waste_nothing(rates):
     assert kernels_s([kernel("product")], 1, rates) == pytest.approx(1.0)
     assert kernels_s([kernel("attention")], 1, rates) == pytest.approx(2.0)
+
+
+def product(m: int, rate: float, **fields: object) -> MeasuredKernel:
+    flops = 2.0 * m * 512 * 512
+    known = {"kind": "product", "dtype": "bfloat16", "shape": (m, 512, 512), "flops": flops, "seconds": flops / rate}
+    return MeasuredKernel(**{**known, **fields})  # pyright: ignore[reportArgumentType]
+
+
+def test_kernels_that_were_measured_take_what_they_took(rates):
+    moves = MeasuredKernel(kind="elementwise", dtype="bfloat16", moved_bytes=1e6, seconds=1e-5)
+    table = KernelTable([product(64, 1e11), product(4096, 4e11), product(64, 1e10, dtype="float32"), moves])
+    known = replace(rates, kernels=table, unfused=0.5, slower=2.0, longer={"elementwise": 3.0})
+
+    def one(m: int, **fields: object) -> Kernel:
+        flops = {"flops": Linear(per_sample=2.0 * m * 512 * 512), "count": 1.0}
+        return kernel("product", m, 512, 512, **{**flops, **fields})
+
+    assert table.shapes == 4
+    assert kernels_s([one(64)], 1, known) == pytest.approx(2 * product(64, 1e11).seconds)
+    assert kernels_s([one(64)], 3, known) == pytest.approx(2 * 3 * 2.0 * 64 * 512 * 512 / 1.03e11, rel=0.05)
+    between = 2.0 * 512 * 512 * 512 / table.seconds(one(512), 1)  # pyright: ignore[reportOperatorIssue]
+    assert between == pytest.approx(2e11)  # half way in the logarithm of the sizes
+    assert kernels_s([kernel("elementwise", flops=Linear())], 1, known) == pytest.approx(2 * 3 * 0.5 * 1e-2)
+    # nothing of their kind and dtype was measured
+    for other in (one(64, groups=2), kernel("attention", 64, 1280, 1280, 64)):
+        assert kernels_s([other], 1, known) == kernels_s([other], 1, rates)
+
+
+def test_collectives_that_were_measured_are_a_line():
+    sizes = (2**16, 2**20, 2**26)
+    table = CollectiveTable(
+        MeasuredCollective(op="all_gather", ranks=2, size_bytes=size, seconds=1e-4 + size / 4e9) for size in sizes
+    )
+    line = table.line("all_gather", 2)
+    assert line and (line.call_s, 1 / line.byte_s) == (pytest.approx(1e-4), pytest.approx(4e9))
+    assert table.line("all_gather", 4) is None and table.line("all_reduce", 2) is None
+
+
+def test_a_trace_corrects_rates_by_kind():
+    longer = {"Adam": 4.0, "launches and hooks": 3.0, "all-reduce": 2.0}
+    plain = Calibration(kind="h100-80gb", device_name="", devices=8, date="")
+    before, traced = rates_of(make_cluster(), "bf16", plain), replace(plain, origin="t.json", longer=longer, slower=1.5)
+    found = rates_of(make_cluster(), "bf16", traced)
+    assert before.flops / found.flops == before.link / found.link == pytest.approx(1.5)
+    assert before.adam / found.adam == before.host / found.host == pytest.approx(6.0)
+    assert found.launch_s / before.launch_s == found.hook_s / before.hook_s == pytest.approx(4.5)
+    assert found.engine == before.engine and found.exposed_between == before.exposed_between
+    assert found.sources["flops"].endswith("corrected by t.json")
+    group = RankGroup(8, 8)
+    for op, times in (("all_reduce", 3.0), ("all_gather", 1.5)):
+        assert collective_s(op, 1e9, 2, group, found) == pytest.approx(times * collective_s(op, 1e9, 2, group, before))

@@ -23,6 +23,7 @@ def timer() -> Timer:
         found,
         flops=1e14,
         memory=1e12,
+        adam=1e12,
         launch_s=0.0,
         link=1e11,
         network=1e10,

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerofit.cli.main import main
+from zerofit.report.trace_kernels import measured_kernels
 from zerofit.report.traces import Part, kind_of, read_trace
 from zerofit.spec.errors import UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK, Numbers
@@ -41,6 +42,33 @@ def test_kernels_belong_to_the_module_that_launched_them(tmp_path):
     assert found.parts == pytest.approx(
         {Part("block", "product"): 30e-6, Part("", "all-gather"): 30e-6, Part("", "Adam"): 4e-6}  # of one of two steps
     )
+
+
+def test_shapes_give_kernels_what_they_computed(tmp_path):
+    types = {"Input type": ["c10::BFloat16", "c10::BFloat16", "c10::BFloat16"]}
+    heads = [[2, 8, 64, 16], [2, 4, 64, 16], [2, 4, 64, 16], [], []]
+    events = [
+        event("aten::addmm", "cpu_op", 0, 5, **{"External id": 3, "Input Dims": [[32], [128, 64], [64, 32]], **types}),
+        event("gemm", "kernel", 9, 8, **{"External id": 3}),
+        event("splitk", "kernel", 17, 2, **{"External id": 3}),
+        event("aten::bmm", "cpu_op", 5, 1, **{"External id": 4, "Input Dims": [[6, 8, 4], [6, 4, 2]], **types}),
+        event("gemm", "kernel", 20, 4, **{"External id": 4}),
+        event(
+            "aten::_scaled_dot_product_flash_attention",
+            *("cpu_op", 6, 1),
+            **{"External id": 5, "Input Dims": heads, "Concrete Inputs": ["", "", "", "0.", "True"], **types},
+        ),
+        event("flash_fwd_kernel", "kernel", 24, 16, **{"External id": 5}),
+        event("aten::mm", "cpu_op", 7, 1, **{"External id": 6}),  # without shapes
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = [(k.kind, k.shape, k.flops, k.causal, pytest.approx(1e6 * k.seconds)) for k in measured_kernels(path)]
+    assert found == [
+        ("product", (128, 32, 64), 2 * 128 * 32 * 64, False, 10.0),
+        ("product", (8, 2, 4), 2 * 6 * 8 * 2 * 4, False, 4.0),
+        ("attention", (16, 64, 64, 16), 4 * 16 * 64 * 64 * 16, True, 16.0),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerofit.cli.main import main
+from zerofit.report.trace_kernels import measured_kernels
 from zerofit.report.traces import COLLECTIVES, HOST, Part, read_trace
 from zerofit.spec.errors import UserError
 from zerofit.spec.profiling import SECTION_MARK, STEP_MARK
@@ -63,11 +64,30 @@ def test_what_is_read_back_adds_up_to_the_step(trained):
     trace = read_trace(trained.folder.rank_trace(1, 2))
     assert not trace.forecast and not trace.on_device
     own_s = sum(seconds for part, seconds in trace.parts.items() if part.kind not in COLLECTIVES)
-    assert 0.9 * trace.step_s < own_s <= trace.step_s
+    assert own_s <= trace.step_s < (own_s + sum(trace.parts.values())) / 1.8  # where it does not wait for its peer
     for kind in ("product", HOST, "elementwise"):
         assert trace.parts[Part("block", kind)] > 0
     assert trace.parts[Part("head", "product")] > 0 and trace.parts[Part("", "all-reduce")] > 0
     assert trace.parts[Part("", "Adam")] > 0
+
+
+def test_a_trace_moves_the_forecast_of_its_step_to_what_it_took(trained):
+    path = trained.folder.rank_trace(1, 2)
+    words = ["--model-args", json.dumps(TINY), "--seq-len", "32", "--gpus", "2", "--gpu", "cpu", "--micro-batch", "2"]
+    words += ["--gradient-accumulation-steps", "2", "--activation-checkpointing", "--from-trace", str(path)]
+    same = ["--ds-config", str(trained.folder.ds_config), "--json"]
+    planned = CliRunner().invoke(main, ["plan", "llama-tiny", *words, *same])
+    assert planned.exit_code == 0, planned.output
+    answer = json.loads(planned.stdout.splitlines()[-1])
+    found, measured_s = answer["from_trace"], read_trace(path).step_s
+    assert found["measured_step_s"] == pytest.approx(measured_s) and found["layout"]["zero_stage"] == 2
+    assert abs(found["forecast_step_s"] / measured_s - 1) > 1e-3
+    assert answer["layouts"][0]["layout"] == found["layout"]
+    assert answer["layouts"][0]["step_s"] == pytest.approx(measured_s, rel=1e-6)
+    products = [one for one in measured_kernels(path) if one.kind == "product"]
+    assert found["shapes"] == len(measured_kernels(path)) > len(products)
+    tokens, width = 2 * 32, TINY["hidden_size"]
+    assert any(one.shape == (tokens, width, width) and one.flops == 2 * tokens * width**2 for one in products)
 
 
 def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,9 +69,9 @@ def _show_findings(result: dict[str, Any]) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0), default=0.8, show_default=True, help="of each measurement")
 @AS_JSON
 def calibrate(seconds: float, as_json: bool) -> None:
-    """Measure matrix products, memory, collectives, host copies and the disk of this machine (half a minute).
+    """Measure this machine's kernels by shape, collectives by size, host copies and the disk (under a minute).
 
-    `zerofit plan` uses the figures for this machine's kind of device.
+    `zerofit plan`, `tune` and `--fit` count with the figures for this machine's kind of device.
     """
     answer(lambda: _calibrate(seconds), as_json, _show_speeds)
 
@@ -82,14 +83,14 @@ def _calibrate(budget_s: float) -> dict[str, Any]:
     cluster = Cluster.here()
     start = time.perf_counter()
     found = _measured(cluster.gpus, max(1, usable_cores() // cluster.gpus), budget_s)
-    calibration = Calibration(
-        kind=cluster.device.kind,
-        device_name=found.pop("device_name") or f"CPU ({platform.machine()})",
-        devices=cluster.gpus,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={name: importlib.metadata.version(name) for name in VERSIONS},
-        **found,
-    )
+    about = {
+        "kind": cluster.device.kind,
+        "device_name": found.pop("device_name") or f"CPU ({platform.machine()})",
+        "devices": cluster.gpus,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+    }
+    calibration = Calibration.from_dict({**about, **found})
     path = write_calibration(calibration)
     return {**asdict(calibration), "file": str(path), "seconds": round(time.perf_counter() - start, 1)}
 
@@ -101,13 +102,25 @@ def _measured(ranks: int, threads: int, budget_s: float) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("", total=None)
-        job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s)
+        job = MeasurementJob(ranks=ranks, threads=threads, seconds=budget_s, by_shape=True)
         found = measured(job, ranks, lambda phase: bar.update(task, description=phase))
     return {**together(found), "device_name": found[0]["device_name"]}
 
 
+def _ranges(kernels: Sequence[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, str]]:
+    """Return for each kind and dtype the slowest and the fastest shape, with the unit."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for one in kernels:
+        per_s = one["flops"] / 1e12 if one["flops"] else one["moved_bytes"] / 1e9
+        rates.setdefault((one["kind"], one["dtype"]), []).append(per_s / one["seconds"])
+    computing = {(one["kind"], one["dtype"]) for one in kernels if one["flops"]}
+    return {key: (min(of), max(of), "TFLOP/s" if key in computing else "GB/s") for key, of in rates.items()}
+
+
 def _show_speeds(result: dict[str, Any]) -> None:
     table = make_table(f"{result['device_name']} ({result['devices']} ranks)", "one rank reaches", right=(1,))
+    for (kind, dtype), (least, most, unit) in _ranges(result["kernels"]).items():
+        table.add_row(f"{kind} in {dtype}, by shape", f"{least:.3g} to {most:.3g} {unit}")
     for precision, flops in result["matmul_flops"].items():
         table.add_row(f"matrix products in {precision}", f"{flops / 1e12:.3g} TFLOP/s")
     rows = {

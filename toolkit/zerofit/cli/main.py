@@ -12,7 +12,7 @@ from zerofit.spec.errors import Problem
 
 # name -> module of zerofit.cli (its command is called as the name is, "evaluate" for eval) and its line in --help
 COMMANDS = {
-    "calibrate": ("machine", "Measure this machine's speeds for `zerofit plan` (half a minute)."),
+    "calibrate": ("machine", "Measure this machine's kernels and links for `zerofit plan` (under a minute)."),
     "check": ("check", "Find everything that is wrong in a DeepSpeed JSON, before anything starts."),
     "ckpt": ("ckpt", "List, verify, compare, convert and export checkpoints."),
     "compare": ("compare", "Measure ways to train on the same model, data, weights and order of samples."),

@@ -56,6 +56,7 @@ WORK = {
 }
 OWN_PINS = ("zero_stage", "offload", "offload_param", "overlap_comm")
 FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, for any model and batch on such devices"
+FROM_TRACE_HELP = "a run folder's traces/rank-0-step-3.json (`train --profile`): its kernels count, by kind and shape"
 MEASURED_HELP = "5.33samples/s, 21000tokens/s or 0.52s a step, of the layout that the flags name: scales all times"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the plainest that forecasts cannot tell from the best"
 METHODS_HELP = "full,lora: one table of these, with the longest sequence that each could take"
@@ -71,6 +72,7 @@ PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CP
 @click.option("--profile", type=PATH, help="plan from a stored profile, without torch")
 @click.option("--from", "tuned", type=PATH, help=FROM_HELP)
 @click.option("--measured", metavar="SPEED", help=MEASURED_HELP)
+@click.option("--from-trace", type=PATH, help=FROM_TRACE_HELP)
 @click.option("--write", type=PATH, help=WRITE_HELP)
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @click.option("--confirm", type=click.IntRange(min=0), default=0, metavar="N", help="simulate the N best, too")
@@ -141,7 +143,7 @@ def _asked(model: str | None, options: dict[str, Any]) -> tuple[PlanningRequest,
     pins: Any = given({name: options[name] for name in (*RUN_FIELDS, *OWN_PINS, "precision")})
     asked = {
         name: options[name]
-        for name in ("profile", "image", "maximum", "minimum", "tuned", "top", "nvme_path", "confirm")
+        for name in ("profile", "image", "maximum", "minimum", "tuned", "from_trace", "top", "nvme_path", "confirm")
     }
     measured = options["measured"]
     asked["measured"] = problems.attempt(lambda: MeasuredSpeed.parse(measured)) if measured else None

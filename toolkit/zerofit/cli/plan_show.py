@@ -39,6 +39,8 @@ def show(plan: Plan, mesh: bool = False) -> None:
         console.print(_tuned(plan.tuned))
     if plan.scaling:
         console.print(f"  {plan.scaling}")
+    if plan.by_trace:
+        console.print(f"  {plan.by_trace}")
     if plan.boxes:
         console.print(_boxes(plan.boxes))
     if plan.answer:

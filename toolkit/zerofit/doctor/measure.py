@@ -20,10 +20,13 @@ import torch.distributed as dist
 # torch documents both under this name, without exporting them
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from zerofit.doctor.measure_kernels import measure_kernels
 from zerofit.doctor.measured import MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
+CPU_MESSAGES = ((0.0625, 20), (1, 10), (16, 5), (64, 3))  # MiB, and how often
+GPU_MESSAGES = ((0.25, 50), (4, 50), (64, 20), (1024, 5))
 
 
 def measure(job: MeasurementJob) -> dict[str, object]:
@@ -37,9 +40,11 @@ def measure(job: MeasurementJob) -> dict[str, object]:
         "matrix products": lambda: {"matmul_flops": _matmul(device, budget_s)},
         "memory": lambda: {"memory_bandwidth": _memory(device, budget_s)},
         "launches": lambda: {"launch_s": _launch(device, budget_s)},
+        "kernels by shape": lambda: measure_kernels(device, budget_s) if job.by_shape else {},
         "Adam in host memory": lambda: {"host_bandwidth": _adam(budget_s)},
         "host copies": lambda: {"host_copy": _host_copy(device, budget_s)},
         "collectives": lambda: _collectives(device, ranks) if ranks > 1 else {},
+        "collectives by size": lambda: _by_size(device, ranks) if ranks > 1 and job.by_shape else {},
         "disk": lambda: measure_disk(folder) if rank == 0 else {},
     }
     for phase, step in steps.items():
@@ -130,6 +135,25 @@ def _collectives(device: torch.device, ranks: int) -> dict[str, object]:
         for x, count in ((large, 10), (small, 100))
     )
     return {"link": 2 * (ranks - 1) / ranks * large.nbytes / large_s, "link_latency_s": small_s}
+
+
+def _by_size(device: torch.device, ranks: int) -> dict[str, object]:
+    """Measure what ZeRO sends, in messages of a few KiB to those of a large bucket."""
+    found = []
+    for mib, calls in CPU_MESSAGES if device.type == "cpu" else GPU_MESSAGES:
+        whole = torch.zeros(int(mib * 2**18) // ranks * ranks, device=device)
+        part = torch.empty(len(whole) // ranks, device=device)
+        works: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
+            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part),
+            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
+        }
+        for op, work in works.items():
+            work()
+            taken = [_timed(work, device) for _ in range(calls)]
+            seconds = min(taken) if device.type == "cpu" else statistics.median(taken)  # others only add
+            found.append({"op": op, "ranks": ranks, "size_bytes": whole.nbytes, "seconds": seconds})
+    return {"collectives": found}
 
 
 def main(job: MeasurementJob) -> None:

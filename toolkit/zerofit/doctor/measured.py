@@ -38,6 +38,7 @@ class MeasurementJob:
     folder: str = ""  # on this host
     store: tuple[str, int] | None = None  # address and port where ranks of several hosts meet; None: in the folder
     collectives_only: bool = False
+    by_shape: bool = False  # kernels and collectives as well, for `zerofit plan`
 
 
 def measured(
@@ -100,6 +101,11 @@ def together(ranks: Sequence[Figures]) -> Figures:
     }
     found["launch_s"] = max(one["launch_s"] for one in ranks)
     found["host_bandwidth"] = sum(one["host_bandwidth"] for one in ranks)
+    if "kernels" in ranks[0]:
+        found["adam_bandwidth"] = min(one["adam_bandwidth"] for one in ranks)
+    for name in ("kernels", "collectives"):
+        rows = zip(*(one[name] for one in ranks if name in one), strict=True)
+        found[name] = [max(row, key=lambda one: one["seconds"]) for row in rows]
     return found | {k: ranks[0][k] for k in ("link_latency_s", "disk_read", "disk_write") if k in ranks[0]}
 
 

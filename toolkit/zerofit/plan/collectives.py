@@ -47,6 +47,10 @@ def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rat
     """
     if group.size == 1:
         return 0.0
+    longer = rates.longer.get(op.replace("_", "-"), 1.0) if rates.longer else 1.0
+    line = rates.collectives.line(op, group.size) if rates.collectives and group.nodes == 1 else None
+    if line:
+        return longer * rates.slower * (size_bytes * line.byte_s + calls * line.call_s)
     inside = sent_bytes(op, size_bytes, group.size) / rates.link if group.per_node > 1 else 0.0
     outside = 0.0
     if group.nodes > 1:
@@ -54,7 +58,7 @@ def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rat
             outside = size_bytes * (group.size - group.per_node) / group.size / rates.network
         else:
             outside = sent_bytes(op, size_bytes, group.nodes) / group.per_node / rates.network
-    return max(inside, outside) + calls * call_s(op, group, rates)
+    return longer * (max(inside, outside) + calls * call_s(op, group, rates))
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zerofit.plan.measured_rates import WITH_PRODUCTS
 from zerofit.plan.rates import Rates
 from zerofit.spec.profile import Kernel
 
-WITH_PRODUCTS = ("product", "convolution", "attention")
 ATTENTION_ROWS = 128  # queries that one block of a fused attention kernel takes (flash_fwd_launch_template.h)
 
 
@@ -22,8 +22,13 @@ def kernels_s(kernels: Iterable[Kernel], micro_batch: int, rates: Rates) -> floa
 
 
 def kernel_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:
-    """Return the seconds of equal kernels."""
-    return max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
+    """Return the seconds of equal kernels: as such were measured, else by the rates of the device."""
+    measured_s = rates.kernels.seconds(kernel, micro_batch) if rates.kernels else None
+    if measured_s is None:
+        measured_s = max(_compute_s(kernel, micro_batch, rates), _memory_s(kernel, micro_batch, rates))
+    else:
+        measured_s *= rates.slower * (1.0 if kernel.kind in WITH_PRODUCTS else rates.unfused)
+    return measured_s * rates.longer.get(kernel.kind, 1.0)
 
 
 def _memory_s(kernel: Kernel, micro_batch: int, rates: Rates) -> float:

@@ -128,11 +128,18 @@ class Passes:
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
         whole = [(*own, layer.frozen) for own, layer in zip(tensors, layers, strict=True)]
         hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
+        gradients = [sum(map(len, own)) for own in tensors]
         # where it is checkpointed, forward's hooks and collectives run again in backward
         directions = [
             tuple(
-                self._work(seconds[backward], (*waits, copy), hooked, 2 if backward and layout.checkpointing else 1)
-                for seconds, waits, copy, hooked in zip(kernels, self._waits(costs, layout), copies, hooks, strict=True)
+                self._work(
+                    seconds[backward],
+                    (*waits, copy),
+                    (2 if backward and layout.checkpointing else 1, hooked, own if backward else 0),
+                )
+                for seconds, waits, copy, hooked, own in zip(
+                    kernels, self._waits(costs, layout), copies, hooks, gradients, strict=True
+                )
             )
             for backward in (False, True)
         ]
@@ -177,13 +184,16 @@ class Passes:
         ]
 
     def _work(
-        self, seconds: tuple[float, float], waits: tuple[float, float, float], hooks: int, times: int
+        self, seconds: tuple[float, float], waits: tuple[float, float, float], counts: tuple[int, int, int]
     ) -> LayerWork:
         """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
 
-        `waits`: for tensor and for sequence parallelism, and for a copy; `times`: how often collectives and hooks run.
+        `waits`: for tensor and for sequence parallelism, and for a copy; `counts`: how often collectives and hooks run,
+        hooks of ZeRO-3, and gradients.
         """
-        busy_s, host_s = seconds[0], seconds[1] + times * hooks * self._rates.hook_s
+        times, hooks, gradients = counts
+        busy_s = seconds[0]
+        host_s = seconds[1] + times * hooks * self._rates.hook_s + gradients * self._rates.gradient_s
         tensor_s, sequence_s, copy_s = times * waits[0], times * waits[1], waits[2]
         on_device_s = max(busy_s, host_s) if self._rates.ahead else busy_s + host_s
         waited_s = tensor_s + sequence_s + copy_s

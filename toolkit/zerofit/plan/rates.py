@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zerofit.plan.measured_rates import CollectiveTable, KernelTable
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.local_machine import Calibration
 
@@ -110,9 +112,19 @@ CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first b
 CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
 )
+CPU_GRADIENT_S = SourcedRate(
+    300e-6, "measured on two CPU cores (benchmarks/cpu_step_times.py): hook, bucket, norm and step of one gradient"
+)
+NO_GRADIENT_S = SourcedRate(0.0, "with the engine's share of kernels: on GPUs it runs ahead")
 NO_ENGINE = SourcedRate(1.0, "assumed: on CPUs there is nothing to wait for beside what is counted")
 STREAMING = SourcedRate(0.9, "assumed: one long addition against the data sheet's bandwidth")
 EXPOSED_INSIDE = SourcedRate(0.15, "assumed: what compute loses of the time that a collective runs beside it")
+
+
+# rates that a kind of a trace corrects; kernels and collectives have their kinds' own factors, these have none
+_HOST = "launches and hooks"
+TRACED = {"launch_s": _HOST, "hook_s": _HOST, "gradient_s": _HOST, "adam": "Adam", "host": "Adam"}
+UNTOUCHED = ("engine", "exposed_between")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +133,10 @@ class Rates:
 
     flops: float
     memory: float
+    adam: float  # under an optimizer's step on the device
     launch_s: float
     engine: float  # times as long as in a bare loop: kernels under DeepSpeed
+    gradient_s: float  # of the host, for one parameter's gradient in each backward
     hook_s: float  # of the host, to fetch and release one parameter under ZeRO-3
     edge: float  # elements of a product's dimension that tiles waste
     general: float  # grouped convolutions, which run on the general cores
@@ -143,6 +157,10 @@ class Rates:
     network_hop_s: float
     peak: float | None  # FLOP/s of the data sheet, for MFU; None for CPUs
     sources: dict[str, str]  # what was assumed, measured or published
+    kernels: KernelTable | None = None  # by shape, in place of the rates above
+    collectives: CollectiveTable | None = None  # within a node, in place of link and call_s
+    longer: Mapping[str, float] = field(default_factory=dict)  # by kind, as traces have them: times as long as by these
+    slower: float = 1.0  # the same of everything; the rates above have it in them, the tables do not
 
 
 def rates_of(
@@ -155,6 +173,7 @@ def rates_of(
     assumed = _assumed(cluster, precision, products, fitted)
     found: dict[str, float | None] = {
         "memory": measured.memory_bandwidth and measured.memory_bandwidth * _of_streaming(cluster, fitted),
+        "adam": measured.adam_bandwidth,
         "launch_s": measured.launch_s,
         "link": measured.link,
         "pcie": measured.host_copy,
@@ -169,6 +188,8 @@ def rates_of(
         found |= {name: assumed[name].value * faster for name in ("flops", "attention", "general")}
     date = f"measured here on {measured.date[:10]}"
     chosen = {name: SourcedRate(rate, date) if (rate := found.get(name)) else assumed[name] for name in assumed}
+    if measured.origin:
+        chosen = {name: _by_trace(name, rate, measured) for name, rate in chosen.items()}
     return Rates(
         **{name: rate.value for name, rate in chosen.items()},
         ahead=not cluster.on_cpu,
@@ -176,10 +197,23 @@ def rates_of(
         attention_blocks=0.0 if cluster.on_cpu else ATTENTION_BLOCKS.value,
         unfused=1.0,
         exposed_inside=EXPOSED_INSIDE.value,
-        hop_s=HOP_S.value,
+        hop_s=measured.slower * HOP_S.value,
         peak=None if cluster.on_cpu else device.peak(precision),
         sources={name: rate.how for name, rate in chosen.items()},
+        kernels=KernelTable(measured.kernels) if measured.kernels else None,
+        collectives=CollectiveTable(measured.collectives) if measured.collectives else None,
+        longer=measured.longer,
+        slower=measured.slower,
     )
+
+
+def _by_trace(name: str, rate: SourcedRate, measured: Calibration) -> SourcedRate:
+    """Return a rate as a trace corrects it: seconds are as many times longer, what is a second as many times less."""
+    if name in UNTOUCHED:
+        return rate
+    kind = TRACED.get(name, "")
+    times, how = measured.slower * measured.longer.get(kind, 1.0), f"{rate.how}; corrected by {measured.origin}"
+    return SourcedRate(rate.value * times if name.endswith("_s") else rate.value / times, how)
 
 
 def _of_streaming(cluster: Cluster, fitted: Coefficients) -> float:
@@ -200,8 +234,10 @@ def _assumed(cluster: Cluster, precision: str, products: ProductRate, fitted: Co
         "attention": SourcedRate(peak * attention.value, attention.how),
         "general": _share_of(device.peak("fp32") or 0.0, EFFICIENCIES["general"]),
         "memory": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
+        "adam": _share_of(device.bandwidth, EFFICIENCIES["cpu memory"] if on_cpu else _fitted(fitted.memory)),
         "launch_s": LAUNCH_S,
         "engine": NO_ENGINE if on_cpu else _fitted(fitted.engine),
+        "gradient_s": CPU_GRADIENT_S if on_cpu else NO_GRADIENT_S,
         "hook_s": CPU_HOOK_S if on_cpu else _fitted(fitted.hook_s),
         "link": _share_of(device.link, EFFICIENCIES["pcie ring" if "PCIe" in device.link_name else "nvlink"]),
         "network": _share_of(node.network, _fitted(fitted.network)),

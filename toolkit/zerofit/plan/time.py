@@ -12,11 +12,9 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import Passes, RankPass, StageLayers
 from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.measured_kernels import ADAM_BYTES
 from zerofit.spec.profile import Profile, setting
 
-# fp32 master, two moments: 12 read and 12 written; the fp32 gradient made (4), unscaled (8), its norm taken (4), read
-# by Adam (4); the parameter written in the model's dtype (runtime/zero/stage_1_and_2.py, step)
-ADAM_BYTES = 44
 # of host memory: the C++ op reads gradient and states and writes states (28), clipping reads and writes the gradient
 # (8, stage3.py:2988), the stepped parameter is converted (6, stage3.py:2858)
 HOST_ADAM_BYTES = 42
@@ -250,7 +248,7 @@ class Timer:
         share, rates = one.trained_parameters / (shards.size if layout.zero_stage else 1), self.rates
         gpus = self._cluster.gpus
         if layout.offload_optimizer == "none":
-            yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.memory)
+            yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.adam)
         else:
             states = STATE_BYTES * share
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / rates.pcie)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -25,7 +26,7 @@ KINDS = (  # what a name contains; the first that matches holds
     ("attention", r"attention|flash|fmha"),
     ("convolution", r"conv(olution|2d|1d)|cudnn|implicit"),
     ("product", r"::(mm|bmm|addmm|baddbmm|matmul|linear)$|gemm|cutlass|cublas|xmma"),
-    ("normalisation", r"norm"),
+    ("normalisation", r"norm|softmax"),
     ("embedding", r"embedding|index_select"),
     ("copy", r"copy|memcpy|memset|::to$|::cat$|::fill_|::zero_"),
 )
@@ -137,9 +138,17 @@ def _part(module: str, kind: str) -> Part:
 def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
     """Yield kinds with moments and microseconds: of collectives, and of the thread that trains, one after the other.
 
-    Of ops within ops the inner ones count; what is between them is Python's.
+    Of ops within ops the inner ones count; what is between them is Python's, where it does not wait for a collective.
     """
-    yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
+    sent = [e for e in events if e["name"].startswith("gloo:")]
+    yield from ((kind_of(e["name"]), e["ts"], e["dur"]) for e in sent)
+    waits = _Busy((e["ts"], e["ts"] + e["dur"]) for e in sent)
+    for kind, at, own_us in _thread_times(events, steps):
+        yield kind, at, own_us - (waits.within(at, at + own_us) if kind in (HOST, *COLLECTIVES) else 0.0)
+
+
+def _thread_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, float, float]]:
+    """Yield kinds with moments and microseconds of the thread that trains."""
     mine = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] == steps[0]["tid"]]
     within: list[tuple[str, float]] = []  # kind and end of the ops that are open, the innermost last
     at = 0.0
@@ -155,6 +164,28 @@ def _own_times(events: list[Event], steps: list[Event]) -> Iterator[tuple[str, f
     for kind, end in reversed(within):
         yield kind, at, max(0.0, end - at)
         at = max(at, end)
+
+
+class _Busy:
+    """Stretches of time in which something ran."""
+
+    def __init__(self, stretches: Iterable[tuple[float, float]]):
+        self._ends: list[tuple[float, float]] = []
+        for start, end in sorted(stretches):
+            if self._ends and start <= self._ends[-1][1]:
+                self._ends[-1] = (self._ends[-1][0], max(end, self._ends[-1][1]))
+            else:
+                self._ends.append((start, end))
+
+    def within(self, start: float, end: float) -> float:
+        """Return for how long it ran between two moments."""
+        first = max(0, bisect_right(self._ends, (start, math.inf)) - 1)
+        total = 0.0
+        for begun, ended in self._ends[first:]:
+            if begun >= end:
+                break
+            total += max(0.0, min(end, ended) - max(start, begun))
+        return total
 
 
 def _kind_of_op(name: str) -> str:

@@ -11,10 +11,12 @@ import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from zerofit.spec.files import cache_root, write_json
+from zerofit.spec.measured_kernels import MeasuredCollective, MeasuredKernel
 
 MIB = 2**20
 LIBAIO_HINT = "install libaio-dev (Debian, Ubuntu) or libaio-devel (RHEL, Fedora, SUSE)"
@@ -164,13 +166,26 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict)
     matmul_flops: dict[str, float] = field(default_factory=dict)  # by precision
     memory_bandwidth: float | None = None  # of the device
-    launch_s: float | None = None  # from one small op to the next
+    adam_bandwidth: float | None = None  # of the device under an Adam step
+    launch_s: float | None = None  # from one small op of a model to the next
     link: float | None = None  # bus bandwidth of a ring all-reduce between local ranks
     link_latency_s: float | None = None  # of a small all-reduce
     host_copy: float | None = None  # from pinned host memory to the device; on a CPU from memory to memory
     host_bandwidth: float | None = None  # of host memory under an Adam step, all cores together
     disk_read: float | None = None
     disk_write: float | None = None
+    kernels: tuple[MeasuredKernel, ...] = ()  # by shape: what plan counts with in place of the rates above
+    collectives: tuple[MeasuredCollective, ...] = ()  # by bytes, of the local ranks
+    origin: str = ""  # "": measured here; else the trace that gave `longer`, `slower` and its kernels
+    longer: dict[str, float] = field(default_factory=dict)  # by a trace's kind: times as long as by all of the above
+    slower: float = 1.0  # times as long as all of this says: what a step took beside what its trace has by kind
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Calibration:
+        """Return the calibration that `asdict` gave. TypeError where it is another thing."""
+        kernels = tuple(MeasuredKernel.from_dict(one) for one in value.get("kernels", ()))
+        collectives = tuple(MeasuredCollective(**one) for one in value.get("collectives", ()))
+        return cls(**{**value, "kernels": kernels, "collectives": collectives})
 
 
 def calibration_file() -> Path:
@@ -189,7 +204,7 @@ def write_calibration(calibration: Calibration) -> Path:
 def read_calibration(kind: str) -> Calibration | None:
     """Return what was measured for this kind of device here; None if nothing, or in a file of another version."""
     try:
-        found = Calibration(**json.loads(calibration_file().read_text(encoding="utf-8")))
+        found = Calibration.from_dict(json.loads(calibration_file().read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return found if found.kind == kind else None

@@ -62,7 +62,7 @@ class StepProfile:
         if self._trainer.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._running = profile(activities=activities, profile_memory=True), file
+        self._running = profile(activities=activities, record_shapes=True, profile_memory=True), file
         self._running[0].start()
 
     @contextmanager

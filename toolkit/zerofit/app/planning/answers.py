@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofit.app.planning.files import data_line, ds_config, merged, run_fields, write_plan
+from zerofit.app.planning.from_trace import TraceCalibration
 from zerofit.app.planning.measured import MeasuredScaling
 from zerofit.app.planning.pins import savings_of
 from zerofit.app.planning.request import Maximum, PlanningRequest, TunedLayouts
@@ -188,6 +189,7 @@ class Plan:
     remedies: tuple[str, ...] = ()  # what would make the model fit, where nothing does
     tuned: TunedLayouts | None = field(default=None, repr=False)
     scaling: MeasuredScaling | None = field(default=None, repr=False)  # of step times, by one that was measured
+    by_trace: TraceCalibration | None = field(default=None, repr=False)  # of the device's rates
     boxes: tuple[Plan, ...] = field(default=(), repr=False)  # of several clusters, the fastest first
     total_s: float = 0.0
     written: tuple[Path, ...] = ()  # files that the command wrote
@@ -270,6 +272,7 @@ class Plan:
             found["assumed"] = self.request.work.reliability.sources
         found["tuned"] = self.tuned.to_dict() if self.tuned else None
         found["measured"] = self.scaling.to_dict() if self.scaling else None
+        found["from_trace"] = self.by_trace.to_dict() if self.by_trace else None
         found["profile"] = str(self.profile_file) if self.profile_file else None
         if self.answer:
             found["asked"] = self.answer.to_dict()

@@ -14,7 +14,7 @@ from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.local_machine import read_calibration
+from zerofit.spec.local_machine import Calibration
 from zerofit.spec.profile import Profile
 
 FLAG = "--measured"
@@ -109,10 +109,15 @@ def whole(wanted: PlanRequest) -> PlanRequest:
 
 
 def scaling_of(
-    speed: MeasuredSpeed, wanted: PlanRequest, profile: Profile, cluster: Cluster, forecast: Forecast
+    speed: MeasuredSpeed,
+    wanted: PlanRequest,
+    profile: Profile,
+    cluster: Cluster,
+    forecast: Forecast,
+    calibration: Calibration | None,
 ) -> MeasuredScaling:
     """Return how far the layout that was measured is from its forecast. Raises UserError where it is none."""
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE)
-    best = search(profile, ample, whole(wanted), forecast, read_calibration(cluster.device.kind), top=1).layouts[0]
+    best = search(profile, ample, whole(wanted), forecast, calibration, top=1).layouts[0]
     measured_s = speed.step_s(best.layout, profile.seq_len)
     return MeasuredScaling(layout=best.layout, forecast_step_s=best.time.step_s, measured_step_s=measured_s)

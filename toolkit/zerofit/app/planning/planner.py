@@ -24,7 +24,6 @@ from zerofit.plan.search import search
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.run import Run
 
 
@@ -42,6 +41,7 @@ def plan(
     minimum: Minimum | None = None,
     tuned: Path | str | None = None,
     measured: str | None = None,
+    from_trace: Path | str | None = None,
     top: int = 10,
     nvme_path: str = "/local_nvme",
     confirm: int = 0,
@@ -61,6 +61,7 @@ def plan(
         tuned: folder of `zerofit tune`, whose trials correct step times.
         measured: "5.33samples/s", "21000tokens/s" or "0.52s" a step, of the layout that `options` describe; it scales
             the step times of all layouts, which are then searched for freely.
+        from_trace: a trace of `zerofit train --profile`, whose kernels count in place of the catalogue's.
         top: layouts to return.
         nvme_path: folder of layouts that offload to disks.
         confirm: simulate so many of the best layouts as well (`Plan.confirmed`); `Plan.write` takes none refused.
@@ -95,6 +96,7 @@ def plan(
         minimum=minimum,
         tuned=Path(tuned) if tuned else None,
         measured=MeasuredSpeed.parse(measured) if measured else None,
+        from_trace=Path(from_trace) if from_trace else None,
         top=top,
         nvme_path=nvme_path,
         confirm=confirm,
@@ -158,9 +160,9 @@ def _plan_of(
     file: Path | None,
     answer: LargestFit | FewestDevices | None,
 ) -> Plan:
-    profile, calibration = question.profile, read_calibration(cluster.device.kind)
+    profile = question.profile
     forecast = forecast_of(profile, cluster)
-    result = search(profile, cluster, question.request, forecast, calibration, question.top, question.correct)
+    result = search(profile, cluster, question.request, forecast, question.calibration, question.top, question.correct)
     if question.scaling and not cluster.on_cpu:
         result = question.scaling.known(result)
     return Plan(
@@ -172,4 +174,5 @@ def _plan_of(
         remedies=() if result.layouts else tuple(remedies_of(question, cluster)),
         tuned=request.corrections,
         scaling=question.scaling,
+        by_trace=question.by_trace,
     )

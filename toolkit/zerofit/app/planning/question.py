@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.app.planning.from_trace import TraceCalibration, calibrated
 from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
 from zerofit.app.planning.pins import batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
@@ -16,6 +17,7 @@ from zerofit.plan.space import Degrees, PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import Calibration, read_calibration
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run
@@ -31,10 +33,22 @@ class PlanQuestion:
     top: int = 10
     correct: Correct | None = None  # step times, by what was measured
     scaling: MeasuredScaling | None = None  # by which all step times are corrected
+    calibration: Calibration | None = None  # of the device
+    by_trace: TraceCalibration | None = None  # where that is a trace's
 
 
 def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
     """Return the question about this cluster, and where its profile lies."""
+    question, file = _uncalibrated(cluster, request, report)
+    question = replace(question, calibration=read_calibration(cluster.device.kind))
+    if request.from_trace:
+        by_trace = calibrated(request.from_trace, cluster, question.calibration, report)
+        question = replace(question, calibration=by_trace.calibration, by_trace=by_trace)
+    return _scaled(question, cluster, request.measured), file
+
+
+def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) -> tuple[PlanQuestion, Path | None]:
+    """Return the question as far as the device's rates do not matter."""
     stored = read_profile(request.profile) if request.profile else None
     pins, corrections = request.pins, request.corrections
     wanted = _wanted(cluster, request, stored)
@@ -42,7 +56,7 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
     if stored is not None:
         request.refuse_meaningless(stored)
         question = PlanQuestion(profile=stored, request=wanted, top=request.top, correct=correct)
-        return _scaled(question, cluster, request.measured), request.profile
+        return question, request.profile
     assert isinstance(request.model, str)
     degrees = None  # all that are worth it
     if (wanted.tp or wanted.sp) and not request.measured:  # the asked ones beside the plain model
@@ -63,7 +77,7 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
     request.refuse_meaningless(profile)
     traced = replace(traced, seq_len=profile.seq_len)
     question = PlanQuestion(profile=profile, request=wanted, traced=traced, top=request.top, correct=correct)
-    return _scaled(question, cluster, request.measured), file
+    return question, file
 
 
 def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | None) -> PlanQuestion:
@@ -71,7 +85,7 @@ def _scaled(question: PlanQuestion, cluster: Cluster, speed: MeasuredSpeed | Non
     if speed is None:
         return question
     profile, wanted = question.profile, question.request
-    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster))
+    scaling = scaling_of(speed, wanted, profile, cluster, forecast_of(profile, cluster), question.calibration)
     free = PlanRequest(precision=wanted.precision, global_batch=scaling.layout.global_batch)
     return replace(question, request=free, correct=scaling.correct, scaling=scaling)
 

@@ -106,6 +106,7 @@ class PlanningRequest:
     top: int = 10  # layouts to return
     nvme_path: str = "/local_nvme"  # of layouts that offload to disks
     measured: MeasuredSpeed | None = None  # of the layout that the pins describe; the search is free then
+    from_trace: Path | None = None  # a trace of real steps, whose kernels count in place of the catalogue's
     work: Work | None = None  # of the whole training
     confirm: int = 0  # layouts that are simulated as well
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
@@ -142,6 +143,10 @@ class PlanningRequest:
             problems.add("usage", "--max and --min are two questions", "ask one of them", "--max, --min")
         if self.tuned and self.measured:
             problems.add("usage", "--from and --measured both correct step times", "give one", "--from, --measured")
+        if self.from_trace and (self.tuned or self.measured):
+            beside = "--from" if self.tuned else "--measured"
+            message = f"--from-trace and {beside} both correct step times"
+            problems.add("usage", message, "give one", f"--from-trace, {beside}")
         if self.image:
             problems.attempt(lambda: parse_input(self.image or ""))
         if self.tuned:

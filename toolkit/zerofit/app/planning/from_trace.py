@@ -1,0 +1,153 @@
+"""A trace of real steps as calibration: what each kind of kernel took, by shape where the trace has shapes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.rates import rates_of
+from zerofit.plan.space import Degrees
+from zerofit.plan.step_timeline import step_timeline
+from zerofit.plan.time import Timer
+from zerofit.report.trace_kernels import measured_kernels
+from zerofit.report.traces import FORECAST_KINDS, HOST, ReadTrace, read_trace
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.local_machine import Calibration
+from zerofit.spec.measured_kernels import MeasuredKernel
+from zerofit.spec.profile import Profile, Savings
+from zerofit.spec.run_folder import Job, RunFolder
+
+FLAG = "--from-trace"
+MOST = 100.0  # a kind that took so many times longer, or shorter, than forecast is another thing than was forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceCalibration:
+    """What a trace says of a device, and the step that it has, forecast without it and measured."""
+
+    path: Path
+    calibration: Calibration = field(repr=False)
+    layout: PlannedLayout | None  # None: the trace lies in no run folder; its shapes alone count
+    forecast_step_s: float | None
+    measured_step_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return `from_trace` in `zerofit plan --json`."""
+        return {
+            "trace": str(self.path),
+            "layout": self.layout.to_dict() if self.layout else None,
+            "forecast_step_s": self.forecast_step_s,
+            "measured_step_s": self.measured_step_s,
+            "shapes": len(self.calibration.kernels),
+            "times_longer": dict(self.calibration.longer),
+            "rest": self.calibration.slower,
+        }
+
+    def __str__(self) -> str:
+        if self.layout is None:
+            return f"products and attention as in {self.path}; it lies in no run folder, so that its shapes alone count"
+        kinds = ", ".join(f"{kind} x {times:.3g}" for kind, times in self.calibration.longer.items())
+        return (
+            f"kernels as in {self.path}: {self.layout} took {self.measured_step_s:.3g} s a step, forecast were "
+            f"{self.forecast_step_s:.3g} s; {kinds}, the whole x {self.calibration.slower:.3g}"
+        )
+
+
+def calibrated(path: Path, cluster: Cluster, base: Calibration | None, report: Reporter) -> TraceCalibration:
+    """Return the calibration of this kind of device by a trace, on top of what was measured. Raises UserError."""
+    trace = read_trace(path)
+    if trace.forecast:
+        raise _refused(f"{path} is a forecast of zerofit's own", "name traces/rank-0-step-3.json of a run folder")
+    if trace.on_device == cluster.on_cpu:
+        found, kind = ("a GPU" if trace.on_device else "CPUs"), cluster.device.kind
+        raise _refused(f"{path} is of {found}, and the plan is for {kind}", "name the kind that was traced with --gpu")
+    kept = _with_kernels(base, measured_kernels(path), cluster, path)
+    folder = RunFolder(path.absolute().parent.parent)
+    if not folder.plan.is_file() or not folder.run.is_file():
+        if kept.kernels == (base.kernels if base else ()):
+            hint = "trace with `zerofit train --profile` and leave the file in its run folder"
+            raise _refused(f"{path} has no shapes of kernels, and no run folder says what it is of", hint)
+        return TraceCalibration(
+            path=path, calibration=kept, layout=None, forecast_step_s=None, measured_step_s=trace.step_s
+        )
+    return _by_kind(path, trace, Job.read(folder), kept, cluster, report)
+
+
+def _refused(message: str, hint: str) -> UserError:
+    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where=FLAG))
+
+
+def _with_kernels(
+    base: Calibration | None, found: tuple[MeasuredKernel, ...], cluster: Cluster, path: Path
+) -> Calibration:
+    """Return a calibration with a trace's kernels in place of those of the same kind and dtype."""
+    kept = base or Calibration(kind=cluster.device.kind, device_name="", devices=cluster.gpus, date="")
+    known = {(one.kind, one.dtype) for one in found}
+    others = tuple(one for one in kept.kernels if (one.kind, one.dtype) not in known)
+    return replace(kept, kernels=(*others, *found), origin=str(path), longer={}, slower=1.0)
+
+
+def _by_kind(
+    path: Path, trace: ReadTrace, job: Job, kept: Calibration, cluster: Cluster, report: Reporter
+) -> TraceCalibration:
+    """Return the calibration with a factor for each kind of kernel, and one for what a step takes beside them.
+
+    With them the forecast of the step that was traced is what it took.
+    """
+    layout, profile = PlannedLayout.of(job), _profile(job, cluster, report)
+    nodes = max(1, layout.world_size // cluster.gpus)
+    cluster = replace(cluster, gpus=layout.world_size // nodes, nodes=nodes)
+    timer = Timer(profile, cluster, rates_of(cluster, job.precision, kept))
+    forecast: defaultdict[str, float] = defaultdict(float)
+    timeline = step_timeline(profile, timer, layout)
+    for span in timeline.spans:
+        if span.stage == 0:
+            forecast[FORECAST_KINDS.get(span.kind, span.kind)] += span.end_s - span.start_s
+    measured: defaultdict[str, float] = defaultdict(float)
+    for part, seconds in trace.parts.items():
+        measured[part.kind] += seconds
+    longer = {
+        kind: measured[kind] / seconds
+        for kind, seconds in forecast.items()
+        if seconds > 0
+        and seconds / MOST < measured[kind] < seconds * MOST
+        and not (kind == HOST and trace.on_device)  # which runs ahead
+    }
+    by_kind = replace(kept, longer=longer)
+    again_s = Timer(profile, cluster, rates_of(cluster, job.precision, by_kind)).step(layout).step_s
+    return TraceCalibration(
+        path=path,
+        calibration=replace(by_kind, slower=trace.step_s / again_s),
+        layout=layout,
+        forecast_step_s=timer.step(layout).step_s,
+        measured_step_s=trace.step_s,
+    )
+
+
+def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
+    """Return the profile of the model that was traced, at its inputs."""
+    run, layout = job.run, job.layout
+    image = None
+    if not run.seq_len:  # what other models are fed is told by the data
+        from zerofit.app.requests import as_request, input_option
+        from zerofit.app.resolve import resolve_job
+
+        image = input_option(resolve_job(as_request(run)).inputs)
+    request = ProfileRequest(
+        model=run.model,
+        precision=job.precision,
+        device="cpu" if cluster.on_cpu else "cuda",
+        seq_len=run.seq_len,
+        image=image,
+        model_args=dict(run.model_args),
+        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp)))),
+        savings=Savings.of(run),
+        partial=run.partial,
+    )
+    return get_profile(request, report)[0]

@@ -1,0 +1,254 @@
+"""Kernels of training on this device, by kind, dtype and shape: the table that `zerofit plan` counts with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofit.spec.measured_kernels import ADAM_BYTES, MeasuredKernel
+
+Work = Callable[[], Any]
+LEAST_S, MOST_CALLS = 2e-3, 200  # of a timing, which takes so many calls at most
+SHORT = 16  # elements of an op that does nothing but begin
+UNITS = 8  # of the small model that launches are measured with
+
+
+class Sizes(NamedTuple):
+    """What is measured on a kind of device: sizes at which its kernels go from launches to full speed."""
+
+    rows: tuple[int, ...]  # tokens, or pixels, that a product takes
+    matrices: tuple[tuple[int, int], ...]  # its outputs and inputs
+    most_flops: float
+    batches: tuple[tuple[int, int, int, int], ...]  # products of many: how many, M, N, K
+    attention: tuple[tuple[int, int, int], ...]  # heads of all samples, tokens, width of a head
+    convolution: tuple[tuple[int, int, int, int, int], ...]  # images, channels in and out, pixels of a side, kernel
+    bytes: tuple[int, ...]  # of one operand of kernels that only move
+    adam: int  # elements
+
+
+CPU = Sizes(
+    rows=(64, 256, 1024),
+    matrices=((64, 64), (256, 256), (1024, 256), (256, 1024), (1024, 1024), (4096, 1024)),
+    most_flops=1.1e9,
+    batches=((16, 128, 128, 64), (16, 128, 64, 128)),
+    attention=((8, 64, 64), (8, 256, 32), (16, 256, 64), (8, 512, 64)),
+    convolution=((16, 3, 64, 32, 3), (8, 64, 64, 32, 3), (8, 128, 256, 16, 1), (8, 256, 256, 8, 3)),
+    bytes=(2**14, 2**18, 2**22, 2**24, 2**26),
+    adam=2**22,
+)
+GPU = Sizes(
+    rows=(512, 4096, 16384),
+    matrices=((1024, 1024), (4096, 1024), (1024, 4096), (4096, 4096), (16384, 4096), (4096, 16384)),
+    most_flops=3e12,
+    batches=((256, 512, 512, 64), (256, 512, 64, 512)),
+    attention=((64, 512, 64), (64, 2048, 64), (32, 2048, 128), (32, 8192, 128)),
+    convolution=((64, 3, 64, 224, 7), (64, 64, 64, 56, 3), (64, 256, 1024, 14, 1), (64, 512, 512, 7, 3)),
+    bytes=(2**22, 2**25, 2**28),
+    adam=2**27,
+)
+
+
+class Stopwatch:
+    """Seconds of kernels on one device, from about `budget_s` of calls each."""
+
+    def __init__(self, device: torch.device, budget_s: float):
+        self.device, self._budget_s = device, budget_s
+        # of one thread its own seconds, to which other processes add nothing
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+        self.call_s = 0.0  # of an op before its kernel begins, on a CPU, which runs nothing ahead
+        if device.type == "cpu":
+            x = torch.zeros(SHORT)
+            self.call_s = self.seconds(lambda: x.add_(1.0))
+
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of one call: on a CPU the least, to which whatever else runs only adds."""
+        work()
+        calls = max(1, min(MOST_CALLS, int(LEAST_S / max(1e-7, self._timed(work, 1)))))
+        taken: list[float] = []
+        end = time.perf_counter() + self._budget_s
+        while len(taken) < 3 or time.perf_counter() < end:
+            taken.append(self._timed(work, calls))
+        return min(taken) if self.device.type == "cpu" else statistics.median(taken)
+
+    def kernel_s(self, work: Work) -> float:
+        """Return the seconds of a call's kernel alone, as far as that can be told."""
+        seconds = self.seconds(work)
+        return max(seconds - self.call_s, 0.2 * seconds)
+
+    def _timed(self, work: Work, calls: int) -> float:
+        self._wait()
+        start = self._clock()
+        for _ in range(calls):
+            work()
+        self._wait()
+        return (self._clock() - start) / calls
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure_kernels(device: torch.device, budget_s: float) -> dict[str, object]:
+    """Return the table of kernels, and what an op of a model costs its host and Adam an element."""
+    watch = Stopwatch(device, budget_s / 10)
+    found = [one for dtype in _dtypes(device) for one in _kernels(watch, dtype)]
+    return {
+        "kernels": [asdict(one) for one in found],
+        "launch_s": _launch_s(watch),
+        "adam_bandwidth": _adam_bandwidth(watch),
+    }
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    if device.type == "cpu":
+        return torch.float32, torch.bfloat16
+    old = torch.cuda.get_device_capability(device)[0] < 8
+    return (torch.float32, torch.float16) if old else (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
+    sizes = CPU if watch.device.type == "cpu" else GPU
+    name = str(dtype).removeprefix("torch.")
+    with torch.no_grad():
+        yield from _products(watch, sizes, dtype, name)
+        yield from _moves(watch, sizes, dtype, name)
+    yield from _attention(watch, sizes, dtype, name)
+    yield from _convolutions(watch, sizes, dtype, name)
+
+
+def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
+    """Yield products of activations and weights, and those of many small matrices."""
+    shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
+    for many, m, n, k in (*shapes, *sizes.batches):
+        shape = () if many == 1 else (many,)
+        a, b = (torch.randn(*shape, *of, device=watch.device).to(dtype) for of in ((m, k), (n, k)))
+        product = torch.mm if many == 1 else torch.bmm
+        seconds = watch.kernel_s(lambda a=a, b=b, product=product: product(a, b.mT))
+        flops = 2.0 * many * m * n * k
+        yield MeasuredKernel(kind="product", dtype=name, shape=(m, n, k), flops=flops, seconds=seconds)
+
+
+def _attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
+    """Yield fused attention under a causal mask and without one, forward and backward."""
+    for heads, tokens, width in sizes.attention:
+        one = MeasuredKernel(kind="attention", dtype=name, shape=(heads, tokens, tokens, width), seconds=0.0)
+        q, k, v = (
+            torch.randn(1, heads, tokens, width, device=watch.device).to(dtype).requires_grad_() for _ in range(3)
+        )
+        for causal in (True, False):
+
+            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+            made = forward()
+            grad = torch.ones_like(made)
+
+            def backward(q: Tensor = q, k: Tensor = k, v: Tensor = v, made: Tensor = made, grad: Tensor = grad) -> Any:
+                return torch.autograd.grad(made, (q, k, v), grad, retain_graph=True)
+
+            flops = 4.0 * heads * tokens * tokens * width
+            for times, work in ((1.0, forward), (2.5, backward)):
+                yield replace(one, causal=causal, flops=times * flops, seconds=watch.kernel_s(work))
+
+
+def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
+    """Yield convolutions forward and backward, each grouped by channel as well where its channels allow it."""
+    for images, inner, outer, side, width in sizes.convolution:
+        for groups in (1, inner) if inner == outer else (1,):
+            shape = (images * side * side, outer // groups, inner // groups * width * width)
+            one = MeasuredKernel(kind="convolution", dtype=name, shape=shape, groups=groups, seconds=0.0)
+            x = torch.randn(images, inner, side, side, device=watch.device).to(dtype).requires_grad_()
+            weight = torch.randn(outer, inner // groups, width, width, device=watch.device).to(dtype).requires_grad_()
+
+            def forward(x: Tensor = x, weight: Tensor = weight, groups: int = groups, width: int = width) -> Tensor:
+                return F.conv2d(x, weight, padding=width // 2, groups=groups)
+
+            made = forward()
+            grad = torch.ones_like(made)
+
+            def backward(x: Tensor = x, weight: Tensor = weight, made: Tensor = made, grad: Tensor = grad) -> Any:
+                return torch.autograd.grad(made, (x, weight), grad, retain_graph=True)
+
+            flops = 2.0 * shape[0] * shape[1] * shape[2] * groups
+            for times, work in ((1.0, forward), (2.0, backward)):
+                yield replace(one, flops=times * flops, seconds=watch.kernel_s(work))
+
+
+def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
+    """Yield kernels that move more than they compute: of each kind the mean of what models run."""
+    for size in sizes.bytes:
+        x = torch.randn(size // dtype.itemsize // 256, 256, device=watch.device).to(dtype)
+        y, rows = torch.ones_like(x), torch.randint(len(x), (len(x),), device=watch.device)
+        kinds: dict[str, tuple[tuple[int, Work], ...]] = {  # operands that each call reads and writes
+            "elementwise": (
+                (3, lambda x=x, y=y: x * y),
+                (3, lambda x=x, y=y: x + y),
+                (2, lambda x=x: F.silu(x)),
+            ),
+            "normalisation": (
+                (2, lambda x=x: F.layer_norm(x, (256,))),
+                (2, lambda x=x: torch.softmax(x, -1)),
+            ),
+            "copy": (
+                (2, lambda x=x: x.clone()),
+                (2, lambda x=x: x.view(-1, 4, 64).transpose(0, 1).contiguous()),
+            ),
+            "embedding": ((2, lambda x=x, rows=rows: F.embedding(rows, x)),),
+        }
+        for kind, works in kinds.items():
+            moved = sum(operands for operands, _ in works) * x.nbytes / len(works)
+            seconds = sum(watch.kernel_s(work) for _, work in works) / len(works)
+            yield MeasuredKernel(kind=kind, dtype=name, moved_bytes=moved, seconds=seconds)
+
+
+class _KernelCount(TorchDispatchMode):
+    """How many ops that launch something have run: no views, no bare allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        alias = next((r.alias_info for r in func._schema.returns), None)
+        if (alias is None or alias.is_write) and "empty" not in func.__name__ and "detach" not in func.__name__:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _launch_s(watch: Stopwatch) -> float:
+    """Return what an op costs beside its kernel: of modules so small that they do nothing else."""
+    units = [nn.Sequential(nn.Linear(SHORT, SHORT), nn.SiLU(), nn.LayerNorm(SHORT)) for _ in range(UNITS)]
+    model = nn.Sequential(*units).to(watch.device)
+    x = torch.ones(2, SHORT, device=watch.device)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    step()
+    with _KernelCount() as counted:
+        step()
+    return watch.seconds(step) / counted.count
+
+
+def _adam_bandwidth(watch: Stopwatch) -> float:
+    """Return bytes a second of an optimizer's step on the device, with gradients' norm and scale."""
+    elements = CPU.adam if watch.device.type == "cpu" else GPU.adam
+    parameter = nn.Parameter(torch.zeros(elements, device=watch.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=watch.device.type == "cuda")
+
+    def step() -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(1.0 / (1.0 + 0.0 * parameter.grad.norm()))
+        optimizer.step()
+
+    return ADAM_BYTES * elements / watch.seconds(step)
