@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
 from zerofit.simulate.ledger import Ledger
-from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, quantized, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, quantized, writes
 from zerofit.simulate.streams import Streams
 
 pytestmark = pytest.mark.versions
@@ -84,6 +84,18 @@ PATCHES = {
             )
         ],
     ),
+    "synchronized_norms": (
+        [],
+        [
+            Reason(
+                "torch.nn.modules._functions",
+                "SyncBatchNorm.forward",
+                "self input weight bias running_mean running_var eps momentum process_group world_size",
+                "mean, invstd = torch.batch_norm_stats(input, eps)",
+            )
+        ],
+    ),
+    "flash_attention_package": ([], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
     "watch_files": ([], []),
@@ -141,9 +153,10 @@ def test_every_patch_is_listed():
         "token_tensors",
         "quantizer_of",
         "quantize",
+        "missing_triton",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, pretrained, quantized, writes, gpu, cuda, lengths):
+    for module in (host, distributed, kernels, pretrained, quantized, writes, gpu, cuda, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

@@ -130,6 +130,64 @@ for i in range(50):
     optimizer.step()
     optimizer.zero_grad()
 """
+CLOSURE = """\
+import os
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+        self.norm = nn.SyncBatchNorm(64)
+
+    def forward(self, *, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.norm(x)
+
+torch.distributed.init_process_group("nccl")
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rows = iter(range(8, 99))
+
+def computed():
+    optimizer.zero_grad()
+    for _ in range(3):
+        loss = net(x=torch.randn(next(rows), 64, device="cuda")).square().mean()
+        loss.backward()
+    return loss
+
+for _ in range(50):
+    optimizer.step(computed)
+"""
+FLASH = """\
+import torch
+from torch import nn
+from flash_attn import flash_attn_func, flash_attn_varlen_qkvpacked_func
+
+project = nn.Linear(128, 3 * 128, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(project.parameters(), lr=0.1)
+bounds = torch.tensor([0, 40, 256], dtype=torch.int32, device="cuda")
+
+def kept(attention, bytes, *args):
+    before = torch.cuda.memory_allocated()
+    out = attention(*args, causal=True)
+    taken = torch.cuda.memory_allocated() - before
+    assert taken == bytes, (taken, bytes)
+    return out
+
+for _ in range(50):
+    qkv = project(torch.randn(4, 64, 128, device="cuda", dtype=torch.bfloat16)).view(4, 64, 3, 4, 32)
+    # 2 bytes an element of the output, 4 a row and head, the state of the random numbers
+    size = 2 * 4 * 64 * 128 + 4 * 4 * 64 * 4 + 16
+    dense = kept(flash_attn_func, size, *qkv.unbind(2))
+    packed = kept(flash_attn_varlen_qkvpacked_func, size, qkv.view(256, 3, 4, 32), bounds, 216)
+    (dense.float().mean() + packed.float().mean()).backward()
+    assert project.weight.grad.shape == project.weight.shape
+    optimizer.step()
+"""
 
 
 @pytest.fixture
@@ -226,8 +284,27 @@ def test_plain_torch(folder):
     assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
 
 
-def test_compiling_makes_an_upper_bound(folder):
-    text = LOOP.replace("engine, *_", "model = torch.compile(model)\nengine, *_")
+def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):
+    result = simulated(CLOSURE, "torchrun --nproc_per_node 2 train.py")
+    seen = facts(result).facts
+    assert seen.accumulation == 3 and seen.shapes == tuple((n, 64) for n in range(8, 14))
+    order = [p.name for p in result.phases]
+    assert order == ["build", *2 * ["forward", "backward", "step"]]
+    assert {row.op for row in result.comm} >= {
+        "allgather_base",
+        "allreduce",
+    }  # of the norm: statistics, their gradients
+
+
+def test_flash_attn_keeps_what_its_kernels_keep(folder):
+    seen = facts(simulated(FLASH))
+    assert any(note.text.startswith("flash_attn: by the shapes") and note.count == 4 for note in seen.facts.notes)
+
+
+@pytest.mark.parametrize("whose", ["own", "a library's"])
+def test_compiling_makes_an_upper_bound(folder, whose):
+    compiled = {"own": "torch.compile(model)", "a library's": "Accelerator(dynamo_backend='inductor').prepare(model)"}
+    text = LOOP.replace("engine, *_", f"from accelerate import Accelerator\nmodel = {compiled[whose]}\nengine, *_")
     assert facts(simulated(text)).is_upper_bound
 
 
@@ -266,12 +343,26 @@ def test_a_module_that_asks_for_a_value_is_named(folder):
     assert problem.where == "train.py:13"
 
 
+def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
+    problem = refused(ASKS.replace("if y.max() > 3", "if self.inner[5]"))
+    assert problem.message.startswith("this is the script's error:\nTraceback") and problem.where == "train.py:13"
+    assert problem.message.endswith("IndexError: index 5 is out of range")
+
+
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
+        ("import not_there\n", "No module named 'not_there'", "with the packages of"),
         ("print('done')\n", "ended by itself and made neither a DeepSpeed engine nor", "is DeepSpeed switched on?"),
         ("import sys\nsys.exit(3)\n", "called exit(3)", "is DeepSpeed switched on?"),
         (ENGINE, "before its engine made an optimizer step", "at least one step"),
+        (
+            ENGINE
+            + "def twice(x: torch.Tensor) -> torch.Tensor:\n    return 2 * x\n"
+            + "torch.library.custom_op('mine::twice', twice, mutates_args=())(torch.ones(3, device='cuda'))\n",
+            "mine::twice in code outside of the model has no shape rule",
+            "register_fake",
+        ),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
         (ENGINE + "(torch.rand(9, device='cuda') > 0).nonzero()\n", "depends on values that only a GPU has", "masks"),
     ],

@@ -164,12 +164,13 @@ def timeline(ledger: Ledger, points: int = 2000) -> tuple[MemoryPoint, ...]:
 
     A stretch never spans two phases.
     """
-    stretch = max(1, len(ledger.events) // points)
-    marks = [*ledger.marks, PhaseMark(event=len(ledger.events) + 1, name="", step=-1)]
+    events = list(ledger.events)  # garbage that is collected meanwhile adds to them
+    stretch = max(1, len(events) // points)
+    marks = [*ledger.marks, PhaseMark(event=len(events) + 1, name="", step=-1)]
     found: list[MemoryPoint] = []
     alive: Counter[str] = Counter()
     phase, highest = 0, -1
-    for number, (index, change) in enumerate(ledger.events):
+    for number, (index, change) in enumerate(events):
         while number >= marks[phase + 1].event:
             phase, highest = phase + 1, -1
         storage = ledger.storages[index]

@@ -45,8 +45,8 @@ def script_facts(
     """Return what is said of the script beside its memory."""
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
-    model = engine.module if engine else phases.models[0] if phases.models else nn.Module()
-    parameters = {id(p): p for p in model.parameters()}.values()
+    models = [engine.module] if engine else phases.models or [nn.Module()]
+    parameters = {id(p): p for model in models for p in model.parameters()}.values()
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
@@ -55,7 +55,7 @@ def script_facts(
         meter.note(f"stage 1 of {stages}: the others hold other layers, and are not simulated")
     return ScriptFacts(
         name=PurePath(target.command.script).name,
-        model=type(_unwrapped(model)).__name__,
+        model=type(_unwrapped(models[0])).__name__,
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
@@ -67,7 +67,7 @@ def script_facts(
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
-        checkpointing=any(getattr(m, "gradient_checkpointing", False) for m in model.modules()),
+        checkpointing=any(getattr(m, "gradient_checkpointing", False) for model in models for m in model.modules()),
         shapes=tuple(sorted(shapes.seen)),
         longest_seen=shapes.longest,
         longest_allowed=allowed,

@@ -6,6 +6,7 @@ and names what it replaces, and `tests/simulate/test_patches.py` has an entry fo
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
 from zerofit.simulate.tracker import is_own, own_line
+
+_OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels with a way around them
 
 
 def parameters(meter: ScriptTracker) -> None:
@@ -129,7 +132,9 @@ def compiling(meter: ScriptTracker) -> None:
     """
 
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
-        if is_own(sys._getframe(1).f_code.co_filename):
+        # libraries decorate functions of theirs with it; a model that they compile was asked for
+        of_model = isinstance(getattr(model, "__self__", model), nn.Module)
+        if of_model or is_own(sys._getframe(1).f_code.co_filename):
             meter.note(f"torch.compile: simulated as eager, at {own_line()}", bound=True)
         return model if model is not None else lambda function: function
 
@@ -138,6 +143,14 @@ def compiling(meter: ScriptTracker) -> None:
 
     torch.compile = compile
     replace_in(nn.Module, "compile", compile_module)
+
+
+def missing_triton(meter: ScriptTracker) -> None:
+    """Note what a script has imported that takes plain torch where Triton is missing, as beside CPU builds of torch."""
+    if importlib.util.find_spec("triton") is None:
+        for name in sorted(_OF_TRITON & sys.modules.keys()):
+            text = f"Triton is not installed here: {name} takes plain torch instead (pip install triton)"
+            meter.note(text, bound=True)
 
 
 def triton_kernels(meter: ScriptTracker) -> None:

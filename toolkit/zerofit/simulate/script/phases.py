@@ -42,6 +42,9 @@ class ScriptPhases:
         self.steps: Counter[int] = Counter()  # id of an engine or optimizer -> its optimizer steps
         self.micro_batches = 0
         self._busy = 0  # calls of engines under way: what they call is theirs
+        self._known: set[int] = set()  # ids of the modules of those models
+        self._inside = False  # a trained module or a backward without an engine is under way: what runs is part of it
+        self._is_forward = False  # a micro batch without an engine has begun, and its backward not
 
     def cut(self) -> None:
         """Wrap what scripts train with. For the rest of this process."""
@@ -59,9 +62,7 @@ class ScriptPhases:
         register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
         torch.autograd.backward = self._plain_backward(backward)
-        nn.modules.module.register_module_forward_pre_hook(
-            self._before_module,
-        )
+        nn.Module.__call__ = self._plain_forward(nn.Module.__call__)
         self.log.begin("build")
 
     def _init(self, method: Callable[..., None]) -> Callable[..., None]:
@@ -149,32 +150,67 @@ class ScriptPhases:
 
     # --- without an engine ---
 
-    def _before_module(self, module: nn.Module, args: Any) -> None:
-        if self._busy or self.engines or not module.training or not torch.is_grad_enabled():
-            return
-        if self.log.name in ("build", "init", "backward", "evaluation") and any(
-            p.requires_grad for p in module.parameters()
-        ):
-            self.log.step = max(self.log.step, 0)
-            if self.log.name == "build":
-                self.models.append(module)
-                self._on_model(module)
-            self.log.begin("forward")
+    def _plain_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or self._busy or self.engines or not self._trains(module):
+                return method(module, *args, **kwargs)
+            self._begin_forward(module, args, kwargs)
+            return self._alone(method, module, *args, **kwargs)
+
+        return call
+
+    def _trains(self, module: nn.Module) -> bool:
+        return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if id(module) not in self._known:
+            self._known |= {id(one) for one in module.modules()}
+            self.models.append(module)
+            self._on_model(module)
+        if not self._is_forward:  # else another module, or another call, before the loss
+            self._is_forward = True
             self.micro_batches += 1
-            self._on_batch(args, {})
+            self.log.step = max(self.log.step, 0)
+            self.log.begin("forward")
+            self._on_batch(args, kwargs)
 
     def _plain_backward(self, method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if not self._busy and self.log.name == "forward":
-                self.log.begin("backward")
-            method(*args, **kwargs)
+            if not self._is_forward or self._busy:
+                return method(*args, **kwargs)
+            self._is_forward = False
+            self.log.begin("backward")
+            return self._alone(method, *args, **kwargs)  # modules that run in it are recomputed
 
         return backward
 
-    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._busy and not self.engines:
-            self.log.begin("step")
+    def _alone(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._inside = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._inside = False
+
+    def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._busy or self.engines:
+            return None
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._begin_step()
+            return None
+
+        def computed() -> Any:
+            loss = closure()
+            self._begin_step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": computed}
+
+    def _begin_step(self) -> None:
+        self._is_forward = False
+        self.log.begin("step")
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._busy and not self.engines:

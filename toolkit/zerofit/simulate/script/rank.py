@@ -31,7 +31,8 @@ from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import phases as script_phases
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
@@ -45,6 +46,7 @@ from zerofit.spec.errors import Problem, UserError
 
 _LINES = 3  # of an exception's message
 _SIMULATE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PASSED_THROUGH = script_phases.__file__  # its frames stand between the script's own
 _FAKES = str(Path(torch.__file__).parent / "_subclasses")
 
 
@@ -78,6 +80,7 @@ def simulate_script(
     _tag(meter, phases)
     if not phases.steps:
         raise ended(*_no_training(target, how, phases))
+    host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
     return record_of(meter, log, target.alloc_conf, facts)
 
@@ -92,6 +95,8 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patches.record_stream(meter)
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
+        kernels.synchronized_norms()
+        kernels.flash_attention_package(meter)
     else:
         install(False, meter, target.device.memory_bytes)
     patches.compiled_ops(meter)
@@ -188,9 +193,13 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
         message = f"the configuration of {missing} is not in the cache"
         hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
         return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
-    if not _touches_fakes(error):
-        text = "".join(traceback.format_exception(type(error), error, _from_script(error)))
+    if not _touches_fakes(error) or _is_plain_bug(error, meter):
+        shown = traceback.TracebackException(type(error), error, _from_script(error))
+        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != _PASSED_THROUGH])
+        text = "".join(shown.format())
         hint = "no stand-in is involved: it would end so on the machine, too"
+        if isinstance(error, ModuleNotFoundError):
+            hint = f"the script runs with the packages of {sys.executable}: install it there"
         return Problem(kind="script", message=f"this is the script's error:\n{text.rstrip()}", hint=hint, where=where)
     op, module = meter.last
     inside = f"module {module}" if module else "code outside of the model"
@@ -198,8 +207,10 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
         message = f"{inside} asks for the value of a tensor; what it does with the answer is not known"
     elif isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         message = f"{op} in {inside}: its shape depends on values that only a GPU has"
-    elif "meta" in first or "fake" in first:
-        message = f"{op} in {inside} has no shape rule: {first}"
+    elif meter.without_rule and isinstance(error, RuntimeError):
+        message = f"{meter.without_rule} in {inside} has no shape rule: what it makes is not known"
+        hint = "an op of your own says it by torch.library.register_fake; for torch's, take another op"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     else:
         place = f"{op} in {inside}" if op else inside
         message = f"{target.command.script} fails at {place}: {type(error).__name__}: {first}"
@@ -229,10 +240,18 @@ def _touches_fakes(error: Exception) -> bool:
     """Return whether what raised had to do with a tensor that holds nothing, or with this package."""
     entry, last = _from_script(error), None
     while entry is not None:
-        if entry.tb_frame.f_code.co_filename.startswith((_SIMULATE, _FAKES)):
+        file = entry.tb_frame.f_code.co_filename
+        if file.startswith((_SIMULATE, _FAKES)) and file != _PASSED_THROUGH:
             return True
         entry, last = entry.tb_next, entry
     return last is not None and any(isinstance(value, FakeTensor) for value in last.tb_frame.f_locals.values())
+
+
+def _is_plain_bug(error: Exception, meter: ScriptTracker) -> bool:
+    """Return whether the script's own line asks for what is not there, and no value was made up before."""
+    frames = traceback.extract_tb(error.__traceback__)
+    made_up = any("taken as" in note for note in meter.notes)
+    return isinstance(error, (NameError, LookupError, AttributeError)) and is_own(frames[-1].filename) and not made_up
 
 
 def _no_training(target: ScriptTarget, how: str, phases: ScriptPhases) -> tuple[str, str]:

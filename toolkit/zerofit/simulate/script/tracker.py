@@ -48,6 +48,7 @@ class ScriptTracker(AllocationTracker):
         self.notes: Counter[str] = Counter()  # every stand-in, and how often it was taken
         self.inexact: set[str] = set()  # those notes with which figures are an upper bound
         self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
+        self.without_rule = ""  # the last op whose outputs' shapes nobody knows
         self.unseen = False  # ops that only find out shapes
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
 
@@ -116,6 +117,10 @@ class ScriptTracker(AllocationTracker):
             out = func(*taken, **named)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             out = self._by_values(func, args, kwargs, leaves, error)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or "no fake impl" in str(error):
+                self.without_rule = name
+            raise
         self._keep_values(func, name, args, kwargs, leaves, out)
         if func is _TO_COPY and isinstance(out, FakeTensor) and out.fake_device.type == "cpu":
             known = known_value(out)

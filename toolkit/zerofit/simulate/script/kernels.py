@@ -1,0 +1,129 @@
+"""Kernels of a GPU that scripts call and that have no shape rule: what they allocate, and what they keep."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_impls
+from torch.nn.functional import pad
+
+from zerofit.simulate.script.tracker import ScriptTracker
+
+_ROWS = 128  # to which flash_attn's backward rounds lengths
+_NARROW, _WIDE = 32, 64  # and to which it rounds heads, up to 128 and above
+
+
+def synchronized_norms() -> None:
+    """Give torch.nn.SyncBatchNorm's kernels, which only CUDA has, the shapes of what they make.
+
+    (torch/nn/modules/_functions.py; aten/src/ATen/native/cuda/Normalization.cu)
+    """
+
+    def statistics(mode: Any, func: Any, x: Tensor, *_: Any, **__: Any) -> Any:
+        with mode:
+            return tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2))
+
+    def sums(mode: Any, func: Any, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *_: Any) -> Any:
+        kind = x.dtype if weight is None else weight.dtype
+        with mode:
+            kinds = (torch.float32, torch.float32, kind, kind)
+            return tuple(x.new_empty(x.shape[1], dtype=kind) for kind in kinds)
+
+    def like(mode: Any, func: Any, x: Tensor, *_: Any, **__: Any) -> Any:
+        with mode:
+            return torch.empty_like(x)
+
+    aten = torch.ops.aten
+    for op, rule in (
+        (aten.batch_norm_stats, statistics),
+        (aten.batch_norm_gather_stats_with_counts, statistics),
+        (aten.batch_norm_elemt, like),
+        (aten.batch_norm_backward_reduce, sums),
+        (aten.batch_norm_backward_elemt, like),
+    ):
+        fake_impls.op_implementations_dict[op.default] = rule
+
+
+class _FlashAttention(torch.autograd.Function):
+    """flash_attn 2's forward and backward: the output and its log-sum-exp are kept, the scores are not.
+
+    (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: int, sequences: int, *given: Tensor) -> Tensor:
+        """Return the output; `packed` of q, k and v are the last tensor, `sequences` 0 where they are not varlen."""
+        query = given[0][..., 0, :, :] if packed == 3 else given[0]
+        width = query.shape[-1]
+        if width % 8:
+            given = tuple(pad(t, (0, 8 - width % 8)) for t in given)
+            query = given[0][..., 0, :, :] if packed == 3 else given[0]
+        rows = (query.shape[1], query.shape[0]) if sequences else (query.shape[0], query.shape[2], query.shape[1])
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        kept = torch.empty(rows, dtype=torch.float32, device=query.device)
+        state = torch.empty(2, dtype=torch.int64, device=query.device)
+        ctx.save_for_backward(*given, out, kept, state)
+        ctx.packed, ctx.sequences, ctx.width = packed, sequences, width
+        return out[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return gradients of the same shapes."""
+        *given, out, _, _ = ctx.saved_tensors
+        heads, width = out.shape[-2:]
+        unit = _NARROW if width <= 128 else _WIDE
+        if ctx.sequences:
+            rows: tuple[int, ...] = (out.shape[0] + _ROWS * ctx.sequences,)
+        else:
+            rows = (out.shape[0], _up(out.shape[1], _ROWS))
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
+        beside = [(*rows, heads), (*rows, heads, _up(width, unit))]  # sums of a row, and queries' gradients in fp32
+        scratch = [out.new_empty(shape, dtype=torch.float32) for shape in beside]
+        keys = given[-1][..., 0, :, :] if ctx.packed else given[-1]
+        if keys.shape[-2] != heads:  # those of shared heads are summed up at the end
+            scratch += [keys.new_empty((*keys.shape[:-2], heads, width)) for _ in range(2)]
+        del scratch
+        return None, None, *(t[..., : ctx.width] for t in found)
+
+
+def flash_attention_package(meter: ScriptTracker) -> None:
+    """Answer for the flash_attn package, installed or not: it needs a GPU to be built and to be imported. (sys.modules)
+
+    Only its attention functions are there: others say that they are not.
+    """
+
+    def attention(packed: int, varlen: bool) -> Any:
+        tensors = {0: 3, 2: 2, 3: 1}[packed]
+
+        def function(*args: Any, return_attn_probs: bool = False, **kwargs: Any) -> Any:
+            names = ("qkv",) if packed == 3 else ("q", "kv") if packed == 2 else ("q", "k", "v")
+            given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
+            rest = args[tensors:]
+            lengths = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
+            meter.note("flash_attn: by the shapes of what its kernels keep and allocate")
+            given = [t if t.stride(-1) == 1 else t.contiguous() for t in given]
+            out = _FlashAttention.apply(packed, lengths.shape[0] - 1 if varlen else 0, *given)
+            return (out, None, None) if return_attn_probs else out
+
+        return function
+
+    functions = {
+        f"flash_attn{lengths}{kind}_func": attention(packed, bool(lengths))
+        for lengths in ("", "_varlen")
+        for kind, packed in (("", 0), ("_kvpacked", 2), ("_qkvpacked", 3))
+    }
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        vars(module).update(functions, __version__="2.8.3", __path__=[])
+        sys.modules[name] = module
+    vars(sys.modules["flash_attn"])["flash_attn_interface"] = sys.modules["flash_attn.flash_attn_interface"]
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
