@@ -43,6 +43,7 @@ from zerofit.models.scores import (
     compared,
     mean_iou,
     rouge_scores,
+    tabled_classes,
     write_targets,
 )
 from zerofit.models.segmentation import are_dense
@@ -173,11 +174,11 @@ class EvalFigures:
     own: bool = False  # a user's own model
     own_loss: bool = False  # its forward takes labels and gives its loss
     loss: str | None = None  # "mse", or cross entropy
-    inputs: Inputs | None = None  # of labelled text and of pairs of texts
+    inputs: Inputs | None = None  # what the model is fed
 
     @property
     def classes(self) -> int:
-        """Classes of labelled text."""
+        """Classes that a table of `class_table` tells apart; 0 without one."""
         return tabled_classes(self.inputs)
 
     def __call__(self, model: nn.Module, x: Tensor, labels: Tensor, extra: Mapping[str, Tensor]) -> Tensor:
