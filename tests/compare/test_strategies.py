@@ -194,8 +194,9 @@ def test_who_straggles_follows_from_the_seed():
     assert pause_s(JOB, 0, 3) == 0.0
 
 
-def test_mixed_precision_is_near_but_not_the_same(ranks):
-    row = ranks.row(replace(JOB, strategy="amp"))
+@pytest.mark.parametrize("name", ["amp", "amp-fp16"])
+def test_mixed_precision_is_near_but_not_the_same(ranks, name):
+    row = ranks.row(replace(JOB, strategy=name))
     assert row.status == "ok", row
     assert 1e-6 < row.max_weight_difference < 0.05
 
