@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FINDING = 1
 RUN_FIELDS = (
-    *("model_args", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len"),
+    *("model_args", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch", "seq_len"),
     *("activation_checkpointing", "tensor_parallel", "pipeline", "sequence_parallel", "ds_config"),
     *Savings._fields,
     *PART_FIELDS,

@@ -113,9 +113,7 @@ _ALL = (
         name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
     ),
     Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
-    Strategy(
-        name="threads", title="data parallel in threads, by hand", file="threads", alone=True, replicas=True
-    ),
+    Strategy(name="threads", title="data parallel in threads, by hand", file="threads", alone=True, replicas=True),
     Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
     *(
         Strategy(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
+from zerofit.config.shares import check_weighted
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
@@ -166,6 +167,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
             f"take --pipeline {facts.layers} or less",
             "--pipeline",
         )
+    check_weighted(run, facts, problems)
     if facts.packed:
         _check_packing(run, layout, facts, problems)
     if run.loss == "mse" and not facts.own:

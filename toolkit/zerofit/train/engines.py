@@ -249,7 +249,7 @@ class ZeroTrainer(EngineTrainer):
         self.engine.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
-            sums += self._eval_counts(batch)
+            sums += self.eval_counts(batch)
         self.engine.train()
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
@@ -306,7 +306,8 @@ class ZeroTrainer(EngineTrainer):
             loss = weighted_cross_entropy(found, labels, batch["weight"], self.job.run.loss_chunk)
         return loss if aux is None else loss + aux
 
-    def _eval_counts(self, batch: Batch) -> Tensor:
+    def eval_counts(self, batch: Batch) -> Tensor:
+        """Return summed loss, targets and right answers of one of this rank's batches, float64 (3,)."""
         x, labels, extra = self.to_device(batch)
         if self._own_loss or self._named:
             return self._own_eval(x, labels, extra)

@@ -110,9 +110,10 @@ class Loop:
         """Yield the global positions of this rank's micro batches, step after step."""
         batch, dp_rank = self.job.batch, self.trainer.coords.dp_rank
         for step in range(self.first, self.job.steps):
+            start = self.job.samples_after(step)
             for k in range(batch.accumulation):
-                start = self.job.samples_after(step) + (k * batch.dp + dp_rank) * batch.micro
-                yield range(start, start + batch.micro)
+                mine = batch.positions(k, dp_rank)
+                yield range(start + mine.start, start + mine.stop)
 
     def _step_batches(
         self, step: int, micro: Iterator[Batch], order: Order, indices: list[np.ndarray]

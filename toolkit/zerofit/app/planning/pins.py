@@ -54,6 +54,7 @@ class LayoutPins(TypedDict, total=False):
     precision: Precision | None
     global_batch: int | None
     micro_batch: int | None
+    micro_batch_by_rank: str | None
     gradient_accumulation_steps: int | None
     activation_checkpointing: bool | None
     tensor_parallel: int | None

@@ -4,8 +4,8 @@ import torch
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
-NEEDS = """needs two CUDA devices in one process, and finds fewer. On a CPU it calls the model as it is, and what it is made
-of refuses (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
+NEEDS = """needs two CUDA devices in one process, and finds fewer. On a CPU it calls the model as it is, and what it is
+made of refuses (torch.nn.parallel.replicate: 'Expected a non cpu device'); the row `threads` does the same by hand"""
 
 
 def train(work: BenchmarkTask):

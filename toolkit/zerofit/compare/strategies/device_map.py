@@ -5,8 +5,8 @@ from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
-NEEDS = """needs two devices of a kind in one process, and finds one. On a CPU a map of cpu and cpu:1, or of cpu and disk,
-was tried: Accelerate takes the second for offloaded and keeps its weights on the meta device, so that they get no
+NEEDS = """needs two devices of a kind in one process, and finds one. On a CPU a map of cpu and cpu:1, or of cpu and
+disk, was tried: Accelerate takes the second for offloaded and keeps its weights on the meta device, so that they get no
 gradients and it can infer, not train"""
 
 
