@@ -40,6 +40,7 @@ class CompareJob:
     phases: Sequence[tuple[int, int, float]] = ()  # in place of steps: epochs, samples of a step, learning rate
     target: float | None = None  # accuracy, whose time is measured
     slow: dict[str, float] = field(default_factory=dict)  # by rank: times as long as others its steps take
+    hosts: Sequence[tuple[str, int]] = ()  # names and slots, in the order of the ranks; (): this machine
     straggle: float = 0.0  # the chance of each step to take `pace.STRAGGLER` times as long
 
     @property

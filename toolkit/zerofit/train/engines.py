@@ -29,6 +29,7 @@ from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
@@ -221,6 +222,9 @@ class ZeroTrainer(EngineTrainer):
                 batch_norm_in_fp32(model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
+        if self._own_loss and job.batch.by_rank:  # its forward takes labels, which nobody could see before
+            message = f"{job.run.model} gives its own loss, which is averaged over ranks, whatever each has of samples"
+            raise RunFailed(Problem(kind="loss", message=message, hint="leave --micro-batch-by-rank out"))
         self._named = inputs if isinstance(inputs, NamedInputs) else None
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
         self.engine = start_engine(job, model, job.steps, mpu=mpu)

@@ -117,12 +117,8 @@ class RankRun:
 
     def _shared_out(self, job: Job) -> Job:
         """Return the job with its samples shared out by what each rank can do, where that is to be measured."""
-        trainer = self.trainer
-        if (
-            job.batch.limit <= job.batch.micro
-            or (job.start and job.start.shares)
-            or not isinstance(trainer, ZeroTrainer)
-        ):
+        trainer, known = self.trainer, job.start and job.start.shares
+        if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
             return job
         self._events.phase("measuring how fast each rank is")
         found = measured_shares(job, trainer, self.data)
