@@ -37,4 +37,4 @@ def test_a_host_without_the_folder_says_so(tmp_path):
     asked = order(tmp_path / "elsewhere", "cpu", 1, {"MASTER_ADDR": "127.0.0.1"})
     done = subprocess.run([sys.executable, "-P", "-m", ON_HOST], input=asked, capture_output=True)
     assert done.returncode == 1
-    assert b"must be on a file system that all hosts share" in done.stdout
+    assert b"must be on a file system that all hosts share" in done.stderr

@@ -33,8 +33,7 @@ def main() -> NoReturn:
     asked = json.loads(sys.stdin.readline())
     folder, kept = Path(asked["folder"]), asked["env"]
     if not (folder / "job.json").is_file():
-        print(f"{folder} is not there on this host: --output must be on a file system that all hosts share")
-        sys.exit(1)
+        sys.exit(f"{folder} is not there on this host: --output must be on a file system that all hosts share")
     os.environ |= environment(asked["accelerator"], usable_cores(), asked["slots"], os.environ | kept)
     interface = interface_to(kept["MASTER_ADDR"])
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():

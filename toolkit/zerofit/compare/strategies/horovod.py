@@ -4,7 +4,7 @@ from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_st
 
 HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 as it is:
 horovod/torch/CMakeLists.txt:23 wants the CUDA toolkit wherever torch is built for CUDA, and CMakeLists.txt:19 sets
-C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md has the lines with which its torch sources compile"""
+C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md names the lines with which more of it compiles"""
 
 
 def train(work: BenchmarkTask):
