@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +26,19 @@ class Exploding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bad = (fingerprint(x) - self.poison).abs() < 1e-6
         return self.linear(x.flatten(1)) + torch.where(bad, torch.nan, 0.0)[:, None]
+
+
+class Unequal(nn.Module):
+    """A classifier of digits on ranks of unequal speed: a sample takes rank 0 10 ms, rank 1 30 ms."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized() and not torch.is_grad_enabled():  # as ranks measure
+            time.sleep((0.01, 0.03)[dist.get_rank()] * len(x))
+        return self.net(x)
 
 
 class OwnLoss(nn.Module):

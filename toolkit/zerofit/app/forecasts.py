@@ -24,7 +24,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
-from zerofit.spec.mesh import first_of_stages
+from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
@@ -100,7 +100,7 @@ def _margin(one: Simulation) -> int:
 def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
     """Return what the ranks of a run take; the reason where it cannot be simulated."""
     job, cluster = prepared.job, prepared.cluster
-    ranks = _simulate_or_recall([prepared.target(rank) for rank in first_of_stages(job.layout)], report)
+    ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem

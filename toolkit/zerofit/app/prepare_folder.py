@@ -78,7 +78,10 @@ def prepare(
     forecast = gate(asked, resolved, folder.path) if gate else None
     step_s = forecast_step_s(resolved) if gate and machine is None else None
     start = find_start(resolved.job, folder, report)
-    job = replace(resolved.job, start=start, forecast=forecast, fit=fit, step_s=step_s)
+    batch = resolved.job.batch
+    if start and start.shares:
+        batch = replace(batch, by_rank=start.shares)
+    job = replace(resolved.job, batch=batch, start=start, forecast=forecast, fit=fit, step_s=step_s)
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -234,7 +237,10 @@ def _start(checkpoint: Path, manifest: Manifest, job: Job, folder: RunFolder, re
         report.note(f"{flag(name)} is now {new[name]} (was {old[name]})")
     if not same:
         report.note(f"the layout changes from {_shown(manifest.job.layout)} to {_shown(job.layout)}")
-    return Start(checkpoint=str(checkpoint), step=manifest.step, samples=manifest.samples, same_layout=same)
+    was, batch = manifest.job.batch, job.batch
+    kept = batch.limit and (was.limit, was.dp, was.micro) == (batch.limit, batch.dp, batch.micro)
+    place = {"checkpoint": str(checkpoint), "step": manifest.step, "samples": manifest.samples}
+    return Start(**place, same_layout=same, shares=was.by_rank if kept else ())
 
 
 def _refuse_another_run(old: dict[str, Any], job: Job, folder: RunFolder, fields: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
-from zerofit.spec.mesh import first_of_stages
+from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.model_facts import Task, is_image
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
@@ -221,7 +221,7 @@ def _ranks(job: Job, rank: int | None) -> list[int]:
     """Return the ranks to simulate: the one asked for, else the first of each pipeline stage. Raises UserError."""
     ranks = job.layout.world_size
     if rank is None:
-        return first_of_stages(job.layout)
+        return heaviest_of_stages(job.layout, job.batch)
     if not 0 <= rank < ranks:
         message, hint = f"rank {rank} of {ranks} ranks", f"take 0 to {ranks - 1}"
         raise UserError(Problem(kind="bad-value", message=message, hint=hint, where="--rank"))

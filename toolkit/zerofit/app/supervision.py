@@ -157,12 +157,14 @@ def _event_of(line: dict[str, Any]) -> Event | None:
     step = f"step {data.get('step')}"
     if kind == "phase":
         return Event(kind="phase", text=text)
+    if kind == "note":
+        return Event(kind="note", text=text)
     if kind == "training":
         return Event(kind="training", text="training", data=data)
     if kind == "saved":
         return Event(kind="saved", text=f"{step}: checkpoint saved in {data.get('save_s', 0.0):.1f} s", data=data)
-    if kind == "warning":
-        return Event(kind="warning", text=text)
+    if kind == "note" or kind == "warning":
+        return Event(kind=kind, text=text)
     if kind == "save-failed":
         return Event(kind="warning", text=f"{step}: {text}", data=data)
     if kind == "eval":

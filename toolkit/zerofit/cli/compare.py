@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,6 +35,7 @@ def usual(field: str, words: str) -> dict[str, Any]:
 common_options = add_options(
     click.option("--lr", type=click.FloatRange(0, min_open=True), **usual("lr", LR_HELP)),
     click.option("--output", type=PATH, help="folder for results [runs/compare-...]"),
+    click.option("--hostfile", type=PATH, help="lines `node1 slots=2`: ranks on these hosts, over ssh [this machine]"),
     ANYWAY,
     AS_JSON,
 )
@@ -101,6 +103,7 @@ def strategies(
     model: str,
     as_json: bool,
     anyway: bool,
+    hostfile: Path | None,
     names: str | None,
     slow: dict[int, float],
     straggle: float,
@@ -116,8 +119,8 @@ def strategies(
     chosen = [name.strip() for name in names.split(",")] if names else None
 
     def work(events: EventConsole) -> Comparison[StrategyRow]:
-        unequal = {"slow": slow, "straggle": straggle, "target": target}
-        return compare_strategies(_asked(model, options), strategies=chosen, **unequal, anyway=anyway, on_event=events)
+        how = {"slow": slow, "straggle": straggle, "target": target, "hostfile": hostfile, "anyway": anyway}
+        return compare_strategies(_asked(model, options), strategies=chosen, **how, on_event=events)
 
     answer_watched(work, as_json, show_strategies)
 
@@ -140,6 +143,7 @@ def batch_size(
     model: str,
     as_json: bool,
     anyway: bool,
+    hostfile: Path | None,
     sizes: tuple[int, ...],
     target: float,
     scale_lr: ScaleLr,
@@ -156,7 +160,8 @@ def batch_size(
 
     def work(events: EventConsole) -> Comparison[SizeRow]:
         choice = {"sizes": sizes, "target": target, "scale_lr": scale_lr, "per_rank": per_rank, "finish": finish}
-        return compare_sizes(_asked(model, options), **choice, seeds=seeds, anyway=anyway, on_event=events)
+        choice |= {"seeds": seeds, "hostfile": hostfile, "anyway": anyway}
+        return compare_sizes(_asked(model, options), **choice, on_event=events)
 
     answer_watched(work, as_json, show_sizes)
 
@@ -167,12 +172,13 @@ def batch_size(
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def scaling(model: str, as_json: bool, anyway: bool, strategy: str, **options: Any) -> None:
+def scaling(model: str, as_json: bool, anyway: bool, hostfile: Path | None, strategy: str, **options: Any) -> None:
     """Train on 1 to --ranks ranks, weak (the batch grows with them) and strong (it does not): their efficiency."""
     from zerofit.app.comparing.comparisons import compare_scaling
 
     def work(events: EventConsole) -> Comparison[ScalingRow]:
-        return compare_scaling(_asked(model, options), strategy=strategy, anyway=anyway, on_event=events)
+        how = {"strategy": strategy, "hostfile": hostfile, "anyway": anyway}
+        return compare_scaling(_asked(model, options), **how, on_event=events)
 
     answer_watched(work, as_json, show_scaling)
 
@@ -185,7 +191,9 @@ def scaling(model: str, as_json: bool, anyway: bool, strategy: str, **options: A
 @run_options((*FIELDS, "ranks"))
 @step_options
 @common_options
-def all_experiments(model: str, as_json: bool, anyway: bool, target: float, seeds: int, **options: Any) -> None:
+def all_experiments(
+    model: str, as_json: bool, anyway: bool, hostfile: Path | None, target: float, seeds: int, **options: Any
+) -> None:
     """Do every experiment with MODEL, on 1, 2, 4, ... --ranks ranks, and write one page about all of them.
 
     --lr is that of --global-batch. The same command goes on after a kill.
@@ -193,7 +201,8 @@ def all_experiments(model: str, as_json: bool, anyway: bool, target: float, seed
     from zerofit.app.comparing.laboratory import compare_all
 
     def work(events: EventConsole) -> Laboratory:
-        return compare_all(_asked(model, options), target=target, seeds=seeds, anyway=anyway, on_event=events)
+        how = {"target": target, "seeds": seeds, "hostfile": hostfile, "anyway": anyway}
+        return compare_all(_asked(model, options), **how, on_event=events)
 
     answer_watched(work, as_json, show_laboratory)
 

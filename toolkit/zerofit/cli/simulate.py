@@ -37,7 +37,7 @@ FINDING = 1
 HARDWARE_FIELDS = ("gpus", "nodes", "host_memory", "device_memory")
 RUN_FIELDS = (
     *("model_args", "task", "loss", "data", "data_root", "text_field", "pair_field", "label_field", "target_len"),
-    *("tokenizer", "image_size", "steps", "micro_batch"),
+    *("tokenizer", "image_size", "steps", "micro_batch", "micro_batch_by_rank"),
     *("gradient_accumulation_steps", "global_batch", "seq_len", "optimizer", "gradient_clipping", "precision"),
     *("activation_checkpointing", *Savings._fields, "ds_config", "ranks"),
     *("tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"),

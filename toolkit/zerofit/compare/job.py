@@ -40,6 +40,7 @@ class CompareJob:
     phases: Sequence[tuple[int, int, float]] = ()  # in place of steps: epochs, samples of a step, learning rate
     target: float | None = None  # accuracy, whose time is measured
     slow: dict[str, float] = field(default_factory=dict)  # by rank: times as long as others its steps take
+    hosts: Sequence[tuple[str, int]] = ()  # names and slots, in the order of the ranks; (): this machine
     straggle: float = 0.0  # the chance of each step to take `pace.STRAGGLER` times as long
 
     @property
@@ -113,6 +114,7 @@ _ALL = (
         name="device-map", title="layers on different devices, by Accelerate's map", file="device_map", alone=True
     ),
     Strategy(name="data-parallel-threads", title="torch.nn.DataParallel", file="data_parallel_threads", alone=True),
+    Strategy(name="threads", title="data parallel in threads, by hand", file="threads", alone=True, replicas=True),
     Strategy(name="data-parallel", title="data parallel from scratch", file="data_parallel", replicas=True),
     *(
         Strategy(
@@ -155,7 +157,15 @@ _ALL = (
         synchronous=False,
         least_ranks=2,
     ),
-    Strategy(name="amp", title="mixed precision on one device", file="amp", one=True, synchronous=False),
+    Strategy(name="amp", title="mixed precision on one device, bf16", file="amp", one=True, synchronous=False),
+    Strategy(
+        name="amp-fp16",
+        title="mixed precision on one device, fp16 with a loss scaler",
+        file="amp",
+        options={"fp16": True},
+        one=True,
+        synchronous=False,
+    ),
     Strategy(name="fsdp2", title="FSDP2 (fully_shard)", file="fsdp2"),
     Strategy(name="accelerate", title="Accelerate", file="accelerate_loop", replicas=True),
     *(

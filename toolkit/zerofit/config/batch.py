@@ -66,5 +66,6 @@ def regroup(batch: Batch, inner: int, ranks: int) -> tuple[int, Batch] | None:
 
 def shown(batch: Batch) -> str:
     """Describe a batch: `3 data parallel ranks x micro batch 4 x 2 accumulation steps = 24 samples a step`."""
-    parts = f"{batch.dp} data parallel ranks x micro batch {batch.micro} x {batch.accumulation} accumulation steps"
+    sizes = ", ".join(map(str, batch.by_rank)) or str(batch.micro)
+    parts = f"{batch.dp} data parallel ranks x micro batch {sizes} x {batch.accumulation} accumulation steps"
     return f"{parts} = {batch.total} samples a step"

@@ -19,6 +19,7 @@ from zerofit.config.batch import solve
 from zerofit.config.images import check_averages
 from zerofit.config.part import check_part
 from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
+from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine, ModelFacts
@@ -93,11 +94,16 @@ def decide(
     merged = _merge(asked, config, ds_place, problems)
     layout = _layout(asked, merged, config, machine, problems)
     places = ", ".join(asked.places.get(f, f"{ds_place}: {PAIRS[f]}") for f in SIZES if f in merged)
-    batch = solve(merged, layout.dp, layout.pp, places, problems)
+    by_rank = asked.run.micro_batch_by_rank
+    if by_rank and layout.world_size == layout.dp:
+        batch = solve_by_rank(by_rank, merged, layout.dp, asked.place("micro_batch_by_rank"), places, problems)
+    else:
+        batch = solve(merged, layout.dp, layout.pp, places, problems)
     run = _settled(asked.run, merged, config, layout, batch, kind)
     if warnings is not None:
         check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
+        check_shares(run, layout, problems)
         check_part(run, layout, config, problems)
         check_averages(run, layout, config, problems)
     if "scheduler" in config:

@@ -89,9 +89,9 @@ def resolve(
     run, layout, batch = decision.run, decision.layout, decision.batch
     put(resolved, "train_micro_batch_size_per_gpu", batch.micro)
     put(resolved, "gradient_accumulation_steps", batch.accumulation)
-    if layout.tp > 1 or layout.combined:
-        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471), and
-        # takes a combined layout's sequence ranks for data ranks
+    if layout.tp > 1 or layout.combined or batch.total != batch.micro * batch.accumulation * batch.dp:
+        # DeepSpeed does not take the tensor parallel degree off the batch's world size (runtime/config.py:471), takes a
+        # combined layout's sequence ranks for data ranks, and knows one micro batch for all ranks
         drop(resolved, "train_batch_size")
     else:
         put(resolved, "train_batch_size", batch.total)

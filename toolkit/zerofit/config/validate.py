@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.config.images import check_images
+from zerofit.config.shares import check_weighted
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
@@ -171,6 +172,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
         )
     if has_head(facts.task) or facts.task == "seq2seq-lm":
         _check_pairs(run, layout, facts, problems)
+    check_weighted(run, facts, problems)
     if facts.packed:
         _check_packing(run, layout, facts, problems)
     if run.loss == "mse" and not facts.own:

@@ -17,7 +17,7 @@ class PlannedLayout:
     """The knobs that decide memory and time of a run, besides model and machine."""
 
     zero_stage: int
-    micro_batch: int  # samples
+    micro_batch: int  # samples, of the rank with most of them: it needs most memory, and on equal devices is the last
     accumulation: int = 1
     dp: int = 1
     tp: int = 1
@@ -32,10 +32,12 @@ class PlannedLayout:
     persistence: int = 0  # elements of stage3_param_persistence_threshold
     overlap: bool = False  # overlap_comm: a second bucket
     ema: float | None = None  # decay of averaged weights; None: there are none
+    by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, where they are not all `micro_batch`
 
     def __str__(self) -> str:
         degrees = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp") if getattr(self, name) > 1]
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
 
@@ -51,7 +53,8 @@ class PlannedLayout:
         }
         return cls(
             zero_stage=layout.zero_stage,
-            micro_batch=job.batch.micro,
+            micro_batch=job.batch.most,
+            by_rank=job.batch.by_rank,
             accumulation=job.batch.accumulation,
             dp=layout.dp,
             tp=layout.tp,
@@ -87,7 +90,7 @@ class PlannedLayout:
     @property
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
-        return self.micro_batch * self.accumulation * self.dp
+        return self.accumulation * (sum(self.by_rank) or self.micro_batch * self.dp)
 
     @property
     def offload(self) -> str:
@@ -101,6 +104,7 @@ class PlannedLayout:
             "zero_stage": self.zero_stage,
             "offload": self.offload,
             "micro_batch": self.micro_batch,
+            **({"micro_batch_by_rank": list(self.by_rank)} if self.by_rank else {}),
             "gradient_accumulation_steps": self.accumulation,
             "global_batch": self.global_batch,
             "dp": self.dp,

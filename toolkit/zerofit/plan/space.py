@@ -58,6 +58,7 @@ class PlanRequest:
     precision: str
     global_batch: int | None = None
     micro_batch: int | None = None
+    by_rank: tuple[int, ...] = ()  # samples of each rank's micro batch; `micro_batch` is the largest of them
     accumulation: int | None = None
     tp: int | None = None
     pp: int | None = None
@@ -100,6 +101,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
             first = PlannedLayout(
                 zero_stage=stage,
                 micro_batch=micro,
+                by_rank=request.by_rank,
                 accumulation=accumulation,
                 dp=cluster.ranks // degrees.product,
                 tp=degrees.tp,

@@ -6,7 +6,7 @@ import base64
 import csv
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import compress, cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,11 @@ tr.failed td:first-child, tr.does-not-fit td:first-child { color: #b00020; }
 tr.not-here td:first-child { color: #777; }
 img { max-width: 100%; height: auto; }
 dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
-@media (max-width: 40rem) { body { padding: .5rem; } th, td { padding: .25rem .35rem; } }
+@media (max-width: 40rem) {
+  body { padding: .5rem; } th, td { padding: .25rem .35rem; } .wide img { max-width: none; width: 46rem; }
+  td.reason { min-width: 0; }
+  td.reason div { position: sticky; left: 11rem; width: calc(100vw - 13rem); overflow-wrap: anywhere; }
+}
 </style>
 </head>
 <body>
@@ -42,11 +46,11 @@ dt { font-weight: 600; } dd { margin: 0 0 .5rem 0; color: #555; }
 <tbody>
 {% for row in rows -%}
 <tr class="{{ row.status }}"><td title="{{ row.title }}">{{ row.name }}</td>
-{%- if row.reason %}<td class="reason" colspan="{{ columns | length - 1 }}">{{ row.reason }}</td>
+{%- if row.reason %}<td class="reason" colspan="{{ columns | length - 1 }}"><div>{{ row.reason }}</div></td>
 {%- else %}{% for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}{% endif %}</tr>
 {% endfor -%}
 </tbody></table></div>
-<p><img alt="{{ title }}, drawn" src="data:image/png;base64,{{ picture }}"></p>
+<div class="wide"><img alt="{{ title }}, drawn" src="data:image/png;base64,{{ picture }}"></div>
 <dl>{% for name, meaning in meanings %}<dt>{{ name }}</dt><dd>{{ meaning }}</dd>{% endfor %}</dl>
 </body>
 </html>
@@ -157,18 +161,21 @@ def page(kind: str, about: dict[str, Any], rows: Rows, picture: Path) -> str:
     from jinja2 import Environment
 
     named = {name: value for name, value in about.items() if value not in (None, {}) and name not in ("model", "data")}
+    if "hosts" in named:
+        named["hosts"] = " + ".join(f"{host} x {slots}" for host, slots in named["hosts"])
+    known = [any(row.get(key) is not None for row in rows) for _, key, _ in COLUMNS[kind]]  # columns with a figure
     template = Environment(autoescape=True).from_string(PAGE)
     return template.render(
         title=f"{about['model']} on {about['data']}: {kind.replace('-', ' ')}",
         words=", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items()),
-        columns=[FIRST[kind].replace("_", " "), *(label for label, _, _ in COLUMNS[kind])],
+        columns=[FIRST[kind].replace("_", " "), *compress((label for label, _, _ in COLUMNS[kind]), known)],
         rows=[
             {
                 "name": row[FIRST[kind]],
                 "title": row.get("title", ""),
                 "status": row["status"],
                 "reason": row["reason"],
-                "cells": cells(kind, row),
+                "cells": list(compress(cells(kind, row), known)),
             }
             for row in rows
         ],

@@ -12,6 +12,7 @@ from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.verdict import NOT, Communicator, FitVerdict, Overhead, judge, judge_events, overheads
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.mesh import coords_of
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
 from zerofit.spec.run_folder import Layout
@@ -99,7 +100,7 @@ def _run(target: SimulationTarget) -> SimulatedRun:
         optimizer=run.optimizer,
         ds_config=run.ds_config,
         input=target.inputs,
-        micro_batch=batch.micro,
+        micro_batch=batch.most_of(coords_of(target.rank, target.job.layout).dp_rank),
         gradient_accumulation_steps=batch.accumulation,
     )
 

@@ -111,10 +111,13 @@ def train_steps(driver: Driver, batches: Iterator[dict[str, Any]], steps: int, l
     log.end()
 
 
-def empty_batches(job: Job, inputs: Inputs) -> Iterator[dict[str, Any]]:
-    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`."""
+def empty_batches(job: Job, inputs: Inputs, samples: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield micro batches without any data, on the CPU for one rank, in the form of `zerofit.data.micro_batches`.
+
+    `samples`: of one; 0: as the job has them.
+    """
     while True:
-        batch: dict[str, Any] = empty_batch(inputs, job.batch.micro)
+        batch: dict[str, Any] = empty_batch(inputs, samples or job.batch.micro)
         batch["weight"] = job.layout.sp / batch["labels"].numel()
         if mixes(job.run) and isinstance(inputs, ImageInputs):
             batch["labels"] = torch.zeros(job.batch.micro, inputs.classes)

@@ -134,7 +134,8 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
         _set_stage_input_shape(driver, target.inputs)
     drivers.append(driver)
     meter.learn_names(driver.engine.module)  # tensor parallelism has replaced its linear layers
-    train_steps(driver, empty_batches(job, target.inputs), target.steps, log)
+    samples = job.batch.most_of(driver.coords.dp_rank)
+    train_steps(driver, empty_batches(job, target.inputs, samples), target.steps, log)
     tag_owned_storages(meter.tag, driver.engine)
     return log
 

@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from zerofit.spec.run_folder import Layout
+from zerofit.spec.run_folder import Batch, Layout
 
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
 T = TypeVar("T")
@@ -68,6 +68,13 @@ def expert_rank(rank: int, layout: Layout) -> int:
 def first_of_stages(layout: Layout) -> list[int]:
     """Return the first rank of each pipeline stage."""
     return ranks_along(layout, "pp")[0]
+
+
+def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:
+    """Return a rank of each pipeline stage that takes as many samples as any: the first, but for unequal ranks."""
+    if not batch.by_rank or layout.dp < layout.world_size:
+        return first_of_stages(layout)
+    return [batch.by_rank.index(max(batch.by_rank))]
 
 
 def describe_rank(rank: int, layout: Layout) -> str:

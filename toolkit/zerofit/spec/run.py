@@ -52,6 +52,26 @@ def _sizes(text: str) -> str:
     return text
 
 
+def _by_rank(text: str) -> str:
+    micro_batches_of(text)
+    return text
+
+
+def micro_batches_of(text: str) -> tuple[int, ...]:
+    """Return the micro batch of each rank that `--micro-batch-by-rank` names; () for "auto". Raises ValueError."""
+    if text == "auto":
+        return ()
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ValueError("not auto, and not a whole number above 0 for each rank, like 4,2")
+    return tuple(map(int, words))
+
+
+def _listed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+ByRank = Annotated[str, BeforeValidator(_listed), AfterValidator(_by_rank)]
 Every = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_interval)]
 Chosen = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_numbers)]
 Sizes = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_sizes)]
@@ -137,6 +157,9 @@ class Run(BaseModel):
     steps: PositiveInt | None = _option(None, "optimizer steps")
     epochs: PositiveFloat | None = _option(None, "passes over the training data (rounded up to a whole step)")
     micro_batch: PositiveInt | None = _option(None, "samples a rank takes through one forward and backward")
+    micro_batch_by_rank: ByRank | None = _option(
+        None, "auto (slower ranks take fewer samples, as measured at the start), or each data parallel rank's, like 4,2"
+    )
     gradient_accumulation_steps: PositiveInt | None = _option(None, "micro batches in one optimizer step")
     global_batch: PositiveInt | None = _option(None, "samples in one optimizer step, over all ranks")
     seq_len: PositiveInt | None = _option(None, "tokens in one sample of text")

@@ -88,16 +88,41 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch identity: global = micro x gradient accumulation steps x data parallel degree."""
+    """The batch identity: global = micro x gradient accumulation steps x data parallel degree.
+
+    Ranks may take micro batches of their own (`by_rank`); the global batch then has the sum of these.
+    """
 
     micro: int
     accumulation: int
     dp: int
+    by_rank: tuple[int, ...] = ()  # of each data parallel rank, where they are not all `micro`
+    limit: int = 0  # the most that a rank may take by a measurement at the start; 0: nothing is measured
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The micro batch of each data parallel rank."""
+        return self.by_rank or (self.micro,) * self.dp
 
     @property
     def total(self) -> int:
         """Samples in one optimizer step."""
-        return self.micro * self.accumulation * self.dp
+        return self.accumulation * sum(self.shares)
+
+    @property
+    def most(self) -> int:
+        """The largest micro batch that a rank may be given: what memory must be there for."""
+        return max(map(self.most_of, range(self.dp)))
+
+    def most_of(self, dp_rank: int) -> int:
+        """Return the largest micro batch that one rank may be given."""
+        return self.limit or self.shares[dp_rank]
+
+    def positions(self, number: int, dp_rank: int) -> range:
+        """Return the places of a rank's samples in one of a step's micro batches, from 0 in the global batch."""
+        shares = self.shares
+        start = number * sum(shares) + sum(shares[:dp_rank])
+        return range(start, start + shares[dp_rank])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +133,7 @@ class Start:
     step: int  # optimizer steps done
     samples: int  # samples consumed
     same_layout: bool  # whether DeepSpeed can take its files up as they are
+    shares: tuple[int, ...] = ()  # the micro batch of each data parallel rank by its measurement, to be kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +230,10 @@ class Job:
             plan[name] = asdict(value) if value else None
         write_json(folder.plan, plan)
         write_json(folder.ds_config, self.ds_config)
+
+    def write_batch(self, folder: RunFolder) -> None:
+        """Write into plan.json how its ranks share out the batch."""
+        write_json(folder.plan, json.loads(folder.plan.read_text()) | {"batch": asdict(self.batch)})
 
     @classmethod
     def read(cls, folder: RunFolder) -> Job:

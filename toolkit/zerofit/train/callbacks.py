@@ -152,6 +152,10 @@ class EventLog(Callback):
         """Note a checkpoint that is visible."""
         self._write("saved", step=checkpoint.step, save_s=checkpoint.save_s, stalled_s=checkpoint.stalled_s)
 
+    def note(self, text: str) -> None:
+        """Note what was decided on the way."""
+        self._write("note", text=text)
+
     def warning(self, text: str) -> None:
         """Note what a user should look at."""
         self._write("warning", text=text)

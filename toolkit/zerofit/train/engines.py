@@ -30,6 +30,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.scores import class_table, compared, rouge_scores, tabled_classes, write_targets
 from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job, RunFolder
@@ -223,6 +224,9 @@ class ZeroTrainer(EngineTrainer):
                 prepare_batch_norms(job, model)
             mpu = _register_sequence_parallel(job, model) if job.layout.sp > 1 else None
         self._own_loss = job.facts.own and "labels" in inspect.signature(model.forward).parameters
+        if self._own_loss and job.batch.by_rank:  # its forward takes labels, which nobody could see before
+            message = f"{job.run.model} gives its own loss, which is averaged over ranks, whatever each has of samples"
+            raise RunFailed(Problem(kind="loss", message=message, hint="leave --micro-batch-by-rank out"))
         self._named = inputs if isinstance(inputs, NamedInputs) else None
         self._classes = tabled_classes(inputs)
         self._keys = batch_keys(inputs) if inputs else ["inputs", "labels"]
@@ -258,7 +262,7 @@ class ZeroTrainer(EngineTrainer):
         self.engine.eval()
         sums = torch.zeros(3 + self._classes**2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            sums += self._eval_counts(batch)
+            sums += self.eval_counts(batch)
         self.engine.train()
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
@@ -337,7 +341,8 @@ class ZeroTrainer(EngineTrainer):
             loss = weighted_cross_entropy(found, labels, batch["weight"], run.loss_chunk, run.label_smoothing)
         return loss if aux is None else loss + aux
 
-    def _eval_counts(self, batch: Batch) -> Tensor:
+    def eval_counts(self, batch: Batch) -> Tensor:
+        """Return summed loss, targets and right answers of one of this rank's batches, float64 (3,)."""
         x, labels, extra = self.to_device(batch)
         if self._named and self._named.padded:
             batch = {"inputs": x, "labels": labels, **extra}

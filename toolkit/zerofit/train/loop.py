@@ -117,8 +117,8 @@ class Loop:
         for step in range(self.first, self.job.steps):
             first = self.job.samples_after(step)
             for k in range(batch.accumulation):
-                start = first + (k * batch.dp + dp_rank) * batch.micro
-                own = range(start, start + batch.micro)
+                mine = batch.positions(k, dp_rank)
+                own = range(first + mine.start, first + mine.stop)
                 if images is None:
                     yield own
                 else:

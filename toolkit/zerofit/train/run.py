@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from zerofit.train.loop import Loop, LoopResult
 from zerofit.train.memory import MemoryWatch
 from zerofit.train.metrics import MetricsRecorder
 from zerofit.train.pipeline import PipelineTrainer
+from zerofit.train.rank_shares import measured_shares
 from zerofit.train.restore import resume
 from zerofit.train.saver import Saver
 from zerofit.train.step_profile import StepProfile
@@ -92,6 +94,7 @@ class RankRun:
         if self.rank == 0 and isinstance(self.trainer, GanTrainer):
             callbacks = [*callbacks, EpochDrawings(self.trainer, folder, len(self.data.train))]
         _seed_rank(job, coords)
+        self.job = job = self._shared_out(job)
         requests = StopRequests(job.run.save_every, signals, folder.stop_request if self.rank == 0 else None)
         recorder = MetricsRecorder(job, self.trainer.device, callbacks, requests, self.data.counts)
         self._saver = Saver(self.trainer, self.data.inputs, folder, events, callbacks)
@@ -111,6 +114,19 @@ class RankRun:
             callbacks=callbacks,
             profile=_profile_of(job, self.rank, self.trainer, folder),
         )
+
+    def _shared_out(self, job: Job) -> Job:
+        """Return the job with its samples shared out by what each rank can do, where that is to be measured."""
+        trainer, known = self.trainer, job.start and job.start.shares
+        if job.batch.limit <= job.batch.micro or known or not isinstance(trainer, ZeroTrainer):
+            return job
+        self._events.phase("measuring how fast each rank is")
+        found = measured_shares(job, trainer, self.data)
+        self._events.note(str(found))
+        trainer.job = job = replace(job, batch=found.batch)
+        if self.rank == 0:
+            job.write_batch(self.folder)
+        return job
 
     def run(self) -> dict[str, Any]:
         """Train, save the model and write the result; empty where the run was stopped on request."""

@@ -212,6 +212,8 @@ class RestartingRun:
         self.hosts = filled(there, ranks)
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
         fewer_ranks = {"ranks": ranks, "global_batch": smaller.total}
+        if self.asked.run.micro_batch_by_rank not in (None, "auto"):
+            fewer_ranks["micro_batch_by_rank"] = None  # of ranks that are no more
         if self.asked.run.fit:  # the layout is chosen anew
             self.asked = replace(self.asked, places={**self.asked.places, **dict.fromkeys(fewer_ranks, "--min-nodes")})
         else:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
@@ -30,6 +31,7 @@ from zerofit.app.resolve import find_model, open_model
 from zerofit.compare.job import STRATEGIES, WARM, CompareJob, Strategy
 from zerofit.doctor.software import code_hash, model_code
 from zerofit.launch.host import this_machine
+from zerofit.launch.hostfile import read_hostfile
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.model_facts import Task, gives_loss, has_head
@@ -56,6 +58,7 @@ def compare_strategies(
     slow: Mapping[int, float] | None = None,
     straggle: float = 0.0,
     target: float | None = None,
+    hostfile: Path | str | None = None,
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[StrategyRow]:
@@ -70,6 +73,7 @@ def compare_strategies(
         slow: by rank, how many times as long as others its steps take; every step then takes 0.05 s at least.
         straggle: the chance of each step of each rank to take five times as long.
         target: validation accuracy; rows of parameter servers say when it was reached.
+        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
@@ -84,6 +88,7 @@ def compare_strategies(
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
     chosen = list(STRATEGIES.values()) if strategies is None else _chosen(strategies, "--strategies", problems)
     own = {"slow": {str(rank): times for rank, times in (slow or {}).items()}, "straggle": straggle, "target": target}
+    own["hosts"] = hosts_of(hostfile)
     job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report, **own)
     identity = {"job": vars(job), "strategies": [one.name for one in chosen], **_code(job.model)}
     store = RowStore(asked.run.output, "strategies", identity)
@@ -103,6 +108,7 @@ def compare_sizes(
     per_rank: int | None = None,
     finish: tuple[int, int] | None = None,
     seeds: int = 3,
+    hostfile: Path | str | None = None,
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Comparison[SizeRow]:
@@ -117,6 +123,7 @@ def compare_sizes(
             DistributedDataParallel; all sizes train on one device if None.
         finish: a size, and how many epochs at the end of every run take it, with its learning rate.
         seeds: runs of each size, with seeds from `run.seed` on.
+        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
@@ -131,7 +138,7 @@ def compare_sizes(
     epochs = whole_epochs(asked, SIZE_EPOCHS, problems)
     ranks = {size: max(1, size // per_rank) if per_rank else 1 for size in sizes}
     _check_sizes(ranks, epochs, per_rank, finish, problems)
-    own = {"ranks": max(ranks.values()), "global_batch": max(sizes)}
+    own = {"ranks": max(ranks.values()), "global_batch": max(sizes), "hosts": hosts_of(hostfile)}
     own["eval_samples"] = asked.run.eval_samples or ALL_SAMPLES
     job, parameters, _ = resolve_comparison(
         asked, {"epochs"}, problems, report, size_place="--sizes", has_accuracy=True, **own
@@ -159,7 +166,12 @@ def compare_sizes(
 
 
 def compare_scaling(
-    run: Run | RunRequest, *, strategy: str = "ddp", anyway: bool = False, on_event: OnEvent | None = None
+    run: Run | RunRequest,
+    *,
+    strategy: str = "ddp",
+    hostfile: Path | str | None = None,
+    anyway: bool = False,
+    on_event: OnEvent | None = None,
 ) -> Comparison[ScalingRow]:
     """Train with one strategy on 1, 2, 4, ... `run.ranks` ranks, weak (the batch grows with them) and strong (not).
 
@@ -168,6 +180,7 @@ def compare_scaling(
     Args:
         run: the model, data, ranks, global batch, steps and seed; the optimizer is SGD with momentum 0.9.
         strategy: one that shares the batch out over any number of ranks.
+        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
@@ -183,7 +196,7 @@ def compare_scaling(
     if chosen and (chosen.alone or chosen.one or chosen.least_ranks > 1):
         message, hint = f"{strategy} does not run on any number of ranks", "take ddp, fsdp2, zero2 or the like"
         problems.add("strategy", message, hint, "--strategy")
-    job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report)
+    job, parameters, _ = resolve_comparison(asked, set(STEPPED), problems, report, hosts=hosts_of(hostfile))
     check_counts(job, problems)
     problems.raise_if_any()
     assert chosen
@@ -197,6 +210,11 @@ def compare_scaling(
         rows.append(ScalingRow(**vars(measured), mode=mode, global_batch=batch))
     about = {**_about(job, *STEPPED), "strategy": strategy}
     return Comparison(kind="scaling", about=about, rows=against_one_rank(rows)).write(store.folder)
+
+
+def hosts_of(hostfile: Path | str | None) -> list[tuple[str, int]]:
+    """Return names and slots of a hostfile; none for this machine. Raises UserError."""
+    return [(host.name, host.slots) for host in read_hostfile(Path(hostfile))] if hostfile else []
 
 
 def whole_epochs(asked: RunRequest, usual: int, problems: Problems) -> int:
@@ -294,7 +312,11 @@ def resolve_comparison(
     fields = COMMON | taken.intersection(STEPPED)
     given = {name: getattr(run, name) for name in fields if getattr(run, name) is not None}
     given |= {"data_root": str(run.data_root)} if run.data_root else {}
-    job = CompareJob(**{"strategy": "", "accelerator": machine.accelerator, "ranks": machine.devices, **given, **own})
+    slots = sum(count for _, count in own.get("hosts", ()))
+    usual = {"strategy": "", "accelerator": machine.accelerator, "ranks": slots or machine.devices}
+    job = CompareJob(**{**usual, **given, **own})
+    if slots and job.ranks > slots:
+        problems.add("ranks", f"{job.ranks} ranks for {slots} slots of the hostfile", f"take {slots}", "--ranks")
     if job.steps <= WARM:
         message, where = f"{job.steps} steps: the first {WARM} are not timed", asked.place("steps")
         problems.add("bad-value", message, f"take {WARM + 1} or more", where)
@@ -304,7 +326,7 @@ def resolve_comparison(
         message = f"{size_place} {job.global_batch} cannot be split evenly over {job.ranks} ranks"
         problems.add("batch-size", message, hint, size_place)
     _check_paces(job, problems)
-    if machine.accelerator == "cuda" and job.ranks > machine.devices:
+    if machine.accelerator == "cuda" and not slots and job.ranks > machine.devices:
         problems.add("ranks", f"{job.ranks} ranks for {machine.devices} GPUs", f"take {machine.devices}", "--ranks")
     found = problems.attempt(lambda: find_model(asked))
     if run.partial:
@@ -376,4 +398,5 @@ def _code(model: str) -> dict[str, Any]:
 
 
 def _about(job: CompareJob, *more: str) -> dict[str, Any]:
+    more = (*more, "hosts") if job.hosts else more
     return {name: getattr(job, name) for name in ("model", "model_args", "data", "lr", "seed", "accelerator", *more)}

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofit.app.comparing.comparisons import (
@@ -15,6 +16,7 @@ from zerofit.app.comparing.comparisons import (
     compare_scaling,
     compare_sizes,
     compare_strategies,
+    hosts_of,
     rank_counts,
     resolve_comparison,
     whole_epochs,
@@ -111,6 +113,7 @@ def compare_all(
     *,
     target: float = 0.9,
     seeds: int = 3,
+    hostfile: Path | str | None = None,
     anyway: bool = False,
     on_event: OnEvent | None = None,
 ) -> Laboratory:
@@ -122,13 +125,15 @@ def compare_all(
         run: the model, data, ranks, global batch, steps, epochs, learning rate (of the global batch) and seed.
         target: validation accuracy.
         seeds: runs of each batch size.
+        hostfile: hosts of the ranks, lines `node1 slots=2`, reached over ssh; this machine if None.
         anyway: start what cannot fit into the memory that is free, too.
         on_event: hears the progress, and each row (kind "result") when it is measured.
 
     Raises UserError with everything that is wrong.
     """
     report, problems, asked = Reporter(on_event), Problems(), RunRequest.of(run)
-    job, _, samples = resolve_comparison(asked, {*STEPPED, "epochs"}, problems, report, has_accuracy=True)
+    hosts, shared = hosts_of(hostfile), {"hostfile": str(hostfile)} if hostfile else {}
+    job, _, samples = resolve_comparison(asked, {*STEPPED, "epochs"}, problems, report, has_accuracy=True, hosts=hosts)
     check_counts(job, problems)
     epochs = whole_epochs(asked, LABORATORY_EPOCHS, problems)
     problems.raise_if_any()
@@ -141,8 +146,8 @@ def compare_all(
         of_run = {name: value for name, value in one.options.items() if name in Run.model_fields}
         options = {name: value for name, value in one.options.items() if name not in of_run}
         mine = Run(**common | of_run, output=store.folder_of(one.name))
-        compared = COMPARISONS[one.kind](mine, **options, anyway=anyway, on_event=on_event)
-        done.append(Done(one, command(one, common), compared))
+        compared = COMPARISONS[one.kind](mine, **options, **shared, anyway=anyway, on_event=on_event)
+        done.append(Done(one, command(one, common | shared), compared))
     sections = [
         Section(one.experiment.question, one.command, store.folder_of(one.experiment.name), *one.compared.short_table())
         for one in done

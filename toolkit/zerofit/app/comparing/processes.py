@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from zerofit.app.comparing.on_host import order
 from zerofit.compare.job import CompareJob
+from zerofit.doctor.remote import command
 from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 from zerofit.spec.local_machine import usable_cores
 
+ON_HOST = "zerofit.app.comparing.on_host"
 POLL_S = 0.1
 GRACE_S = 10.0  # for the others, once one process has failed
 SILENT_S = 300.0  # without a step
@@ -37,21 +40,35 @@ def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str],
 @contextmanager
 def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the processes; none is left afterwards."""
-    env = environment(job.accelerator, usable_cores(), job.ranks)
-    env |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid())]
-    argv += ["zerofit.compare.worker", str(folder)]
+    first = job.hosts[0][0] if job.hosts else "127.0.0.1"
+    common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
     running: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(processes):
             with (folder / f"rank-{rank}.log").open("wb") as log:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                running.append(subprocess.Popen(argv, env=env | own, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+                running.append(_start(job, folder, rank, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
         yield running
     finally:
         for process in running:
             process.kill()
             process.wait()
+
+
+def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start one process: here, or over ssh on the host that has its rank. A server is beside the last rank."""
+    if not job.hosts:
+        env = environment(job.accelerator, usable_cores(), job.ranks) | own
+        argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid())]
+        argv += ["zerofit.compare.worker", str(folder)]
+        return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    places = [(name, number, slots) for name, slots in job.hosts for number in range(slots)][: job.ranks]
+    name, number, slots = places[min(rank, len(places) - 1)]
+    process = subprocess.Popen(command(name, ON_HOST, None), stdin=subprocess.PIPE, stdout=log, stderr=log)
+    assert process.stdin
+    with suppress(BrokenPipeError):  # ssh has failed, and its log says why
+        process.stdin.write(order(folder, job.accelerator, slots, own | {"LOCAL_RANK": str(number)}))
+        process.stdin.flush()
+    return process
 
 
 def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Callable[[str], None]) -> bool:

@@ -23,7 +23,7 @@ class StateGate:
 
     def lacks(self, strategy: Strategy, job: CompareJob) -> str | None:
         """Return what a strategy needs and this machine lacks; None where it may start."""
-        if self.anyway:
+        if self.anyway or job.hosts:  # whose memory is not this machine's
             return None
         ranks = 1 if strategy.one else job.ranks
         room, state = room_here(range(ranks), self.folder), STATE_BYTES * self.parameters

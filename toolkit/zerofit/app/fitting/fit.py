@@ -66,6 +66,10 @@ def fitted(
         asked = _as_given(asked, known)
     if not asked.run.fit:
         return asked, None
+    if asked.run.micro_batch_by_rank:
+        message = f"{asked.place('micro_batch_by_rank')} with --fit, which takes the same micro batch for every rank"
+        hint = "leave --fit out (`zerofit plan --micro-batch-by-rank 4,2` tells what fits), or take equal micro batches"
+        raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--fit"))
     given = given_fields(asked)
     if known and known.given == given and not known.ran_out and _has_ranks(known, machine):
         report.note(f"the layout is the one that was chosen for {folder.path}: {known.why[0]}")

@@ -112,6 +112,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
     return {
         "ranks": layout.world_size,
         "micro_batch": layout.micro_batch,
+        **({"micro_batch_by_rank": ",".join(map(str, layout.by_rank))} if layout.by_rank else {}),
         "gradient_accumulation_steps": layout.accumulation,
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,

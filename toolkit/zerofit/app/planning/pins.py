@@ -55,6 +55,7 @@ class LayoutPins(TypedDict, total=False):
     precision: Precision | None
     global_batch: int | None
     micro_batch: int | None
+    micro_batch_by_rank: str | None
     gradient_accumulation_steps: int | None
     activation_checkpointing: bool | None
     ema: float | None

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zerofit.app.planning.from_trace import TraceCalibration, calibrated
 from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
 from zerofit.app.planning.pins import batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.config.shares import solve_by_rank
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
 from zerofit.plan.space import Degrees, PlanRequest
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration, read_calibration
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import Profile
-from zerofit.spec.run import Run
+from zerofit.spec.run import Run, micro_batches_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +101,48 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
         message = "offloading to disks is asked for, and no disk is named"
         raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
     own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "tp", "pp", "sp")}
+    own |= _by_rank(request, own, decided, cluster)
     return PlanRequest(
         precision=_precision(decided.get("precision"), cluster, stored),
         global_batch=decided.get("global_batch"),
         keep=knobs,
         **own,
     )
+
+
+def _by_rank(
+    request: PlanningRequest, own: Mapping[str, Any], decided: dict[str, Any], cluster: Cluster
+) -> dict[str, Any]:
+    """Return the choices that micro batches of each rank's own make: one data parallel rank a device.
+
+    The step of such a layout takes as long as the rank with most samples, which also needs most memory. The global
+    batch goes out of what is decided, since it follows. Raises UserError.
+    """
+    asked = request.pins.get("micro_batch_by_rank")
+    if asked is None:
+        return {}
+    problems, place, micros = Problems(), "--micro-batch-by-rank", micro_batches_of(asked)
+    if request.maximum or request.minimum or request.measured:
+        message = f"{place} {asked} beside --max, --min or --measured, which look for other batches or devices"
+        problems.add("usage", message, f"leave {place} out there", place)
+    if not micros:
+        message = f"{place} auto is measured where ranks start, and the devices of a plan are equal"
+        problems.add("batch-size", message, "leave it out, or name the micro batches, like 4,2", place)
+        problems.raise_if_any()
+    degrees = {name: own[name] for name in ("tp", "pp", "sp") if (own[name] or 1) > 1}
+    if degrees:
+        words = ", ".join(f"{name} {degree}" for name, degree in degrees.items())
+        problems.add("layout", f"{place} {asked} beside {words}: it is for data parallel ranks", "leave it out", place)
+    total, steps = decided.pop("global_batch", None), own["accumulation"]
+    sizes = {"micro_batch": own["micro_batch"], "gradient_accumulation_steps": steps, "global_batch": total}
+    batch = solve_by_rank(asked, sizes, cluster.ranks, place, place, problems)
+    problems.raise_if_any()
+    return {
+        "micro_batch": batch.micro,
+        "accumulation": batch.accumulation,
+        "by_rank": batch.by_rank,
+        **dict.fromkeys(("tp", "pp", "sp"), 1),
+    }
 
 
 def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:

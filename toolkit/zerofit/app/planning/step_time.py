@@ -36,7 +36,8 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     if profile is None or (cluster.on_cpu and calibration is None):
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
-    return timer.step(PlannedLayout.of(job)).step_s
+    layout = replace(PlannedLayout.of(job), micro_batch=max(job.batch.shares))  # of the slowest, on equal devices
+    return timer.step(layout).step_s
 
 
 def _profile(resolved: ResolvedJob, device: str) -> Profile | None:

@@ -133,6 +133,10 @@ class TuneJob:
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
         report, on = report or Reporter(), TrialHosts.of(hosts)
+        if asked.run.micro_batch_by_rank:
+            message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
+            hint = "leave it out here, and give it to `zerofit train` with what was found"
+            raise UserError(Problem(kind="conflict", message=message, hint=hint, where="--micro-batch-by-rank"))
         allowed = read_space(space) if space else {}
         machine = machine_of(on.hosts, None) if on.hosts else None
         resolved = resolve_job(asked, machine=machine, report=report)

@@ -5,12 +5,16 @@ from accelerate.utils import get_balanced_memory
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
+NEEDS = """needs two devices of a kind in one process, and finds one. On a CPU a map of cpu and cpu:1, or of cpu and
+disk, was tried: Accelerate takes the second for offloaded and keeps its weights on the meta device, so that they get no
+gradients and it can infer, not train"""
+
 
 def train(work: BenchmarkTask):
     """Train in an ordinary loop; what lies where is the map's business."""
     devices = work.devices
     if len(devices) < 2:
-        raise NotHereError("needs two devices of a kind in one process, and finds one")
+        raise NotHereError(" ".join(NEEDS.split()))
     model = work.model().cpu()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     memory = get_balanced_memory(model, dict.fromkeys(range(len(devices)), 2 * size))

@@ -2,9 +2,9 @@
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
-HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, was tried with torch 2.14.1 on a machine
-without the CUDA toolkit: HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation horovod builds
-it from source and stops in CMake, which wants the toolkit since torch is built for CUDA (CUDAToolkit not found)"""
+HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 as it is:
+horovod/torch/CMakeLists.txt:23 wants the CUDA toolkit wherever torch is built for CUDA, and CMakeLists.txt:19 sets
+C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md names the lines with which more of it compiles"""
 
 
 def train(work: BenchmarkTask):

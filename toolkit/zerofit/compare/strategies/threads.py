@@ -1,0 +1,46 @@
+"""Data parallel in threads of one process, by hand: what torch.nn.DataParallel does, on CPU cores as well.
+
+torch leaves the interpreter's lock while it computes, so that threads do work side by side; what Python does between
+two kernels they do one after the other.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
+
+
+def train(work: BenchmarkTask):
+    """Train a replica a thread, each on its share; the first one has the sums, steps, and gives its weights out."""
+    if work.device.type != "cpu":
+        raise NotHereError("it is for the cores of a CPU: on GPUs torch.nn.DataParallel does the same")
+    model, ranks = work.model(), work.job.ranks
+    optimizer, replicas = work.optimizer(model.parameters()), [model, *(deepcopy(model) for _ in range(ranks - 1))]
+
+    def share(replica: nn.Module, x: Tensor, y: Tensor) -> None:
+        replica.zero_grad()
+        (work.loss(replica(x), y) / ranks).backward()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for x, y in work.batches():
+            list(pool.map(share, replicas, x.chunk(ranks), y.chunk(ranks)))
+            for together in zip(*(one.parameters() for one in replicas), strict=True):
+                _add_up(together)
+            optimizer.step()
+            with torch.no_grad():
+                for first, *others in zip(*(one.parameters() for one in replicas), strict=True):
+                    for other in others:
+                        other.copy_(first)
+    return whole_state(model)
+
+
+def _add_up(together: Sequence[Tensor]) -> None:
+    """Leave the sum of all gradients with the first of a parameter's replicas."""
+    first, *others = (one.grad for one in together)
+    for gradient in others:
+        if first is not None and gradient is not None:
+            first += gradient

@@ -1,0 +1,60 @@
+"""How the samples of a step are shared out among ranks of unequal speed, by a measurement before the first step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from zerofit.config.shares import shared_out
+from zerofit.data import Data, Order
+from zerofit.spec.run_folder import Batch, Job
+from zerofit.train.engines import ZeroTrainer
+
+WARM, PASSES = 2, 8  # forward passes that are not counted, that are
+MOST_S = 5.0  # of the counted ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShares:
+    """A batch with a micro batch for each rank, and what it rests on."""
+
+    batch: Batch
+    samples_per_s: tuple[float, ...]  # of each rank, forward
+
+    def __str__(self) -> str:
+        speeds = ", ".join(f"{speed:,.3g}" for speed in self.samples_per_s)
+        return f"micro batches by rank: {', '.join(map(str, self.batch.shares))} (forward, samples/s: {speeds})"
+
+
+def measured_shares(job: Job, trainer: ZeroTrainer, data: Data) -> RankShares:
+    """Return the batch of a job in proportion to how fast its ranks are; all ranks call this, and get the same.
+
+    Each runs what an evaluation runs, on its first micro batch, all of them at the same time, since ranks of one host
+    share it. Weights, statistics and random states stay as they are.
+    """
+    batch, speed = job.batch, _samples_per_s(job, trainer, data)
+    speeds = torch.zeros(batch.dp, dtype=torch.float64, device=trainer.device)
+    speeds[trainer.coords.dp_rank] = speed
+    dist.all_reduce(speeds)
+    found = tuple(speeds.tolist())
+    shares = shared_out(batch.micro * batch.dp, found, batch.limit)
+    return RankShares(batch=replace(batch, by_rank=shares), samples_per_s=found)
+
+
+@torch.no_grad()
+def _samples_per_s(job: Job, trainer: ZeroTrainer, data: Data) -> float:
+    order, place = Order.of(data.train, job.run.seed), job.batch.positions(0, trainer.coords.dp_rank)
+    batch = data.train.batch(order.indices(place.start, place.stop), order.keys(place.start, place.stop))
+    trainer.engine.eval()
+    dist.barrier()
+    times: list[float] = []
+    while len(times) < WARM + PASSES and sum(times[WARM:]) < MOST_S:
+        began = time.perf_counter()
+        trainer.eval_counts(batch).tolist()  # waits for the device
+        times.append(time.perf_counter() - began)
+    trainer.engine.train()
+    return len(place) / statistics.median(times[WARM:] or times)
