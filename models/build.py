@@ -24,6 +24,7 @@ from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.hf import transformers_model
 from zerofit.models.hf_config import make_config, max_positions
+from zerofit.models.image_grids import grid_arguments
 from zerofit.models.inputs import (
     ImageInputs,
     Inputs,
@@ -139,6 +140,9 @@ def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tens
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)
     named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
+    for one in inputs.tensors:
+        if one.name == "pixel_values" and one.image:
+            named |= grid_arguments(inner, inputs, named)
     extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
     return model(**named, **extra).loss
 

@@ -240,6 +240,9 @@ NAMED_TASKS: dict[str, Task] = {
     "clip": "image-text-pairs",
     "siglip": "image-text-pairs",
     "llava": "image-text",
+    "qwen2_vl": "image-text",
+    "qwen2_5_vl": "image-text",
+    "qwen3_vl": "image-text",
 }
 
 HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model type (models/auto/modeling_auto.py)

@@ -9,6 +9,7 @@ _OWNERS = {  # by the beginning of a preset's name
     "llama": "meta-llama",
     "qwen": "Qwen",
     "t5": "google-t5",
+    "flan-t5": "google",
     "bart": "facebook",
     "dinov2": "facebook",
     "whisper": "openai",
@@ -25,6 +26,9 @@ _OWNERS = {  # by the beginning of a preset's name
     "gpt-oss": "openai",
 }
 _ELSEWHERE = {  # repositories on the hub whose names are not their owner's and the preset's
+    **{f"google/t5-v1_1-{size}": f"flan-t5-{size}" for size in ("small", "base", "large", "xl", "xxl")},
+    "meta-llama/llama-4-scout-17b-16e": "llama-4-scout",
+    "meta-llama/llama-4-maverick-17b-128e": "llama-4-maverick",
     "mistralai/mistral-7b-v0.3": "mistral-7b",
     "mistralai/mistral-7b-instruct-v0.3": "mistral-7b",
     "mistralai/mixtral-8x7b-v0.1": "mixtral-8x7b",

@@ -43,6 +43,7 @@ class NamedInput:
     shape: tuple[int, ...]  # without the batch
     ids: int | None = None  # int64 ids below this number; None: float32
     first: tuple[int, int] | None = None  # an id, and how often a sample of ids begins with it
+    image: tuple[int, int] | None = None  # channels and side of the image that these patches or latents are of
 
 
 @dataclass(frozen=True, kw_only=True)

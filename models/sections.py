@@ -19,7 +19,7 @@ from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
 
 # the modules of the models that a config has within
-_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower")}
+_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
 
 Mark = Callable[[int, Any], None]  # of a section that begins, and the tensors it gets
 

@@ -88,8 +88,9 @@ def input_option(inputs: Inputs | None) -> str | None:
     if isinstance(inputs, TableInputs):
         return f"features:{inputs.features}"
     for one in inputs.tensors if isinstance(inputs, NamedInputs) else ():
-        if one.name == "pixel_values":
-            return "image:" + "x".join(map(str, one.shape))
+        if one.name == "pixel_values" or one.image:
+            channels, size = one.image or one.shape[:2]
+            return f"image:{channels}x{size}x{size}"
         if one.name == "input_features":
             return f"frames:{one.shape[1]}"
     return f"decoder:{inputs.tensors[-1].shape[0]}" if isinstance(inputs, NamedInputs) else None
