@@ -51,8 +51,8 @@ class NamedInputs:
     """Tensors by name, of a model that gives its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
 
     tensors: tuple[NamedInput, ...]  # the first is what a batch calls "inputs", the last its "labels"
-    vocab_size: int
-    seq_len: int  # tokens of a sample: an encoder's where text goes into one, else the text's
+    vocab_size: int  # 0: no ids are read
+    seq_len: int | None  # tokens of a sample: an encoder's where text goes into one, else the text's; None: latents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,10 @@ PIXELS = 448  # of an image's side, for models that take any
 
 def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
     """Return the tensors of a model whose task gives a loss, `seq_len` tokens a sample. Raises ModelError."""
+    if source.task == "denoising":
+        from zerofit.models.denoisers import denoiser_inputs
+
+        return denoiser_inputs(source, args, fed)
     takes, make = TASKS[source.task]
     for name in fed.given():
         if name != takes:

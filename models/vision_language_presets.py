@@ -47,8 +47,14 @@ def _qwen25_vl(
     """Describe Qwen2.5-VL: Bai et al., 2025, table 1; config.json of Qwen/Qwen2.5-VL-*-Instruct."""
     text = _qwen2_text(width, layers, heads, mlp, kv_heads, vocabulary, tokens=128000)
     vision = {
-        **{"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": vision_mlp},
-        **{"out_hidden_size": width, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+        "depth": 32,
+        "hidden_size": 1280,
+        "num_heads": 16,
+        "intermediate_size": vision_mlp,
+        "out_hidden_size": width,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
     }
     return _qwen_vl("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", text, vision, tied=width == 2048)
 
@@ -64,8 +70,10 @@ def _qwen3_vl(
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 5000000.0},
-            **{"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
         },
     }
     vision = {**vision, "out_hidden_size": width, "patch_size": 16, "deepstack_visual_indexes": taken}

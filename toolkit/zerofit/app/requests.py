@@ -40,14 +40,14 @@ def read_request(target: str | None, flags: Mapping[str, Any]) -> RunRequest:
 
 
 def is_run_file(target: str) -> bool:
-    """Return whether a name is that of a YAML file, or of a JSON file that is not a transformers config."""
+    """Return whether a name is that of a YAML file, or of a JSON file that is not a model's config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return True
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
-        return "model_type" not in json.loads(path.read_text(encoding="utf-8"))
+        return not {"model_type", "_class_name"} & set(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, OSError):
         return True  # the loader says what is wrong with it
 

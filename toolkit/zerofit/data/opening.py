@@ -148,11 +148,11 @@ def open_data(run: Run, task: Task, seq_len: int | None, progress: Reporter) -> 
     word, argument = split_name(name)
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)
-    if not is_text(task):
-        return IMAGE_SOURCES[word](name, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
+    if not is_text(task):
+        return IMAGE_SOURCES[word](name, run, task, progress)
     if word == "synthetic":
         return open_synthetic_text(name, run, task, length)
     if run.stream:

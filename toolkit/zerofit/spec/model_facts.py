@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Task = Literal[
-    "image", "table", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs", "image-text"
+    "image",
+    "table",
+    "causal-lm",
+    "masked-lm",
+    "gan",
+    "seq2seq-lm",
+    "speech",
+    "image-text-pairs",
+    "image-text",
+    "denoising",
 ]
 
 IGNORE_INDEX = -100  # the label that counts in no loss (torch's and transformers' own choice)
@@ -15,13 +24,13 @@ DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what th
 
 
 def is_text(task: str) -> bool:
-    """Return whether a task has tokens in its samples; the others have images, or rows of a table, alone."""
-    return task in ("causal-lm", "masked-lm") or gives_loss(task)
+    """Return whether a task has tokens in its samples; others have images, latents or rows of a table."""
+    return task in ("causal-lm", "masked-lm") or (gives_loss(task) and task != "denoising")
 
 
 def gives_loss(task: str) -> bool:
-    """Return whether a task's models are fed several tensors by name, and give their own loss, as transformers' do."""
-    return task in ("seq2seq-lm", "speech", "image-text-pairs", "image-text")
+    """Return whether a task's models are fed several tensors by name and have a loss of their own kind."""
+    return task in ("seq2seq-lm", "speech", "image-text-pairs", "image-text", "denoising")
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
