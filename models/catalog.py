@@ -6,6 +6,7 @@ Importing this module imports neither torch nor torchvision nor transformers.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import re
 from collections.abc import Iterable
@@ -104,8 +105,12 @@ def names_callable(name: str) -> bool:
 
 
 def names() -> list[str]:
-    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
-    return [*OWN, *PRESETS, *DENOISER_PRESETS, *torchvision_names()]
+    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds).
+
+    Denoisers only where diffusers is installed.
+    """
+    denoisers = DENOISER_PRESETS if importlib.util.find_spec("diffusers") else ()
+    return [*OWN, *PRESETS, *denoisers, *torchvision_names()]
 
 
 def torchvision_names() -> list[str]:
