@@ -22,8 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
+from zerofit.models.denoisers import denoiser, denoising_loss, is_denoiser
 from zerofit.models.hf import transformers_model
 from zerofit.models.hf_config import make_config, max_positions
+from zerofit.models.image_grids import grid_arguments
 from zerofit.models.inputs import (
     ImageInputs,
     Inputs,
@@ -147,7 +149,7 @@ def forward_logits(model: nn.Module, x: Tensor, **extra: Any) -> tuple[Tensor, T
 
 
 def forward_loss(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss that a transformers model gives for a batch of named inputs (see `empty_batch`).
+    """Return the loss that a transformers model gives for a batch of named inputs, or a denoiser's against noise.
 
     The model may sit in a wrapper with its attribute `module`, such as a DeepSpeed engine; the wrapper is called.
     """
@@ -159,6 +161,11 @@ def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Ten
     inner = getattr(model, "module", model)
     inner = getattr(inner, "_orig_mod", inner)
     named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
+    if is_denoiser(inner):
+        return denoising_loss(model, named)
+    for one in inputs.tensors:
+        if one.name == "pixel_values" and one.image:
+            named |= grid_arguments(inner, inputs, named)
     extra = {name: value for name, value in _LOSS_OPTIONS.items() if name in _arguments(type(inner))}
     return model(**named, **extra)
 
@@ -338,6 +345,9 @@ def _custom(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) ->
 
 
 def _checkpoint(model: Any) -> None:
+    if is_denoiser(model):
+        model.enable_gradient_checkpointing()
+        return
     if not hasattr(model, "gradient_checkpointing_enable"):
         parts = (model.generator, model.discriminator) if isinstance(model, DCGAN) else (model,)
         for part in parts:
@@ -357,5 +367,6 @@ BUILD = {
     "gan": _zerofit,
     "torchvision": torchvision_model,
     "transformers": transformers_model,
+    "diffusers": denoiser,
     "custom": _custom,
 }

@@ -6,6 +6,7 @@ Importing this module imports neither torch nor torchvision nor transformers.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import re
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from zerofit.models.denoiser_presets import DENOISER_PRESETS
 from zerofit.models.hub_names import shape_on_hub
 from zerofit.models.presets import PRESETS
 from zerofit.spec.model_facts import Task
@@ -21,7 +23,7 @@ from zerofit.spec.partial_training import PartialTraining
 if TYPE_CHECKING:
     from zerofit.spec.run import Run
 
-Family = Literal["zerofit", "torchvision", "transformers", "gan", "custom"]
+Family = Literal["zerofit", "torchvision", "transformers", "diffusers", "gan", "custom"]
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 PRETRAINED = "pretrained folder"
@@ -102,6 +104,8 @@ def find(name: str) -> ModelSource:
         return ModelSource(name=name, family=family, origin="zerofit", task=OWN[name])
     if name in PRESETS:
         return ModelSource(name=name, family="transformers", origin="preset", task=config_task(PRESETS[name], name))
+    if name in DENOISER_PRESETS:
+        return ModelSource(name=name, family="diffusers", origin="preset", task="denoising")
     # importing torchvision takes seconds, and its names are plain words
     if name in SEGMENTATION:
         return ModelSource(name=name, family="torchvision", origin="torchvision", task="segmentation")
@@ -146,8 +150,12 @@ def names_callable(name: str) -> bool:
 
 
 def names() -> list[str]:
-    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds)."""
-    return [*OWN, *PRESETS, *torchvision_names(), *SEGMENTATION]
+    """List every model that has a name: ours, presets, torchvision's (imports torchvision, which takes seconds).
+
+    Denoisers only where diffusers is installed.
+    """
+    denoisers = DENOISER_PRESETS if importlib.util.find_spec("diffusers") else ()
+    return [*OWN, *PRESETS, *denoisers, *torchvision_names(), *SEGMENTATION]
 
 
 def torchvision_names() -> list[str]:
@@ -223,8 +231,12 @@ def _task_of_model_type(model_type: str | None, is_decoder: bool) -> Task | None
 
 
 def _from_path(name: str, path: Path) -> ModelSource:
+    if (path / "model_index.json").is_file():  # a pipeline of diffusers, whose denoiser is what is trained
+        path = next((path / part for part in ("unet", "transformer") if (path / part).is_dir()), path)
     file = path / "config.json" if path.is_dir() else path
     config = read_config(file)
+    if "model_type" not in config:
+        return ModelSource(name=name, family="diffusers", origin="config.json", task="denoising", path=str(file))
     pretrained = path.is_dir() and any(next(path.glob(pattern), None) for pattern in WEIGHTS)
     return ModelSource(
         name=name,
@@ -236,7 +248,7 @@ def _from_path(name: str, path: Path) -> ModelSource:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Read a transformers config.json as a dict. Raises ModelError where there is none."""
+    """Read a config.json of transformers, or of a denoiser of diffusers. Raises ModelError where there is none."""
     if not file.is_file():
         hint = "name the folder that holds config.json, or a model from `zerofit models`"
         if (file.parent / "run.json").is_file():
@@ -249,6 +261,12 @@ def read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         message = f"{file} is not valid JSON: {error}"
         raise ModelError("model-config", message, "give a config.json of transformers") from None
+    if isinstance(config, dict) and "_class_name" in config and "model_type" not in config:
+        if config["_class_name"] not in DENOISERS:
+            message = f"{file} is of diffusers' class {config['_class_name']}, not of {', '.join(DENOISERS)}"
+            hint = "simulate the script that trains it (zerofit simulate -- COMMAND)"
+            raise ModelError("model-config", message, hint)
+        return config
     if not isinstance(config, dict) or "model_type" not in config:
         message = f'{file} has no key "model_type", so it is not a config.json of transformers'
         raise ModelError("model-config", message, 'e.g. {"model_type": "llama", "hidden_size": 512}')
@@ -261,7 +279,9 @@ def _unknown(name: str) -> tuple[str, str]:
         return f"there is no model file or folder {name}", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
     if "/" in name:
-        local = f"models are not downloaded; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS])}"
+        local = (
+            f"models are not downloaded; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS, *DENOISER_PRESETS])}"
+        )
         return message, f"{local} or give the folder of a downloaded model"
     return message, nearest(name, names())
 
@@ -291,7 +311,13 @@ NAMED_TASKS: dict[str, Task] = {
     "clip": "image-text-pairs",
     "siglip": "image-text-pairs",
     "llava": "image-text",
+    "qwen2_vl": "image-text",
+    "qwen2_5_vl": "image-text",
+    "qwen3_vl": "image-text",
 }
+
+# diffusers' classes; `models.denoisers` knows what each is fed
+DENOISERS = ("UNet2DConditionModel", "DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel")
 
 HEADS: dict[Task, str] = {  # transformers' tables of the whole models, by model type (models/auto/modeling_auto.py)
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",

@@ -9,25 +9,31 @@ Path = tuple[str, ...]  # of keys in a config
 
 DEPTH = "num_hidden_layers"
 # an encoder's and a decoder's, by what kinds of models call them
+_NUMBERED = ("vision_feature_layer", "fullatt_block_indexes", "deepstack_visual_indexes")
 _BOTH = ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers", "num_decoder_layers")
 
 
 def depths(config: Any) -> dict[Path, int]:
     """Return the numbers of layers that a config names; of two models in one, or of an encoder and a decoder, each.
 
-    An encoder of images whose features are taken from one of its inner layers (LLaVA) is not among them: with fewer
-    layers another one would be taken.
+    An encoder of images whose inner layers are named by number is not among them: with fewer layers others would be
+    taken (LLaVA's features, Qwen3-VL's), or have another kind of attention (Qwen2.5-VL's).
     """
     within = [name for name in ("text_config", "vision_config") if hasattr(config, name)]
-    if hasattr(config, "vision_feature_layer"):
+    if any(hasattr(one, name) for one in (config, getattr(config, "vision_config", None)) for name in _NUMBERED):
         within = ["text_config"]
     if within:
-        found = {(name, DEPTH): getattr(getattr(config, name), DEPTH, None) for name in within}
+        found = {(name, _own(getattr(config, name))): getattr(getattr(config, name), DEPTH, None) for name in within}
     elif getattr(config, "is_encoder_decoder", False):
         found = {(name,): getattr(config, name, None) for name in _BOTH}
     else:
         found = {(DEPTH,): getattr(config, DEPTH, None)}
     return {path: count for path, count in found.items() if isinstance(count, int)}
+
+
+def _own(config: Any) -> str:
+    """Return what a config calls its depth."""
+    return getattr(config, "attribute_map", {}).get(DEPTH, DEPTH)
 
 
 def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str, Any]:

@@ -86,10 +86,32 @@ def _auto_class(task: str):
 def _from_config(source: ModelSource, config: Any) -> nn.Module:
     """Build the bare model in fp32; transformers takes sdpa attention wherever the model has it."""
     try:
-        return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        with _head_apart(config):
+            return _auto_class(source.task).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a shape that does not fit shows in many ways
         message = f"{source.name} cannot be built from its config: {first_line(error)}"
         raise ModelError("model-args", message, "correct --model-args or the config") from error
+
+
+@contextmanager
+def _head_apart(config: Any) -> Iterator[None]:
+    """Give T5 1.1 and Flan-T5 a head of their own, as their files have it; transformers' class ties it as in T5.
+
+    (transformers/models/t5: `scale_decoder_outputs` is what is left of the config's "tie_word_embeddings")
+    """
+    if getattr(config, "scale_decoder_outputs", True):
+        yield
+        return
+    from transformers import T5ForConditionalGeneration as T5
+
+    original = T5.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._tied_weights_keys = {name: of for name, of in T5._tied_weights_keys.items() if name != "lm_head.weight"}
+        original(self, *args, **kwargs)
+
+    with patch.object(T5, "__init__", init):
+        yield
 
 
 def _pretrained(source: ModelSource, config: Any, stored: Stored, keep: set[str] | None) -> nn.Module:

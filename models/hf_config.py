@@ -137,7 +137,7 @@ def _fit_named(config: Any, inputs: NamedInputs) -> None:
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # with which T5 begins
     for one in inputs.tensors:
-        if one.name == "pixel_values":
+        if one.name == "pixel_values" and one.image is None:
             config.vision_config.num_channels, config.vision_config.image_size = one.shape[:2]
         if one.name == "input_features":
             config.max_source_positions = one.shape[1] // FRAMES_A_POSITION

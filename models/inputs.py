@@ -63,6 +63,7 @@ class NamedInput:
     shape: tuple[int, ...]  # without the batch
     ids: int | None = None  # int64 ids below this number; None: float32
     first: tuple[int, int] | None = None  # an id, and how often a sample of ids begins with it
+    image: tuple[int, int] | None = None  # channels and side of the image that these patches or latents are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class NamedInputs:
     """Tensors by name, of a model that gives its own loss (see `zerofit.spec.model_facts.gives_loss`)."""
 
     tensors: tuple[NamedInput, ...]  # the first is what a batch calls "inputs", the last its "labels"
-    vocab_size: int
-    seq_len: int  # tokens of a sample: an encoder's where text goes into one, else the text's
+    vocab_size: int  # 0: no ids are read
+    seq_len: int | None  # tokens of a sample: an encoder's where text goes into one, else the text's; None: latents
     padded: bool = False  # samples may end early: labels there are -100, and the loss is the mean over the others
 
 

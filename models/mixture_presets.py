@@ -135,6 +135,30 @@ _DEEPSEEK_V3 = {
     "eos_token_id": 1,
 }
 
+
+def _llama4(experts: int, every: int, chunks: bool) -> dict[str, Any]:
+    """Describe the text model of Llama 4: config.json of meta-llama/Llama-4-*, "text_config". Images are left out."""
+    return {
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "vocab_size": 202048,
+        **block_sizes(5120, 48, 40, 8192, kv_heads=8),
+        "head_dim": 128,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": every,
+        "use_qk_norm": chunks,
+        "max_position_embeddings": 10485760 if chunks else 1048576,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 200000,
+        "eos_token_id": 200001,
+        "pad_token_id": 200018,
+    }
+
+
 MIXTURE_PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-tiny": _MIXTRAL_TINY,
     "mixtral-8x7b": _mixtral(4096, 32, 32, 14336, vocabulary=32000, tokens=32768),
@@ -143,6 +167,8 @@ MIXTURE_PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 6144, of_expert=768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 12288, of_expert=1536),
+    "llama-4-scout": _llama4(16, 1, True),
+    "llama-4-maverick": _llama4(128, 2, False),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }

@@ -23,6 +23,12 @@ def _t5(width: int, layers: int, heads: int, mlp: int, of_head: int = 64) -> dic
     }
 
 
+def _flan_t5(width: int, layers: int, heads: int, mlp: int) -> dict[str, Any]:
+    """Describe Flan-T5, of T5 1.1's shape: Chung et al., 2022; config.json of google/flan-t5-*."""
+    gated = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return {**_t5(width, layers, heads, mlp), **gated}
+
+
 def _encoder_decoder(width: int, layers: int, heads: int) -> dict[str, Any]:
     """Name the sizes of BART's and Whisper's two halves, which are alike."""
     halves = {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * width}
@@ -115,6 +121,11 @@ NAMED_INPUT_PRESETS: dict[str, dict[str, Any]] = {
     "t5-large": _t5(1024, 24, 16, 4096),
     "t5-3b": _t5(1024, 24, 32, 16384, of_head=128),
     "t5-11b": _t5(1024, 24, 128, 65536, of_head=128),
+    "flan-t5-small": _flan_t5(512, 8, 6, 1024),
+    "flan-t5-base": _flan_t5(768, 12, 12, 2048),
+    "flan-t5-large": _flan_t5(1024, 24, 16, 2816),
+    "flan-t5-xl": _flan_t5(2048, 24, 32, 5120),
+    "flan-t5-xxl": _flan_t5(4096, 24, 64, 10240),
     "bart-base": _bart(768, 6, 12),
     "bart-large": _bart(1024, 12, 16),
     "whisper-tiny": _whisper(384, 4, 6),

@@ -13,9 +13,15 @@ from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.hf_config import FRAMES_A_POSITION, make_config
 from zerofit.models.inputs import Fed, NamedInput, NamedInputs
 
+PIXELS = 448  # of an image's side, for models that take any
+
 
 def named_inputs(source: ModelSource, args: Mapping[str, Any], seq_len: int, fed: Fed) -> NamedInputs:
     """Return the tensors of a model whose task gives a loss, `seq_len` tokens a sample. Raises ModelError."""
+    if source.task == "denoising":
+        from zerofit.models.denoisers import denoiser_inputs
+
+        return denoiser_inputs(source, args, fed)
     takes, make = TASKS[source.task]
     for name in fed.given():
         if name != takes:
@@ -56,14 +62,36 @@ def _pairs(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, 
 
 def _image_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
     """Text that begins with an image: one token a patch, whose places the image's features take."""
+    if hasattr(config.vision_config, "spatial_merge_size"):
+        return _patches_text(name, config, seq_len, fed)
     pixels = _pixels(name, config, fed)
     patches = (pixels.shape[1] // config.vision_config.patch_size) ** 2
     patches += config.vision_feature_select_strategy == "full"  # the class token's too
+    return _tokens_of_image(name, config, seq_len, patches), pixels, _text("labels", config, seq_len)
+
+
+def _tokens_of_image(name: str, config: Any, seq_len: int, patches: int) -> NamedInput:
+    """Return text that begins with so many places for an image's features."""
     if patches >= seq_len:
         message = f"{name}: an image takes {patches} of the {seq_len} tokens of a sample"
         raise ModelError("model-inputs", message, f"--seq-len of more than {patches}, or smaller images with --input")
-    tokens = _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
-    return tokens, pixels, _text("labels", config, seq_len)
+    return _text("input_ids", config, seq_len, first=(config.image_token_id, patches))
+
+
+def _patches_text(name: str, config: Any, seq_len: int, fed: Fed) -> tuple[NamedInput, ...]:
+    """Text that begins with an image, which Qwen's processors cut into rows of patches; some of these share a token."""
+    vision = config.vision_config
+    channels, pixels = fed.image or (vision.in_channels, PIXELS)
+    side = vision.patch_size * vision.spatial_merge_size
+    if pixels % side or channels != vision.in_channels:
+        near = max(1, round(pixels / side)) * side
+        message = f"{name} takes images of {vision.in_channels} channels and a multiple of {side} pixels"
+        message += f", got {channels} and {pixels}"
+        raise ModelError("model-inputs", message, f"--input image:{vision.in_channels}x{near}x{near}")
+    patches, numbers = (pixels // vision.patch_size) ** 2, channels * vision.temporal_patch_size * vision.patch_size**2
+    tokens = _tokens_of_image(name, config, seq_len, patches // vision.spatial_merge_size**2)
+    image = NamedInput(name="pixel_values", shape=(patches, numbers), image=(channels, pixels))
+    return tokens, image, _text("labels", config, seq_len)
 
 
 # by task: what `--input` can set beside the tokens, and the maker

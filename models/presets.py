@@ -7,6 +7,7 @@ from typing import Any
 from zerofit.models.decoder_presets import DECODER_PRESETS, block_sizes
 from zerofit.models.mixture_presets import MIXTURE_PRESETS
 from zerofit.models.named_input_presets import NAMED_INPUT_PRESETS
+from zerofit.models.vision_language_presets import VISION_LANGUAGE_PRESETS
 
 
 def _bert(width: int, layers: int, heads: int) -> dict[str, Any]:
@@ -81,4 +82,5 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mamba-1.4b": _mamba(2048, 48),
     "mamba-2.8b": _mamba(2560, 64),
     **NAMED_INPUT_PRESETS,
+    **VISION_LANGUAGE_PRESETS,
 }

@@ -14,12 +14,13 @@ from torch import nn
 
 from zerofit.models.build import empty_batch, fake_tensors, forward_logits, forward_loss
 from zerofit.models.catalog import ModelError
+from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths
 from zerofit.models.inputs import Inputs, NamedInputs
 from zerofit.models.layers import as_layers
 
 # the modules of the models that a config has within
-_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower")}
+_WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
 
 Mark = Callable[[int, Any], None]  # of a section that begins, and the tensors it gets
 
@@ -39,16 +40,19 @@ def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
     """Call `begin(section, its inputs)` as the sections of a forward begin."""
     handles = []
 
-    def hook(index: int, module: nn.Module, *tensors: Any) -> None:
-        begin(index, tensors[-1])  # the inputs before a section, the outputs after one
+    def before(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        begin(index, (args, kwargs))
+
+    def after(index: int, module: nn.Module, args: Any, output: Any) -> None:
+        begin(index, output)
 
     for index, section in enumerate(sections):
         if section.start is None:
             continue
         if section.after:
-            handles.append(section.start.register_forward_hook(partial(hook, index)))
+            handles.append(section.start.register_forward_hook(partial(after, index)))
         else:
-            handles.append(section.start.register_forward_pre_hook(partial(hook, index)))
+            handles.append(section.start.register_forward_pre_hook(partial(before, index), with_kwargs=True))
     try:
         yield
     finally:
@@ -149,6 +153,8 @@ def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:
     """Return what a pipeline would cut, else the model's own children; each begins at its first module."""
+    if is_denoiser(model):
+        return _denoiser_sections(model)
     try:
         layers = [(layer.name, list(layer.names.values())) for layer in as_layers(model)]
     except ModelError:
@@ -161,6 +167,16 @@ def stage_sections(model: nn.Module) -> list[ModelSection]:
             module = inside[name] if name in inside else inside[paths[0].rpartition(".")[0]]
             sections.append(ModelSection(name=name, start=module if sections else None))
     return sections or [ModelSection(name="model", start=None)]
+
+
+def _denoiser_sections(model: nn.Module) -> list[ModelSection]:
+    """Return embedding, blocks and head of a denoiser in the order in which a forward runs them."""
+    found = []
+    for name in ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks"):
+        part = getattr(model, name, None)
+        found += list(part) if isinstance(part, nn.ModuleList) else [part] if part is not None else []
+    blocks = [ModelSection(name="block", start=block) for block in found]
+    return [ModelSection(name="embedding", start=None), *blocks, ModelSection(name="head", start=found[-1], after=True)]
 
 
 def _children(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -31,6 +31,16 @@ _WORDS = {**_TOWER, "vocab_size": 2048}
 _SMALL = {"vocab_size": 2048, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _VISION = {**_TOWER, "image_size": 64, "patch_size": 16}
+_PLACES = {
+    f"{name}_token_id": number for number, name in enumerate(("image", "video", "vision_start", "vision_end"), 7)
+}
+_ROTARY = {
+    **_WORDS,
+    "num_key_value_heads": 2,
+    **_ENDS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 4, 4]},
+}
+_DEEP = {"depth": 3, "hidden_size": 64, "intermediate_size": 112, "num_heads": 4, "out_hidden_size": 96}
 
 # large enough for tens of megabytes, small enough for four ranks on two cores (VGG-11 has its published 129 million
 # parameters, LeNet its 62 thousand)
@@ -109,6 +119,61 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": "llava-1.5-7b",
         "seq_len": 64,
         "model_args": {"image_token_index": 7, "text_config": _WORDS, "vision_config": _VISION},
+    },
+    "qwen2-vl": {
+        "model": "qwen2-vl-2b",
+        "seq_len": 64,
+        "image_size": 168,
+        "model_args": {
+            **_PLACES,
+            "text_config": _ROTARY,
+            "vision_config": {"depth": 3, "embed_dim": 64, "num_heads": 4, "hidden_size": 96},
+        },
+    },
+    "qwen2.5-vl": {
+        "model": "qwen2.5-vl-3b",
+        "seq_len": 64,
+        "image_size": 168,
+        "model_args": {**_PLACES, "text_config": _ROTARY, "vision_config": {**_DEEP, "fullatt_block_indexes": [2]}},
+    },
+    "qwen3-vl": {
+        "model": "qwen3-vl-4b",
+        "seq_len": 64,
+        "image_size": 192,
+        "model_args": {
+            **_PLACES,
+            "text_config": {**_ROTARY, "head_dim": 24},
+            "vision_config": {**_DEEP, "deepstack_visual_indexes": [1]},
+        },
+    },
+    "unet": {
+        "model": "stable-diffusion-1.5",
+        "image_size": 128,
+        "model_args": {
+            "sample_size": 16,
+            "block_out_channels": [64, 128],
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+            "cross_attention_dim": 96,
+            "attention_head_dim": 4,
+        },
+    },
+    "dit": {
+        "model": "dit-xl-2",
+        "image_size": 128,
+        "model_args": {"num_layers": 3, "num_attention_heads": 4, "attention_head_dim": 24, "sample_size": 16},
+    },
+    "flux": {
+        "model": "flux.1-dev",
+        "image_size": 128,
+        "model_args": {
+            "num_layers": 2,
+            "num_single_layers": 3,
+            "num_attention_heads": 4,
+            "attention_head_dim": 32,
+            "joint_attention_dim": 256,
+            "axes_dims_rope": [8, 12, 12],
+        },
     },
     "mamba": {
         "model": "mamba-130m",
@@ -273,6 +338,16 @@ siglip zero2 fp32 mb8 ckpt x2
 siglip zero3 bf16 mb2 offload-all x2
 llava zero2 bf16 mb2 ckpt x2
 llava zero3 fp32 mb2 x2
+qwen2-vl zero2 bf16 mb2 x2
+qwen2-vl zero3 bf16 mb2 ckpt x2
+qwen2.5-vl zero2 bf16 mb2 ckpt x2
+qwen3-vl zero3 fp32 mb2 x2
+unet zero1 fp32 mb8 x2
+unet zero2 bf16 mb2 ckpt x2
+dit zero2 bf16 mb8 x2
+dit zero3 fp32 mb2 ckpt x2
+flux zero2 fp32 mb2 x2
+flux zero3 bf16 mb2 x2
 mamba zero1 fp32 mb2 x2
 mamba zero2 bf16 mb2 x2
 dinov2 zero2 bf16 mb8 x2

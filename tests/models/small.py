@@ -47,6 +47,14 @@ _VISION = {**_TOWER, "image_size": 16, "patch_size": 8}
 _HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 _HALVES = {f"{half}_{key}": size for half in ("encoder", "decoder") for key, size in _HALF.items()}
 _IDS = dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+_PATCHES = {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48}
+_MROPE = {
+    **_ROPE,
+    "hidden_size": 48,
+    "head_dim": 12,
+    "num_hidden_layers": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]},
+}
 
 # models that give their own loss, and Mamba: --model-args
 NAMED: dict[str, dict] = {
@@ -67,6 +75,18 @@ NAMED: dict[str, dict] = {
         "image_token_index": 7,
         "text_config": {**_TOWER, "vocab_size": 64},
         "vision_config": _VISION,
+    },
+    **{
+        name: {
+            **{f"{kind}_token_id": 7 + n for n, kind in enumerate(("image", "video", "vision_start", "vision_end"))},
+            "text_config": _MROPE,
+            "vision_config": {"depth": 2, "num_heads": 4, **vision},
+        }
+        for name, vision in {
+            "qwen2-vl-2b": {"embed_dim": 32, "hidden_size": 48},
+            "qwen2.5-vl-3b": {**_PATCHES, "fullatt_block_indexes": [1]},
+            "qwen3-vl-4b": {**_PATCHES, "deepstack_visual_indexes": [0]},
+        }.items()
     },
     "mamba-130m": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "time_step_rank": 2},
 }

@@ -1,5 +1,7 @@
 """Models that are fed several tensors by name: what they are fed, their loss, their costs by hand."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,7 @@ def test_a_place_in_the_text_for_each_patch_of_the_image():
     [
         ("t5-small", 16, {"image": (3, 224)}, "is not fed image"),
         ("whisper-small", 16, {"decoder": 9}, "is not fed decoder"),
+        ("qwen2.5-vl-7b", 1024, {"image": (3, 450)}, "a multiple of 28 pixels"),
         ("whisper-small", 16, {"frames": 101}, "halves the frames"),
         ("llava-1.5-7b", 512, {}, "takes 576 of the 512 tokens"),
     ],
@@ -65,11 +68,13 @@ def test_what_a_model_is_not_fed(name, seq_len, what, message):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["t5-small", "whisper-small", "siglip-base-patch16-224", "llava-1.5-7b", "resnet18"])
+@pytest.mark.parametrize(
+    "name", ["t5-small", "whisper-small", "siglip-base-patch16-224", "llava-1.5-7b", "qwen2-vl-7b", "resnet18"]
+)
 def test_an_option_says_what_is_fed(name):
     """What is told of a run's inputs makes the same inputs again."""
     source = find(name)
-    seq_len = {"llava-1.5-7b": 700}.get(name, 32)
+    seq_len = {"llava-1.5-7b": 700, "qwen2-vl-7b": 300}.get(name, 32)
     inputs = assumed_inputs(source, source.task, seq_len, None, {})
     assert assumed_inputs(source, source.task, seq_len, input_option(inputs), {}) == inputs
 
@@ -101,6 +106,29 @@ def test_the_loss_of_pairs():
     own = torch.arange(3)
     expected = (functional.cross_entropy(similar, own) + functional.cross_entropy(similar.t(), own)) / 2
     torch.testing.assert_close(forward_loss(model, inputs, {"inputs": pixels, "labels": tokens}), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-4b"])
+def test_the_loss_of_images_on_grids(name):
+    """Places and windows that are known beforehand are those that transformers finds in the grids' values."""
+    inputs, args = fed(name, 64, NAMED[name], image=(3, 192 if name.startswith("qwen3") else 168)), NAMED[name]
+    torch.manual_seed(1)
+    model = build(find(name), inputs, args).eval()
+    tokens, labels = torch.randint(20, 90, (2, 64)), torch.randint(20, 90, (2, 64))
+    pixels, (image, places) = torch.randn(2, *inputs.tensors[1].shape), inputs.tensors[0].first
+    tokens[:, :places] = image
+    side = math.isqrt(pixels.shape[1])
+    assert places == pixels.shape[1] // 4
+    expected = model(
+        input_ids=tokens,
+        pixel_values=pixels.flatten(0, 1),
+        image_grid_thw=torch.tensor([(1, side, side)] * 2),
+        mm_token_type_ids=(tokens == image).int(),
+        labels=labels,
+    ).loss
+    batch = {"inputs": tokens, "pixel_values": pixels, "labels": labels}
+    torch.testing.assert_close(forward_loss(model, inputs, batch), expected, rtol=0, atol=1e-6)
+    assert check_forward(meta(name, inputs, args), find(name), inputs)
 
 
 def test_flops_of_an_encoder_decoder_by_hand():

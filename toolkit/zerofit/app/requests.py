@@ -74,14 +74,14 @@ def _read_request(target: str | None, flags: dict[str, Any]) -> RunRequest:
 
 
 def is_run_file(target: str) -> bool:
-    """Return whether a name is that of a YAML file, or of a JSON file that is not a transformers config."""
+    """Return whether a name is that of a YAML file, or of a JSON file that is not a model's config."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
         return True
     if path.suffix != ".json" or not path.is_file():
         return False
     try:
-        return "model_type" not in json.loads(path.read_text(encoding="utf-8"))
+        return not {"model_type", "_class_name"} & set(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, OSError):
         return True  # the loader says what is wrong with it
 
@@ -132,8 +132,9 @@ def input_option(inputs: Inputs | None) -> str | None:
     if isinstance(inputs, TableInputs):
         return f"features:{inputs.features}"
     for one in inputs.tensors if isinstance(inputs, NamedInputs) else ():
-        if one.name == "pixel_values":
-            return "image:" + "x".join(map(str, one.shape))
+        if one.name == "pixel_values" or one.image:
+            channels, size = one.image or one.shape[:2]
+            return f"image:{channels}x{size}x{size}"
         if one.name == "input_features":
             return f"frames:{one.shape[1]}"
     return f"decoder:{inputs.tensors[-1].shape[0]}" if isinstance(inputs, NamedInputs) else None

@@ -26,7 +26,7 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.mesh import heaviest_of_stages
-from zerofit.spec.model_facts import Task, is_image
+from zerofit.spec.model_facts import Task, is_text
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
@@ -200,7 +200,7 @@ def _check_task(asked: RunRequest, task: Task, problems: Problems) -> None:
     if asked.run.pipeline > 1 and asked.run.pipeline_balance == "time":
         message = "--pipeline-balance time measures the layers, and nothing is computed here"
         problems.add("layout", message, "take --pipeline-balance parameters", "--pipeline-balance")
-    if is_image(task) or task == "table":
+    if not is_text(task) and task != "gan":
         samples = "rows of a table" if task == "table" else "images"
         whats = {"seq_len": f"{samples} have no tokens", "loss_chunk": f"{samples} have too few targets to cut up"}
         for field, what in whats.items():

@@ -257,7 +257,7 @@ def _run(run: SimulatedRun) -> str:
     if isinstance(fed, TableInputs):
         size = f"{fed.features} features"
     if isinstance(fed, NamedInputs):
-        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape))}" for one in fed.tensors)
+        size = ", ".join(f"{one.name} {'x'.join(map(str, one.shape)) or 1}" for one in fed.tensors)
     words = [str(run.precision), f"micro batch {run.micro_batch}", f"accumulation {run.gradient_accumulation_steps}"]
     words += [size, run.optimizer or "the JSON's optimizer"]
     words += ["activation checkpointing"] if run.activation_checkpointing else []

@@ -170,8 +170,6 @@ def open_data(
     word, argument = split_name(name)
     if task == "table":
         return TABLE_SOURCES[word](name, run, progress)
-    if not is_text(task):
-        return _open_images(name, word, run, task, progress)
     length = seq_len or run.seq_len or DEFAULT_SEQ_LEN
     if has_head(task) and word == "synthetic":
         return open_synthetic_labelled(name, run, task, length)
@@ -182,6 +180,8 @@ def open_data(
         return open_labelled(name, run, task, length, known, progress)
     if gives_loss(task):
         return open_synthetic_named(name, run, task, length)
+    if not is_text(task):
+        return _open_images(name, word, run, task, progress)
     if word == "synthetic":
         return open_synthetic_text(name, run, task, length)
     if run.stream:

@@ -146,7 +146,8 @@ class Forecaster:
         self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
     ) -> tuple[StageTimeline, list[tuple[PlannedLayout, Point]], Point]:
         """Return a stage's layers, its kinds of passes with what is in flight in each, and what stays between steps."""
-        line = self._timeline(setting(layout.precision, layout.checkpointing, layout.tp, layout.sp), bounds)
+        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
+        line = self._timeline(self.profile.key_of(key, layout.zero_stage), bounds)
         if bounds is not None:
             return line, list(in_flight(line, layout, stage)), idle(line)
         # a micro batch's samples outlast its backward, on the host

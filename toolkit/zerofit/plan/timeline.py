@@ -101,7 +101,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
     """
     expanded = [
         _Placed(layer, cost)
-        for layer, cost in zip(profile.layers, profile.costs[key], strict=True)
+        for layer, cost in zip(profile.layers, profile.costs_of(key), strict=True)
         for _ in range(layer.count)
     ]
     first, last = bounds or (0, len(expanded))

@@ -25,9 +25,9 @@ from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
-from zerofit.simulate.traced_model import TracedModel, make_subject
+from zerofit.simulate.traced_model import TracedModel, cast_by_zero3, make_subject
 from zerofit.spec.model_facts import Precision, Task
-from zerofit.spec.profile import NOTHING_SAVED, LayerCost, LayerRun, Linear, Profile, Savings, setting
+from zerofit.spec.profile import LOW_BUFFERS, NOTHING_SAVED, LayerCost, LayerRun, Linear, Profile, Savings, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import weighted_cross_entropy
@@ -41,6 +41,7 @@ class TraceSetting(NamedTuple):
     tp: int = 1
     sp: int = 1
     savings: Savings = NOTHING_SAVED
+    low_buffers: bool = False  # as ZeRO-3 has them where a model is partitioned as it is built
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,7 +67,9 @@ def profile_model(
         wanted.append(wanted[0]._replace(tp=1))
     traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
     subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp == 1)
-    costs = {setting(one.precision, one.checkpointing, one.tp, one.sp): here for one, (_, _, here) in traced.items()}
+    costs = {_key(one): here for one, (_, _, here) in traced.items()}
+    low = [one._replace(low_buffers=True) for one in wanted if one.precision != "fp32" and cast_by_zero3(subject.model)]
+    low_costs = {f"{_key(one)}{LOW_BUFFERS}": _traced(source, task, inputs, args, one, device)[2] for one in low}
     config = subject.config
     heads = getattr(config, "num_attention_heads", None)
     tensors = tensors_of(inputs)
@@ -76,6 +79,7 @@ def profile_model(
         seq_len=getattr(inputs, "seq_len", None),
         layers=_with_shares(layers, costs),
         costs=costs,
+        low_buffers=low_costs,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
@@ -86,11 +90,18 @@ def profile_model(
     )
 
 
+def _key(one: TraceSetting) -> str:
+    return setting(one.precision, one.checkpointing, one.tp, one.sp)
+
+
 def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings)
+    if one.low_buffers:
+        for module, name in cast_by_zero3(subject.model):
+            module._buffers[name] = module.get_buffer(name).to(one.dtype)
     with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)):
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofit.models.batch_norm import BatchNorm
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import keep_on_host
+from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
@@ -70,6 +72,25 @@ def make_subject(
     equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
     units = block_sections(equal_lists) if found else stage_sections(model)
     return TracedModel(model=model.train(), units=units, config=config)
+
+
+def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return modules and names of the float buffers that ZeRO-3 makes in the lower type: BART's on its logits, for one.
+
+    As transformers partitions a model while it is built, all that its constructor makes is cast (zero.Init). Rotary
+    frequencies stay (models/hf.py), and norms' statistics (train/build.py).
+    """
+    if not hasattr(model, "config") or is_denoiser(model):
+        return []
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and buffer.dtype == torch.float32
+        and "Rotary" not in type(module).__name__
+        and not isinstance(module, BatchNorm)
+    ]
 
 
 def _equal_blocks(config: Any) -> dict[Path, int]:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 # fmt: off
 Task = Literal[
     "image", "segmentation", "table", "causal-lm", "masked-lm", "gan", "seq2seq-lm", "speech", "image-text-pairs",
-    "image-text", "classify", "tag",
+    "image-text", "denoising", "classify", "tag",
 ]
 # fmt: on
 
@@ -18,8 +18,8 @@ DEFAULT_SEQ_LEN = 1024  # tokens of a sample where a user names none, or what th
 
 
 def is_text(task: str) -> bool:
-    """Return whether a task has tokens in its samples; the others have images, or rows of a table, alone."""
-    return task in ("causal-lm", "masked-lm") or has_head(task) or gives_loss(task)
+    """Return whether a task has tokens in its samples; others have images, latents or rows of a table."""
+    return task in ("causal-lm", "masked-lm") or has_head(task) or (gives_loss(task) and task != "denoising")
 
 
 def has_head(task: str) -> bool:
@@ -38,8 +38,8 @@ def is_image(task: str) -> bool:
 
 
 def gives_loss(task: str) -> bool:
-    """Return whether a task's models are fed several tensors by name, and give their own loss, as transformers' do."""
-    return task in ("seq2seq-lm", "speech", "image-text-pairs", "image-text")
+    """Return whether a task's models are fed several tensors by name and have a loss of their own kind."""
+    return task in ("seq2seq-lm", "speech", "image-text-pairs", "image-text", "denoising")
 
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -175,6 +175,8 @@ def _content(model: str) -> Any:
     if model in PRESETS:
         return PRESETS[model]
     path = Path(model)
+    if (path / "model_index.json").is_file():
+        return None  # a pipeline of diffusers, whose parts have configs of their own
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")

@@ -19,7 +19,7 @@ from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.model_facts import gives_loss
+from zerofit.spec.model_facts import gives_loss, is_text
 from zerofit.spec.partial_training import PART_FIELDS
 from zerofit.spec.profile import Profile
 from zerofit.spec.run import Run, load_run
@@ -172,7 +172,7 @@ class PlanningRequest:
         """Raise a UserError for what says nothing of such a model."""
         problems = Problems()
         taken, size = ("rows of a table", "features:N") if profile.task == "table" else ("images", "image:CxHxW")
-        if profile.task in ("image", "segmentation", "table") and self.pins.get("seq_len"):
+        if not is_text(profile.task) and self.pins.get("seq_len"):
             message = f"{profile.model} takes {taken}, which have no --seq-len"
             problems.add("flag", message, f"leave it out; --input {size} sets the size", "--seq-len")
         if profile.seq_len is None and self.work and self.work.tokens:

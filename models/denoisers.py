@@ -1,0 +1,152 @@
+"""Denoisers of diffusers: what each is fed, and its loss against noise. Weights are drawn anew: they are measured."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zerofit.models.catalog import DENOISERS, ModelError, ModelSource, nearest
+from zerofit.models.denoiser_presets import DENOISER_PRESETS
+from zerofit.models.inputs import Fed, Inputs, NamedInput, NamedInputs
+
+PIXELS = 8  # of a side of an image that a side of its latents stands for
+PACKED = 2  # Flux makes tokens of so many latents in a row and a column
+STEPS = 1000  # of the noise's schedule
+_IDS = 6  # numbers that SDXL gets of an image's size and crop
+TEXT = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 333, "FluxTransformer2DModel": 512}  # tokens of a prompt
+
+
+def denoiser(source: ModelSource, inputs: Inputs | None, args: dict[str, Any]) -> nn.Module:
+    """Build a denoiser on the current default device. Raises ModelError."""
+    cls, config = _described(source, args)
+    try:
+        return cls.from_config({"_class_name": cls.__name__, **config})
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        message = f"{source.name} cannot be built from its config: {error}"
+        raise ModelError("model-args", message, "correct --model-args or the config") from error
+
+
+def denoiser_inputs(source: ModelSource, args: Mapping[str, Any], fed: Fed) -> NamedInputs:
+    """Return latents, step, prompt and noise as the model's training has them. Raises ModelError."""
+    for name in fed.given():
+        if name != "image":
+            message = f"{source.name} (denoising) is not fed {name}"
+            raise ModelError("model-inputs", message, "it takes --input image:3x512x512, the images before their VAE")
+    cls, config = _described(source, dict(args))
+    flux = cls.__name__ == "FluxTransformer2DModel"
+    channels, pixels = fed.image or (3, PIXELS * _side(config.get("sample_size") or 128))
+    parts = PIXELS * (PACKED if flux else config.get("patch_size") or 2 ** (len(config["block_out_channels"]) - 1))
+    if channels != 3 or pixels % parts:
+        near = max(1, round(pixels / parts)) * parts
+        message = f"{source.name} denoises images of 3 channels and a multiple of {parts} pixels, got {channels}"
+        raise ModelError("model-inputs", f"{message} and {pixels}", f"--input image:3x{near}x{near}")
+    side = pixels // PIXELS
+    shape = ((side // PACKED) ** 2, config["in_channels"]) if flux else (config["in_channels"], side, side)
+    first = "sample" if cls.__name__ == "UNet2DConditionModel" else "hidden_states"
+    latents = NamedInput(name=first, shape=shape, image=(3, pixels))
+    noise = NamedInput(name="noise", shape=shape)
+    return NamedInputs(tensors=(latents, *_conditions(cls.__name__, config), noise), vocab_size=0, seq_len=None)
+
+
+def _side(size: int | list[int] | tuple[int, ...]) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
+def _conditions(kind: str, config: dict[str, Any]) -> list[NamedInput]:
+    """Return what a denoiser hears beside the latents: the step, the prompt or class, and sizes."""
+
+    def floats(name: str, *shape: int) -> NamedInput:
+        return NamedInput(name=name, shape=shape)
+
+    flux = kind == "FluxTransformer2DModel"
+    found = [floats("timestep") if flux else NamedInput(name="timestep", shape=(), ids=STEPS)]
+    if kind == "DiTTransformer2DModel":
+        return [*found, NamedInput(name="class_labels", shape=(), ids=config["num_embeds_ada_norm"])]
+    width = config["cross_attention_dim" if kind == "UNet2DConditionModel" else "joint_attention_dim"]
+    found.append(floats("encoder_hidden_states", TEXT[kind], _side(width)))
+    if kind == "UNet2DConditionModel":
+        if config.get("addition_embed_type") == "text_time":
+            sizes = _IDS * config["addition_time_embed_dim"]
+            pooled = config["projection_class_embeddings_input_dim"] - sizes
+            found += [floats("added_cond_kwargs.text_embeds", pooled), floats("added_cond_kwargs.time_ids", _IDS)]
+        return found
+    found.append(floats("pooled_projections", config["pooled_projection_dim"]))
+    return [*found, floats("guidance")] if flux and config["guidance_embeds"] else found
+
+
+def _described(source: ModelSource, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return diffusers' class of a source and all its arguments. Raises ModelError."""
+    if source.origin == "preset":
+        given = dict(DENOISER_PRESETS[source.name])
+    else:
+        assert source.path is not None  # of a source that is no preset
+        given = json.loads(Path(source.path).read_text())
+    kind = given["_class_name"]
+    cls = _class(source.name, kind)
+    defaults = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
+    for key in args:
+        if key not in defaults:
+            raise ModelError("model-args", f"{source.name}: {key!r} is no argument of {kind}", nearest(key, defaults))
+    known = {name: value for name, value in given.items() if name in defaults}
+    config = {**defaults, **known, **args}
+    unusual = {"class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "time_cond_proj_dim"}
+    found = sorted(name for name in unusual if config.get(name))
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        found.append("addition_embed_type")
+    if found:
+        message = f"{source.name}: what a UNet with {', '.join(found)} is fed is not known here"
+        raise ModelError("model-config", message, "simulate the script that trains it (zerofit simulate -- COMMAND)")
+    return cls, config
+
+
+def _class(name: str, kind: str) -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        message = f"{name} is a model of diffusers, which is not installed"
+        raise ModelError("model-library", message, "pip install 'zerofit[diffusers]'") from None
+    assert kind in DENOISERS  # the catalogue knows no others
+    return getattr(diffusers, kind)
+
+
+def is_denoiser(model: nn.Module) -> bool:
+    """Return whether a model is one of diffusers'."""
+    return type(model).__name__ in DENOISERS and type(model).__module__.startswith("diffusers.")
+
+
+def denoising_loss(model: nn.Module, named: dict[str, Tensor]) -> Tensor:
+    """Return the mean squared error of what a denoiser says the noise is; `named`: its inputs, and "noise".
+
+    A model that also says how sure it is (DiT) is held to the noise alone.
+    """
+    noise, given = named.pop("noise"), {}
+    for name, tensor in named.items():
+        group, dot, inner = name.partition(".")
+        if dot:
+            given.setdefault(group, {})[inner] = tensor
+        else:
+            given[name] = tensor
+    latents = next(iter(named.values()))
+    if latents.dim() == 3:  # Flux's tokens, which have their places beside them
+        given |= _places(latents, named["encoder_hidden_states"])
+    predicted = model(**given, return_dict=False)[0]
+    if predicted.shape != noise.shape:
+        predicted = predicted[:, : noise.shape[1]]
+    return functional.mse_loss(predicted.float(), noise.float())
+
+
+def _places(latents: Tensor, text: Tensor) -> dict[str, Tensor]:
+    """Return row and column of each token of a square image, and zeros for those of the prompt."""
+    side = round(latents.shape[1] ** 0.5)
+    image = torch.zeros(side, side, 3, device=latents.device, dtype=latents.dtype)
+    numbers = torch.arange(side, device=latents.device)
+    image[..., 1] = numbers[:, None]
+    image[..., 2] = numbers[None, :]
+    return {"img_ids": image.flatten(0, 1), "txt_ids": torch.zeros(text.shape[1], 3).to(latents)}
