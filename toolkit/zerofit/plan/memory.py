@@ -20,7 +20,7 @@ from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.overhead import pinned_bytes
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import Profile
 
 # all of a layout that the moments of a step depend on
 _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
@@ -146,7 +146,7 @@ class Forecaster:
         self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
     ) -> tuple[StageTimeline, list[tuple[PlannedLayout, Point]], Point]:
         """Return a stage's layers, its kinds of passes with what is in flight in each, and what stays between steps."""
-        line = self._timeline(setting(layout.precision, layout.checkpointing, layout.tp, layout.sp), bounds)
+        line = self._timeline(layout.setting, bounds)
         if bounds is not None:
             return line, list(in_flight(line, layout, stage)), idle(line)
         # a micro batch's samples outlast its backward, on the host

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.persistent import sharers
+from zerofit.plan.persistent import ParameterSharers, sharers
 from zerofit.plan.timeline import Parameter, StageTimeline
 
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
@@ -48,8 +48,7 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 
 def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
     # a parameter on the host comes to the device even where it is whole
-    spread = tuple(ranks > 1 or layout.offload_param != "none" for ranks in sharers(layout))
-    return _cached_layers(line, layout.persistence, layout.prefetch, spread)
+    return _cached_layers(line, layout.persistence, layout.prefetch, sharers(layout), layout.offload_param != "none")
 
 
 class _Layers:
@@ -59,8 +58,8 @@ class _Layers:
     a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
     """
 
-    def __init__(self, line: StageTimeline, persistence: int, prefetch: int, spread: tuple[bool, ...]):
-        self.persistence, self.prefetch, self.spread = persistence, prefetch, spread
+    def __init__(self, line: StageTimeline, persistence: int, prefetch: int, spread: ParameterSharers, hosted: bool):
+        self.persistence, self.prefetch, self.spread, self.hosted = persistence, prefetch, spread, hosted
         self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
         totals = [sum(p.numel for p in layer) for layer in line.layers]
         following, self.kept = 0, [False] * len(totals)
@@ -80,7 +79,7 @@ class _Layers:
 
     def gathers(self, parameter: Parameter) -> bool:
         """Return whether a parameter is gathered and released: it is spread over ranks, and too large to stay."""
-        return parameter.numel > self.persistence and self.spread[parameter.split]
+        return parameter.numel > self.persistence and (self.hosted or self.spread.of(parameter) > 1)
 
     def at_once(self, layer: int, fewest: int) -> int:
         """Count the elements of the largest all-gather of `fewest` parameters or more: one in use, or those ahead."""

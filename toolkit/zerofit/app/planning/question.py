@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
-from zerofit.app.planning.pins import batch_and_precision, knobs_of, savings_of
+from zerofit.app.planning.pins import DEGREES, batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
-from zerofit.plan.space import Degrees, PlanRequest
+from zerofit.plan.space import PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -45,8 +46,8 @@ def question_of(cluster: Cluster, request: PlanningRequest, report: Reporter) ->
         return _scaled(question, cluster, request.measured), request.profile
     assert isinstance(request.model, str)
     degrees = None  # all that are worth it
-    if (wanted.tp or wanted.sp) and not request.measured:  # the asked ones beside the plain model
-        degrees = tuple(dict.fromkeys((Degrees(), Degrees(wanted.tp or 1, 1, wanted.sp or 1))))
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # the asked ones beside the plain model
+        degrees = tuple(dict.fromkeys((Degrees(), wanted.degrees._replace(pp=1))))
     traced = ProfileRequest(
         model=request.model,
         precision=wanted.precision,
@@ -82,7 +83,7 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
         message = "offloading to disks is asked for, and no disk is named"
         raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
-    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "tp", "pp", "sp")}
+    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", *DEGREES)}
     return PlanRequest(
         precision=_precision(decided.get("precision"), cluster, stored),
         global_batch=decided.get("global_batch"),
