@@ -102,17 +102,18 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
     Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
     """
-    return _overlap(line, ranks, int)
+    return max(overlaps(line, ranks, int))
 
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
     """Count the bytes of page-locked copies of their gradients, each by itself."""
     locked = _locking(device)
-    return _overlap(line, ranks, lambda numel: locked(element * numel))
+    return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
-def _overlap(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> int:
+def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
+    """Return for each rank the weight of all parameters that reach into its partitions."""
     totals = [0] * ranks
     groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     for group, size, sharing in groups:
@@ -122,7 +123,7 @@ def _overlap(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> in
                 for rank in range(part * beside, (part + 1) * beside):
                     totals[rank] += weigh(numel)
             start += numel
-    return max(totals)
+    return totals
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
