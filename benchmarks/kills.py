@@ -1,4 +1,4 @@
-"""Kills a run on 2 ranks at random moments and starts it again, until it is done; then compares it with one left alone.
+"""Kills a run at random moments and starts it again, until it is done; then compares it with one that was left alone.
 
 Each kill is a SIGKILL to one rank, to all ranks, to the launcher, or to the `zerofit train` command itself; part of
 them fall while a checkpoint is being written. Checked at each: every checkpoint that is visible is whole to the byte,
@@ -32,12 +32,22 @@ from zerofit.spec.local_machine import versions
 from zerofit.spec.run_folder import RunFolder
 
 MODEL = {"n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 512, "resid_pdrop": 0.1}
-RUN = ["gpt2", "--model-args", json.dumps(MODEL), "--data", "synthetic:512", "--seq-len", "64", "--ranks", "2"]
-RUN += ["--micro-batch", "2", "--gradient-accumulation-steps", "2", "--eval-every", "50", "--eval-samples", "8"]
+GPT2 = ["gpt2", "--model-args", json.dumps(MODEL), "--ranks", "2"]
+LLAMA = [
+    "llama-tiny",
+    "--model-args",
+    '{"vocab_size": 512}',
+    "--ranks",
+    "4",
+]  # tensor parallelism beside a pipeline takes the models that transformers plans
+RUN = ["--data", "synthetic:512", "--seq-len", "64", "--micro-batch", "2", "--gradient-accumulation-steps", "2"]
+RUN += ["--eval-every", "50", "--eval-samples", "8"]
 KINDS = {
-    "zero2": ["--ds-config", "zero2"],
-    "zero3, bf16, async": ["--ds-config", "zero3", "--precision", "bf16", "--save-async"],
-    "pipeline": ["--pipeline", "2"],
+    "zero2": [*GPT2, "--ds-config", "zero2"],
+    "zero3, bf16, async": [*GPT2, "--ds-config", "zero3", "--precision", "bf16", "--save-async"],
+    "pipeline": [*GPT2, "--pipeline", "2"],
+    "pipeline x tensor": [*LLAMA, "--pipeline", "2", "--tensor-parallel", "2"],
+    "pipeline x tensor x data": [*LLAMA, "--ranks", "8", "--pipeline", "2", "--tensor-parallel", "2"],
 }
 WHO = ("one rank", "all ranks", "launcher", "command")
 EXACT = ("step", "samples", "loss", "lr", "grad_norm")
@@ -52,6 +62,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps of a run")
     parser.add_argument("--save-every", type=int, default=4, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS)[:3], help="of runs, in turn")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     asked = parser.parse_args()
     chance, kills, ends = random.Random(asked.seed), [], []
@@ -60,7 +71,7 @@ def main() -> int:
         for number in range(1000):
             if len(kills) >= asked.kills:
                 break
-            kind = list(KINDS)[number % len(KINDS)]
+            kind = asked.kinds[number % len(asked.kinds)]
             if kind not in references:
                 references[kind] = Run(kind, Path(place) / f"reference-{len(references)}", asked)
                 references[kind].to_its_end()
@@ -93,8 +104,8 @@ class Run:
             "-m",
             "zerofit.cli",
             "train",
-            *RUN,
             *KINDS[self.kind],
+            *RUN,
             *flags,
             "--output",
             str(self.path),
@@ -227,7 +238,8 @@ def wait_until_gone(path: Path) -> None:
     """Until no process of this run is left; nothing but the kernel ends ranks whose launcher was killed."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(path) in (p.info["cmdline"] or [])]
+        words = ((p, p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+        left = [p for p, of in words if any(word == str(path) or f"{path}/" in word for word in of)]
         if not left:
             return
         time.sleep(0.05)
@@ -251,7 +263,7 @@ def report(asked: argparse.Namespace, kills: list[dict[str, Any]], ends: list[di
     summary = {
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
-        "hardware": f"{os.cpu_count()} CPU cores, gloo, 2 ranks",
+        "hardware": f"{os.cpu_count()} CPU cores, gloo",
         "seed": asked.seed,
         "kills": len(kills),
         # one that came before training had begun may have seen what an earlier kill left half written

@@ -25,9 +25,10 @@ from time_intervals import Case, alike, intervals, source_of
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.presets import PRESETS
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import FITTED, Coefficients, Rates, rates_of
-from zerofit.plan.space import LARGE_BUCKET, Degrees, stage3_sizes
+from zerofit.plan.space import LARGE_BUCKET, stage3_sizes
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import find_device

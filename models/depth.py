@@ -48,6 +48,11 @@ def with_depths(args: Mapping[str, Any], wanted: Mapping[Path, int]) -> dict[str
     return made
 
 
+def leading(config: Any) -> int:
+    """Return how many layers stand before those that are all alike: DeepSeek's first ones have no experts."""
+    return getattr(config, "first_k_dense_replace", None) or 0
+
+
 def part(config: Any, path: Path) -> Any:
     """Return the config that a path's last key stands in."""
     for name in path[:-1]:

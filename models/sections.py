@@ -145,10 +145,13 @@ def block_sections(lists: list[tuple[nn.ModuleList, int | None]]) -> list[ModelS
 
 
 def _counts(blocks: nn.ModuleList, count: int) -> list[int]:
-    """Return how many blocks each stands for: the last for all, unless the first has more (T5's has the positions)."""
-    first, last = (sum(p.numel() for p in block.parameters()) for block in (blocks[0], blocks[-1]))
-    alone = int(first != last)
-    return [alone] + [0] * (len(blocks) - 2) + [count - alone]
+    """Return how many blocks each stands for: the last for all, but those that have other numbers of parameters.
+
+    T5's first one has the positions, DeepSeek's first ones have no experts.
+    """
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    alone = [int(size != sizes[-1]) for size in sizes[:-1]]
+    return [*alone, count - sum(alone)]
 
 
 def stage_sections(model: nn.Module) -> list[ModelSection]:

@@ -17,10 +17,10 @@ from benchmarks.meter.configurations import MODELS as SMALL
 from benchmarks.meter.configurations import options, target
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
 from zerofit.models.inputs import ImageInputs
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
-from zerofit.plan.space import Degrees
 from zerofit.plan.time import Timer
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.cluster import Cluster

@@ -17,7 +17,9 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     """The forecast for the rank that needs most, as plain JSON."""
     job, device = target.job, target.accelerator
     run, layout = job.run, job.layout
-    setting = TraceSetting(job.precision, run.activation_checkpointing, layout.tp, layout.sp, Savings.of(run))
+    setting = TraceSetting(
+        job.precision, run.activation_checkpointing, layout.tp, layout.sp, layout.ep, Savings.of(run)
+    )
     source, args = source_of(run), dict(run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
     return asdict(forecast(profile, PlannedLayout.of(job), device))

@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 
 from tests.plan.stub import GIB, Formula, make_cluster, make_profile
+from zerofit.plan.degrees import Degrees, degree_problem, settings_of
 from zerofit.plan.fit import check_fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
-from zerofit.plan.space import Degrees, PlanRequest, degree_problem, settings_of, space_of
+from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
 
 REQUEST = PlanRequest(precision="bf16", global_batch=64)

@@ -7,20 +7,18 @@ from itertools import groupby
 from typing import Any
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.request import no_formulas
 from zerofit.app.planning.traces import about
 from zerofit.app.requests import input_option
 from zerofit.models.inputs import ImageInputs, Inputs, TableInputs
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.space import Degrees
 from zerofit.plan.step_timeline import StepTimeline, step_timeline
 from zerofit.plan.step_trace import MemorySample, step_trace
 from zerofit.plan.time import Timer
 from zerofit.simulate.record import MemoryPoint
 from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
 from zerofit.spec.profile import Profile, Savings
@@ -34,8 +32,6 @@ def trace_of_simulation(
 
     Raises UserError where the model cannot be profiled.
     """
-    if job.layout.ep > 1:
-        raise UserError(no_formulas("--trace"))
     layout = PlannedLayout.of(job)
     profile = _profile(job, inputs, cluster, report)
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, read_calibration(cluster.device.kind)))
@@ -74,7 +70,7 @@ def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Pr
         image=image,
         model_args=dict(run.model_args),
         checkpointings=(bool(run.activation_checkpointing),),
-        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp)))),
+        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep)))),
         savings=Savings.of(run),
         partial=run.partial,
     )

@@ -152,6 +152,7 @@ def _row(number: int, one: RankedLayout) -> dict[str, str]:
         "ZeRO": str(layout.zero_stage),
         "offload": layout.offload.replace("optimizer", "opt") if layout.offload != "none" else "-",
         "dp x tp x pp x sp": f"{layout.dp} x {layout.tp} x {layout.pp} x {layout.sp}",
+        "experts": str(layout.ep) if layout.ep > 1 else "-",
         "micro x acc": f"{layout.micro_batch} x {layout.accumulation}",
         "ckpt": "yes" if layout.checkpointing else "no",
         "device": shown_bytes(memory.peak_bytes),

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes
+from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward
 
@@ -142,7 +142,8 @@ class _Bucketed:
         self.before = self.partition_bytes if layout.accumulation > 1 and layout.zero_stage == 2 else 0
         # lifted where the ranks reduce in another dtype (:2375)
         self.lifted = reduction_bytes(layout) if reduction_bytes(layout) > self.element else 0
-        self.sizes = partitions(line, layout.zero_ranks)
+        groups = [group[0].group for group in line.members if group]
+        self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
         self.waiting_bytes, self.after = 0, False  # whole gradients outside of the bucket
@@ -175,8 +176,12 @@ class _Bucketed:
         """Reduce the bucket and empty it."""
         if not self.filled:
             return
-        slices = [part for parameter in self.bucket for part in self._slices(parameter)]
-        yield self._live(activations, temporaries=self.element * self._flattened(slices) + self.lifted * self.filled)
+        # each kind is reduced over ranks of its own, one after the other (:1640)
+        kinds = [[p for p in self.bucket if p.expert == expert] for expert in (False, True)]
+        parts = [[part for parameter in kind for part in self._slices(parameter)] for kind in kinds]
+        slices = [*parts[0], *parts[1]]
+        flat = max(map(self._flattened, parts))
+        yield self._live(activations, temporaries=self.element * flat + self.lifted * self.filled)
         self.kept_bytes = self.partition_bytes
         yield self._live(activations, temporaries=self.passing * max(numel for _, numel in slices))
         self.filled = self.oversized = 0
@@ -184,7 +189,7 @@ class _Bucketed:
 
     def _slices(self, parameter: Parameter) -> Iterator[tuple[int, int]]:
         """Yield each rank whose partition has elements of a parameter, and how many."""
-        size = self.sizes[min(parameter.group, len(self.sizes) - 1)]
+        size = self.sizes[parameter.group]
         start, end = parameter.start, parameter.start + parameter.numel
         while start < end:
             rank = start // size
@@ -215,7 +220,8 @@ class _Scattered:
         self.line, self.limit = line, layout.bucket
         # gloo's reduce-scatter sums into a clone of its input (ProcessGroupGloo.cpp)
         self.copies = 2 if device == "cpu" else 1
-        self.ranks, self.gathered_bytes = layout.zero_ranks, gathered_in_backward(line, layout)
+        self.spread, self.gathered_bytes = sharers(layout), gathered_in_backward(line, layout)
+        self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # those that share what is in the bucket
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
         self.filled = self.outside = self.parts = 0
@@ -228,13 +234,16 @@ class _Scattered:
             for point in event.live:
                 yield self._live(point, gathered)
             if event.parameter is not None:
-                yield from self._arrive(event.parameter.numel, event.end, gathered)
+                yield from self._arrive(event.parameter, event.end, gathered)
         yield from self._reduce(NOTHING, 0)
 
-    def _arrive(self, numel: int, activations: Point, gathered: int) -> Iterator[LiveMemory]:
+    def _arrive(self, parameter: Parameter, activations: Point, gathered: int) -> Iterator[LiveMemory]:
         """Take in one complete gradient (zero/stage3.py:1570)."""
-        if self.filled and self.filled + numel > self.limit:
+        numel = parameter.numel
+        ranks = self.spread.expert if parameter.expert else self.zero_ranks
+        if self.filled and (self.filled + numel > self.limit or ranks != self.ranks):  # :1580
             yield from self._reduce(activations, gathered)
+        self.ranks = ranks
         yield self._live(activations, gathered)
         self.parts += 1
         self.filled += numel
@@ -248,6 +257,8 @@ class _Scattered:
         alone = self.parts == 1 and self.filled % self.ranks == 0
         flat = 0 if alone else self.reduced * -(-self.filled // self.ranks) * self.ranks
         copied = (self.copies - 1) * self.reduced * self.filled if self.ranks > 1 else 0
+        if self.ranks != self.zero_ranks:  # a rank's part is scaled into another tensor (:1950)
+            copied = max(copied, self.reduced * -(-self.filled // self.ranks))
         yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
         self.filled = self.outside = self.parts = 0
 

@@ -96,9 +96,10 @@ def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
         return CPU_PROCESS_HIGH_BYTES
     device = cluster.device
     degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
-    groups = len(degrees) + (layout.sp > 1) + (len(degrees) > 1)  # the last: all ranks
+    # the last: all ranks; of spread experts those that hold them together, and those that hold the same
+    groups = len(degrees) + (layout.sp > 1) + 2 * (layout.ep > 1) + (len(degrees) > 1)
     # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
-    peers = min(max(layout.sp - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
+    peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:
         nccl = groups * NCCL_PCIE_BYTES + peers * NCCL_PCIE_CHANNELS[1] * NCCL_CONNECTION_BYTES
     else:

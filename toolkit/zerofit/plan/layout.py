@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.profile import setting
 from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -23,6 +24,7 @@ class PlannedLayout:
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    ep: int = 1  # of the data x sequence ranks, so many hold a mixture's experts together
     precision: str = "bf16"
     checkpointing: bool = False
     offload_optimizer: Offload = "none"
@@ -35,7 +37,9 @@ class PlannedLayout:
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, where they are not all `micro_batch`
 
     def __str__(self) -> str:
-        degrees = [f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp") if getattr(self, name) > 1]
+        degrees = [
+            f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
+        ]
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
@@ -60,6 +64,7 @@ class PlannedLayout:
             tp=layout.tp,
             pp=layout.pp,
             sp=layout.sp,
+            ep=layout.ep,
             precision=job.precision,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
@@ -74,8 +79,13 @@ class PlannedLayout:
 
     @property
     def combined(self) -> bool:
-        """Whether there is more than one of tensor, pipeline and sequence parallelism (train/mesh_groups.py)."""
-        return sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+        """Whether zerofit makes groups and slices: spread experts, or more than one of the other dimensions."""
+        return self.ep > 1 or sum(degree > 1 for degree in (self.tp, self.pp, self.sp)) > 1
+
+    @property
+    def setting(self) -> str:
+        """The key of the costs of its layers in a profile."""
+        return setting(self.precision, self.checkpointing, self.tp, self.sp, self.ep)
 
     @property
     def zero_ranks(self) -> int:
@@ -111,6 +121,7 @@ class PlannedLayout:
             "tp": self.tp,
             "pp": self.pp,
             "sp": self.sp,
+            "ep": self.ep,
             "activation_checkpointing": self.checkpointing,
             "precision": self.precision,
             "bucket_elements": self.bucket,

@@ -20,7 +20,7 @@ from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
 from zerofit.spec.overhead import pinned_bytes
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import Profile
 
 # all of a layout that the moments of a step depend on
 _WITHOUT_MICRO_BATCH = tuple(name for name in PlannedLayout.__dataclass_fields__ if name != "micro_batch")
@@ -146,8 +146,7 @@ class Forecaster:
         self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
     ) -> tuple[StageTimeline, list[tuple[PlannedLayout, Point]], Point]:
         """Return a stage's layers, its kinds of passes with what is in flight in each, and what stays between steps."""
-        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
-        line = self._timeline(self.profile.key_of(key, layout.zero_stage), bounds)
+        line = self._timeline(self.profile.key_of(layout.setting, layout.zero_stage), bounds)
         if bounds is not None:
             return line, list(in_flight(line, layout, stage)), idle(line)
         # a micro batch's samples outlast its backward, on the host

@@ -14,7 +14,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.profile import Kernel, LayerCost, Profile, setting
+from zerofit.spec.profile import Kernel, LayerCost, Profile
 
 
 class LayerWork(NamedTuple):
@@ -24,8 +24,14 @@ class LayerWork(NamedTuple):
     host_s: float  # launches and ZeRO-3's hooks
     tensor_s: float  # all-reduces of tensor parallelism, with nothing beside them
     sequence_s: float  # all-to-alls of sequence parallelism, the same
+    experts_s: float  # tokens to the ranks of spread experts and back, the same
     copy_s: float  # of activations to the host and back, on the stream of the kernels
     layer_s: float  # from its first kernel to its last
+
+    @property
+    def computed_s(self) -> float:
+        """What is left of it without waits and copies."""
+        return self.layer_s - self.tensor_s - self.sequence_s - self.experts_s - self.copy_s
 
 
 class StageLayers(NamedTuple):
@@ -44,6 +50,7 @@ class RankPass:
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
     trained: tuple[int, ...]  # of these, elements with gradients
+    experts: tuple[int, ...]  # of these, elements of spread experts
     matrices: tuple[int, ...]  # tensors that ZeRO-3 shares out; vectors stay on every rank
     output_bytes: float  # what a stage hands on
 
@@ -61,6 +68,11 @@ class RankPass:
     def trained_parameters(self) -> int:
         """Elements with gradients of the stage with most, on one rank."""
         return max(self.trained_of(stage) for stage in self.stages)
+
+    @cached_property
+    def expert_share(self) -> float:
+        """Share of the parameters that are spread experts'; pipelines have none."""
+        return sum(n * self.experts[i] for i, n in self.stages[0]) / max(1, self.elements_of(self.stages[0]))
 
     @cached_property
     def forward_s(self) -> float:
@@ -107,14 +119,14 @@ class Passes:
 
     def of(self, layout: PlannedLayout) -> RankPass:
         """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
-        degrees = (layout.tp, layout.sp, layout.pp, layout.zero_stage == 3)
+        degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.zero_stage == 3)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._known:
             self._known[key] = self._computed(layout)
         return self._known[key]
 
     def _computed(self, layout: PlannedLayout) -> RankPass:
-        key = setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)
+        key = layout.setting
         costs, layers = self._profile.costs[key], self._profile.layers
         # DeepSpeed fetches and releases module by module: about one for each tensor
         pairs = list(zip(costs, layers, strict=True))
@@ -149,6 +161,7 @@ class Passes:
             backward=directions[1],
             elements=tuple(sum(map(sum, kinds)) for kinds in whole),
             trained=tuple(sum(map(sum, own)) for own in tensors),
+            experts=tuple(sum(cost.matrices[place] for place in cost.experts) for cost in costs),
             matrices=tuple(len(matrices) + len(fixed) for matrices, _, fixed in whole),
             output_bytes=costs[last_of_first].output_bytes.at(layout.micro_batch) if layout.pp > 1 else 0.0,
         )
@@ -166,35 +179,39 @@ class Passes:
         busy_s = self._rates.engine * kernels_s(kernels, micro_batch, self._rates)
         return busy_s, launches(kernels) * self._rates.launch_s
 
-    def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float]]:
-        """Return for each layer the seconds of tensor and of sequence parallelism in its forward.
+    def _waits(self, costs: tuple[LayerCost, ...], layout: PlannedLayout) -> list[tuple[float, float, float]]:
+        """Return for each layer the seconds of tensor, sequence and expert parallelism in its forward.
 
-        Attention and MLP all-reduce once each; Ulysses sends queries, keys, values and outputs.
+        Attention and MLP all-reduce once each; Ulysses sends queries, keys, values and outputs; tokens are counted,
+        sent to their experts and back.
         """
-        if layout.tp * layout.sp == 1:
-            return [(0.0, 0.0)] * len(costs)
+        if layout.tp * layout.sp * layout.ep == 1:
+            return [(0.0, 0.0, 0.0)] * len(costs)
         gpus, m = self._cluster.gpus, layout.micro_batch
-        tp, sp = group_of(layout.tp, 1, gpus), group_of(layout.sp, layout.tp, gpus)
+        tp, sp, ep = (
+            group_of(n, beside, gpus) for n, beside in ((layout.tp, 1), (layout.sp, layout.tp), (layout.ep, 1))
+        )
         return [
             (
                 collective_s("all_reduce", cost.tp_allreduce_bytes.at(m), 2, tp, self._rates),
                 collective_s("all_to_all", cost.sp_alltoall_bytes.at(m), 4, sp, self._rates),
+                collective_s("all_to_all", cost.ep_alltoall_bytes.at(m), 3 if cost.experts else 0, ep, self._rates),
             )
             for cost in costs
         ]
 
     def _work(
-        self, seconds: tuple[float, float], waits: tuple[float, float, float], counts: tuple[int, int, int]
+        self, seconds: tuple[float, float], waits: tuple[float, float, float, float], counts: tuple[int, int, int]
     ) -> LayerWork:
         """Return a layer's work in one direction; where launches and hooks run ahead, the slower of both counts.
 
-        `waits`: for tensor and for sequence parallelism, and for a copy; `counts`: how often collectives and hooks run,
-        hooks of ZeRO-3, and gradients.
+        `waits`: for tensor, sequence and expert parallelism, and for a copy; `counts`: how often collectives and hooks
+        run, hooks of ZeRO-3, and gradients.
         """
         times, hooks, gradients = counts
         busy_s = seconds[0]
         host_s = seconds[1] + times * hooks * self._rates.hook_s + gradients * self._rates.gradient_s
-        tensor_s, sequence_s, copy_s = times * waits[0], times * waits[1], waits[2]
+        tensor_s, sequence_s, experts_s = (times * wait for wait in waits[:3])
         on_device_s = max(busy_s, host_s) if self._rates.ahead else busy_s + host_s
-        waited_s = tensor_s + sequence_s + copy_s
-        return LayerWork(busy_s, host_s, tensor_s, sequence_s, copy_s, on_device_s + waited_s)
+        waited_s = tensor_s + sequence_s + experts_s + waits[3]
+        return LayerWork(busy_s, host_s, tensor_s, sequence_s, experts_s, waits[3], on_device_s + waited_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
@@ -61,7 +62,18 @@ def _with_averages(found: PersistentMemory, layout: PlannedLayout) -> Persistent
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
     """Return the elements of a rank's flat partition per group, padded to 2 x ranks (stage_1_and_2.py:390, :525)."""
-    return tuple(-(-sum(group) // (2 * ranks)) * 2 for group in line.groups if group)
+    sizes = zip(filter(None, line.groups), partition_ranks(line, ranks), strict=True)
+    return tuple(-(-sum(group) // (2 * sharing)) * 2 for group, sharing in sizes)
+
+
+def partition_ranks(line: StageTimeline, ranks: int) -> tuple[int, ...]:
+    """Return the ranks that each group is divided among: of spread experts those that hold the same ones."""
+    return tuple(ranks // line.ep if group[0].expert else ranks for group in line.members if group)
+
+
+def padded_groups(line: StageTimeline, ranks: int) -> tuple[int, ...]:
+    """Return the elements of each group as a whole, padded."""
+    return tuple(map(mul, partitions(line, ranks), partition_ranks(line, ranks)))
 
 
 class ParameterSharers(NamedTuple):
@@ -73,15 +85,21 @@ class ParameterSharers(NamedTuple):
 
     whole: int  # of parameters that every tensor parallel rank has whole
     split: int  # of those that they have parts of
+    expert: int  # of spread experts: ranks that hold the same ones
+
+    def of(self, parameter: Parameter) -> int:
+        """Return the ranks that share a parameter."""
+        return self.expert if parameter.expert else self.split if parameter.split else self.whole
 
     def shard(self, parameter: Parameter) -> int:
         """Return the elements of a parameter that one rank has."""
-        return -(-parameter.numel // (self.split if parameter.split else self.whole))
+        return -(-parameter.numel // self.of(parameter))
 
 
 def sharers(layout: PlannedLayout) -> ParameterSharers:
     """Return the ranks that share parameters at stage 3."""
-    return ParameterSharers(layout.zero_ranks * (1 if layout.combined else layout.tp), layout.zero_ranks)
+    ranks = layout.zero_ranks
+    return ParameterSharers(ranks * (1 if layout.combined else layout.tp), ranks, ranks // layout.ep)
 
 
 @lru_cache(maxsize=1024)
@@ -96,25 +114,28 @@ def overlap_in_partition(line: StageTimeline, ranks: int) -> int:
 
     Stages 1 and 2 keep whole gradients of parameters that lie in the partition in part (stage_1_and_2.py:2187).
     """
-    return _overlap(line, ranks, int)
+    return max(overlaps(line, ranks, int))
 
 
 @lru_cache(maxsize=1024)
 def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) -> int:
     """Count the bytes of page-locked copies of their gradients, each by itself."""
     locked = _locking(device)
-    return _overlap(line, ranks, lambda numel: locked(element * numel))
+    return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
-def _overlap(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> int:
+def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
+    """Return for each rank the weight of all parameters that reach into its partitions."""
     totals = [0] * ranks
-    for group, size in zip(filter(None, line.groups), partitions(line, ranks), strict=True):
-        start = 0
+    groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
+    for group, size, sharing in groups:
+        start, beside = 0, ranks // sharing  # neighbours hold other experts, and the same part of theirs
         for numel in group:
-            for rank in range(start // size, (start + numel - 1) // size + 1):
-                totals[rank] += weigh(numel)
+            for part in range(start // size, (start + numel - 1) // size + 1):
+                for rank in range(part * beside, (part + 1) * beside):
+                    totals[rank] += weigh(numel)
             start += numel
-    return max(totals)
+    return totals
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:
@@ -140,7 +161,7 @@ def _unpartitioned(line: StageTimeline, layout: PlannedLayout) -> PersistentMemo
     element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
         found = _partitioned_states(line, replace(layout, offload_optimizer="none"), "cuda")
-        gradients = element * sum(partitions(line, layout.zero_ranks)) * layout.zero_ranks
+        gradients = element * sum(padded_groups(line, layout.zero_ranks))
         return found._replace(device=found.device | {"gradients": gradients})
     master = MASTER_BYTES * whole if element == 2 else 0
     states = STATES_BYTES * whole
@@ -154,7 +175,7 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
     element, ranks = layout.element_bytes, layout.zero_ranks
     sizes = partitions(line, ranks)
     part = sum(sizes)
-    parameters = {"parameters": element * (part * ranks + line.elements - line.parameters)}
+    parameters = {"parameters": element * (sum(padded_groups(line, ranks)) + line.elements - line.parameters)}
     if layout.offload_optimizer == "none":
         states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
         return PersistentMemory(parameters | states, {})
@@ -179,7 +200,7 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     frozen = sum(map(spread.shard, line.frozen))
     # never given back once gathered (partitioned_param_coordinator.py:644);
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    gathered = _small_elements(line, layout.persistence, *(ranks > 1 for ranks in spread))
+    gathered = _small_elements(line, layout.persistence, spread)
     here = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
         "gathered parameters": element * gathered,
@@ -202,9 +223,8 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
 
 
 @lru_cache(maxsize=1024)
-def _small_elements(line: StageTimeline, threshold: int, whole: bool, split: bool) -> int:
-    spread = (p.numel for layer in line.layers for p in layer if (split if p.split else whole))
-    return sum(numel for numel in spread if numel <= threshold)
+def _small_elements(line: StageTimeline, threshold: int, spread: ParameterSharers) -> int:
+    return sum(p.numel for layer in line.layers for p in layer if p.numel <= threshold and spread.of(p) > 1)
 
 
 def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

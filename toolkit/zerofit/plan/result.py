@@ -186,6 +186,6 @@ MACHINERY = 4  # parts of a layout's key that name machinery; the others are siz
 def plain(layout: PlannedLayout) -> tuple[int, ...]:
     """Return a key that sorts plain layouts before those with more machinery."""
     offloads = (layout.offload_optimizer != "none") + (layout.offload_param != "none")
-    degrees = layout.tp * layout.pp * layout.sp
+    degrees = layout.tp * layout.pp * layout.sp * layout.ep
     sizes = (layout.overlap, layout.bucket, layout.micro_batch)
     return (offloads, degrees, layout.checkpointing, layout.zero_stage, *sizes)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from zerofit.plan.degrees import degree_problem
 from zerofit.plan.fit import Fit, Forecast, check_fit, explain, remedy
 from zerofit.plan.interval import errors_of
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.rates import Rates, rates_of
 from zerofit.plan.result import PlanResult, RankedLayout, Rejected, plain
-from zerofit.plan.space import Degrees, PlanRequest, SearchSpace, degree_problem, space_of
+from zerofit.plan.space import PlanRequest, SearchSpace, space_of
 from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
@@ -119,7 +120,7 @@ def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, foreca
 def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     """Raise a UserError with everything that makes the request's degrees and batch impossible."""
     problems = Problems()
-    problem = degree_problem(Degrees(request.tp or 1, request.pp or 1, request.sp or 1), profile, cluster)
+    problem = degree_problem(request.degrees, profile, cluster)
     problems.extend([problem] if problem else [])
     if request.global_batch and request.micro_batch and request.global_batch % request.micro_batch:
         problems.add(
@@ -200,7 +201,8 @@ def _best(timed: list[TimedLayout], most: int, every: bool) -> list[TimedLayout]
     seen: dict[tuple, TimedLayout] = {}
     for one in timed:
         c = one.layout
-        key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.checkpointing)
+        key = (c.zero_stage, c.offload_optimizer, c.offload_param, c.micro_batch, c.tp, c.pp, c.sp, c.ep)
+        key += (c.checkpointing,)
         seen.setdefault(key, one)
         if len(seen) == most:
             break

@@ -13,7 +13,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import StageLayers
 from zerofit.plan.rates import Rates
 from zerofit.plan.time import ReduceGroup, StepParts, StepTask, Stream, Timer, reduce_groups
-from zerofit.spec.profile import Profile, setting
+from zerofit.spec.profile import Profile
 
 
 class Span(NamedTuple):
@@ -77,7 +77,7 @@ class _Drawing:
         self.spans: list[Span] = []
         self.now_s = 0.0
         layout = parts.layout
-        self._costs = profile.costs[setting(layout.precision, layout.checkpointing, layout.tp, layout.sp)]
+        self._costs = profile.costs[layout.setting]
         self._stages = list(_named(profile, parts.one.stages))
         self._known: dict[tuple[int, bool], list[_KindTime]] = {}
 
@@ -226,11 +226,13 @@ class _Drawing:
             yield Piece("compute", one.module, kind, now_s, now_s + seconds, moved, flops)
             now_s += seconds
         times = 2 if backward and self.layout.checkpointing else 1
-        now_s = end_s - work.tensor_s - work.sequence_s
+        now_s = end_s - work.tensor_s - work.sequence_s - work.experts_s
         sent = times * cost.tp_allreduce_bytes.at(micro_batch)
         yield Piece("tensor parallel", one.module, "all-reduce", now_s, now_s + work.tensor_s, sent)
         sent, now_s = times * cost.sp_alltoall_bytes.at(micro_batch), now_s + work.tensor_s
         yield Piece("sequence parallel", one.module, "all-to-all", now_s, now_s + work.sequence_s, sent)
+        sent, now_s = times * cost.ep_alltoall_bytes.at(micro_batch), now_s + work.sequence_s
+        yield Piece("expert parallel", one.module, "all-to-all", now_s, now_s + work.experts_s, sent)
 
     def _kinds(self, layer: int, backward: bool) -> list[_KindTime]:
         """Return what a layer's kernels of each kind take, in the order of their first."""

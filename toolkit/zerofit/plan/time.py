@@ -26,6 +26,7 @@ Stream = Literal[
     "data parallel",
     "tensor parallel",
     "sequence parallel",
+    "expert parallel",
     "pipeline",
     "device to host",
     "host to device",
@@ -44,6 +45,7 @@ class StepTime:
     reduce_s: float  # gradients
     tensor_s: float  # all-reduces of tensor parallelism
     sequence_s: float  # all-to-alls of sequence parallelism
+    experts_s: float  # all-to-alls of spread experts
     bubble_s: float  # a pipeline that fills and drains
     optimizer_s: float  # Adam, with the all-gather of what it stepped
     transfer_s: float  # between device, host and disks, for offloading; of activations as well
@@ -161,11 +163,12 @@ class Timer:
         passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
         return StepTime(
             step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + later_s + moved_s,
-            compute_s=micro_batches * (sums.layer_s - sums.tensor_s - sums.sequence_s - sums.copy_s),
+            compute_s=micro_batches * sums.computed_s,
             gather_s=micro_batches * gather_wait_s,
             reduce_s=parts.reductions * reduce_wait_s,
             tensor_s=micro_batches * sums.tensor_s,
             sequence_s=micro_batches * sums.sequence_s,
+            experts_s=micro_batches * sums.experts_s,
             bubble_s=bubble_s,
             optimizer_s=optimizer_s,
             transfer_s=micro_batches * sums.copy_s + later_s + moved_s,
@@ -195,6 +198,20 @@ class Timer:
             step=tuple(self._step_tasks(layout, one, shards, b)),
         )
 
+    def _share(self, layout: PlannedLayout, one: RankPass) -> float:
+        """Return the share of its parameters that a rank has: of experts that are spread it shares with fewer."""
+        return (1 + (layout.ep - 1) * one.expert_share) / layout.zero_ranks
+
+    def _spread_s(self, op: str, size_bytes: float, calls: float, layout: PlannedLayout, one: RankPass) -> float:
+        """Time a collective of parameters: spread experts' among the ranks that hold the same."""
+        gpus, experts = self._cluster.gpus, one.expert_share
+        shards = group_of(layout.zero_ranks, layout.tp, gpus)
+        every_s = collective_s(op, size_bytes * (1 - experts), calls * (1 - experts), shards, self.rates)
+        if layout.ep == 1:
+            return every_s
+        same = group_of(layout.zero_ranks // layout.ep, layout.ep, gpus)
+        return every_s + collective_s(op, size_bytes * experts, calls * experts, same, self.rates)
+
     def _reduce_groups(self, one: RankPass, bucket: int) -> Sequence[ReduceGroup]:
         if (one, bucket) not in self._groups:
             self._groups[one, bucket] = tuple(reduce_groups(one, one.slowest, bucket))
@@ -207,14 +224,14 @@ class Timer:
         """
         matrices, layers = one.gathers
         by_size = one.parameters / max(1, layout.prefetch) + layers
-        copy_s = 0.0
+        copy_s, share = 0.0, self._share(layout, one)
         if layout.offload_param == "cpu":
-            copy_s = b / shards.size / self.rates.pcie
+            copy_s = b * share / self.rates.pcie
         elif layout.offload_param == "nvme":
-            copy_s = b / shards.size * self._cluster.gpus / self.rates.nvme_read
+            copy_s = b * share * self._cluster.gpus / self.rates.nvme_read
         return Fetches(
             copy_s=copy_s,
-            gather_s=collective_s("all_gather", b, 0, shards, self.rates),
+            gather_s=self._spread_s("all_gather", b, 0, layout, one),
             call_s=collective_s("all_gather", 0, 1, shards, self.rates),
             prefetch=None if matrices <= by_size else max(1, layout.prefetch),
         )
@@ -222,7 +239,7 @@ class Timer:
     def _reduce_s(self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int) -> float:
         """Time all gradients; stages 0-2 all-reduce buckets and keep their part (stage_1_and_2.py, average_tensor)."""
         op = "reduce_scatter" if layout.zero_stage == 3 else "all_reduce"
-        return collective_s(op, b * one.trained_parameters, _calls(layout, one), shards, self.rates)
+        return self._spread_s(op, b * one.trained_parameters, _calls(layout, one), layout, one)
 
     def _accumulate(
         self, layout: PlannedLayout, one: RankPass, shards: RankGroup, b: int
@@ -234,7 +251,7 @@ class Timer:
         """
         if layout.offload_optimizer == "none" or (layout.zero_stage < 3 and layout.accumulation == 1):
             return (), ()
-        moved = b * one.trained_parameters / (shards.size if layout.zero_stage == 3 else 1)
+        moved = b * one.trained_parameters * (self._share(layout, one) if layout.zero_stage == 3 else 1)
         seconds = moved / self.rates.pcie
         up = StepTask("host to device", "accumulated gradients", moved, seconds)
         down = StepTask("device to host", "accumulated gradients", moved, seconds)
@@ -245,7 +262,7 @@ class Timer:
 
         Offloaded gradients move in float32; a node's ranks share its memory and its disks.
         """
-        share, rates = one.trained_parameters / (shards.size if layout.zero_stage else 1), self.rates
+        share, rates = one.trained_parameters * (self._share(layout, one) if layout.zero_stage else 1), self.rates
         gpus = self._cluster.gpus
         if layout.offload_optimizer == "none":
             yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.adam)
@@ -261,7 +278,7 @@ class Timer:
                 yield StepTask("host to device", "stepped parameters", b * share, b * share / rates.pcie)
         if layout.zero_stage in (1, 2):
             whole = b * one.trained_parameters
-            seconds = collective_s("all_gather", whole, _calls(layout, one), shards, rates)
+            seconds = self._spread_s("all_gather", whole, _calls(layout, one), layout, one)
             yield StepTask("data parallel", "all-gather of stepped parameters", whole, seconds)
 
 

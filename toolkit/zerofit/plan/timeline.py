@@ -5,6 +5,7 @@ Nothing here depends on the ZeRO stage, the micro batch or the number of data pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,15 +28,22 @@ def add(one: Point, other: Point) -> Point:
 
 
 FROZEN = 2
+EXPERTS = 3  # the first group of spread experts, which DeepSpeed takes out of the matrices
+EXPERT_GROUP_ELEMENTS = 178_956_971  # of such a group at most, but for one parameter (moe/utils.py, max_group_size)
 
 
 class Parameter(NamedTuple):
-    """One parameter of a rank, as the optimizer's two groups hold it (train/build.py, parameter_groups)."""
+    """One parameter of a rank, as the optimizer's groups hold it (train/build.py, parameter_groups)."""
 
     numel: int
-    group: int  # 0: matrices, 1: vectors, FROZEN: in neither
+    group: int  # 0: matrices, 1: vectors, FROZEN: in none, EXPERTS and above: spread experts
     start: int  # elements before it in its group
     split: bool = False  # tensor parallel ranks have a part each
+
+    @property
+    def expert(self) -> bool:
+        """Whether it holds a rank's share of the experts: fewer ranks have the same."""
+        return self.group >= EXPERTS
 
 
 class TimelineEvent(NamedTuple):
@@ -61,12 +69,15 @@ class StageTimeline:
     received: Point = NOTHING  # activation that comes from the stage before
     sent: Point = NOTHING  # activation that goes to the next stage
     logits: Point = NOTHING  # output of the last stage
+    ep: int = 1  # ranks that hold the experts together
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The optimizer's groups, matrices and vectors, in the model's order."""
-        every = [parameter for layer in self.layers for parameter in layer]
-        return tuple(tuple(p for p in every if p.group == group) for group in (0, 1))
+        """The optimizer's groups: matrices, vectors, and those of spread experts, each in the model's order."""
+        found: dict[int, list[Parameter]] = {0: [], 1: []}
+        for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
+            found.setdefault(parameter.group, []).append(parameter)
+        return tuple(tuple(found[group]) for group in sorted(found))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -119,6 +130,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
         on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
+        ep=int(key.partition("/ep=")[2] or 1),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
     )
@@ -143,9 +155,11 @@ class _Placed:
         whole = layer.matrices + layer.vectors
         frozen = layer.frozen + frozen
         self.numels = matrices + vectors + tied + frozen
-        self.group_of = (0,) * len(matrices) + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
-        split = tuple(n < w for n, w in zip(matrices + vectors, whole, strict=True))
-        self.split = split + (False,) * len(tied + frozen)
+        first = tuple(EXPERTS if place in cost.experts else 0 for place in range(len(matrices)))
+        self.group_of = first + (1,) * len(vectors) + (0,) * len(tied) + (FROZEN,) * len(frozen)
+        # with spread experts, whose weights are other ones than the whole model's, nothing else is divided
+        pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
+        self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.shift = shift  # bytes that its backward holds more than in the trace
 
     @property
@@ -174,10 +188,15 @@ def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     """Place each layer's parameters in the optimizer's groups."""
-    layers, ends = [], [0, 0, 0]
+    layers: list[list[Parameter]] = []
+    ends: Counter[int] = Counter()
+    experts = EXPERTS  # the group that is being filled
     for placed in mine:
         layers.append([])
-        for numel, group, split in zip(placed.numels, placed.group_of, placed.split, strict=True):
+        for numel, kind, split in zip(placed.numels, placed.group_of, placed.split, strict=True):
+            if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
+                experts += 1
+            group = experts if kind == EXPERTS else kind
             layers[-1].append(Parameter(numel, group, ends[group], split))
             ends[group] += numel
     return tuple(map(tuple, layers))

@@ -18,6 +18,7 @@ from zerofit.plan.persistent import (
     SUB_GROUP_ELEMENTS,
     in_bf16_optimizer,
     overlap_in_partition,
+    padded_groups,
     parameter_shards,
     partitions,
     sharers,
@@ -57,8 +58,8 @@ def _init_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
     element, parameters = layout.element_bytes, layout.element_bytes * line.elements
     made = 0
     here = layout.offload_optimizer == "none" or device == "cpu"
-    for size in partitions(line, layout.zero_ranks):
-        yield {"parameters": parameters, "temporaries": element * size * layout.zero_ranks, "master weights": made}
+    for size, whole in zip(partitions(line, layout.zero_ranks), padded_groups(line, layout.zero_ranks), strict=True):
+        yield {"parameters": parameters, "temporaries": element * whole, "master weights": made}
         lifted = MASTER_BYTES * size if here else 0
         yield {"parameters": parameters, "temporaries": element * size, "master weights": made + lifted}
         made += lifted
@@ -150,4 +151,4 @@ def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int
     """Return gloo's copy of a group's gathered parameters (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
     if device == "cuda" or layout.zero_stage == 3 or layout.zero_ranks == 1:
         return 0
-    return layout.element_bytes * max(partitions(line, layout.zero_ranks)) * layout.zero_ranks
+    return layout.element_bytes * max(padded_groups(line, layout.zero_ranks))

@@ -24,9 +24,9 @@ def experts() -> None:
     from deepspeed.moe import ep_kernels
 
     auto_ep._gate_activation_matches = lambda experts_module: None  # it compares values of the experts' activation
-    auto_ep_layer.compute_split_plan = _even_split_plan
-    ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = _unfilled_indices
-    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = _grouped_product
+    auto_ep_layer.compute_split_plan = even_split_plan
+    ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = unfilled_indices
+    fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = grouped_product
 
 
 def expert_rows() -> None:
@@ -34,10 +34,10 @@ def expert_rows() -> None:
     from deepspeed.moe import ep_kernels
 
     ep_kernels.permute_rows_supported = lambda rows: rows.device.type == NAME
-    ep_kernels.gather_rows = _gather_rows
+    ep_kernels.gather_rows = gather_rows
 
 
-def _even_split_plan(
+def even_split_plan(
     selected_experts: Tensor,
     num_experts: int,
     ep_size: int,
@@ -61,19 +61,19 @@ def _even_split_plan(
     return SplitPlan(splits, splits, received.view(ep_size, num_local_experts))
 
 
-def _unfilled_indices(
+def unfilled_indices(
     counts: Tensor, starts: Tensor, offsets: Tensor, experts_per_rank: int, num_ranks: int, max_len: int, *_: Any
 ) -> Tensor:
     """Return rows' places among the experts, none of which is known. (deepspeed/moe/ep_kernels.py, fill_indices_*)"""
     return torch.full((max_len,), -1, dtype=torch.int32, device=counts.device)
 
 
-def _gather_rows(src: Tensor, index: Tensor) -> Tensor:
+def gather_rows(src: Tensor, index: Tensor) -> Tensor:
     """Return what Triton's kernel would fill with rows of `src`. (deepspeed/moe/ep_kernels.py, gather_rows)"""
     return torch.empty((index.numel(), src.shape[1]), dtype=src.dtype, device=src.device)
 
 
-def _grouped_product(
+def grouped_product(
     fake_mode: Any,
     func: Any,
     mat_a: Tensor,

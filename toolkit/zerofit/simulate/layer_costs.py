@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
+from zerofit.simulate.traced_experts import STAND_INS, expert_places
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear
 
@@ -54,6 +55,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.before: dict[Key, int] = {}  # bytes alive when a section began
         self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
         self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
+        self.exchanged: Counter[Key] = Counter()  # bytes that a section sends to the ranks of spread experts
         self.last_op = ""
         self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
         self._frozen = {p.untyped_storage()._cdata: n for n, p in enumerate(model.parameters()) if not p.requires_grad}
@@ -82,6 +84,10 @@ class ProfileRecorder(TorchDispatchMode):
         parameter.grad = None
         self.segments.append(GradientSegment(last.key))
 
+    def exchange(self, sent: int) -> None:
+        """Note that tokens are sent to the ranks that hold experts together."""
+        self.exchanged[self.segments[-1].key] += sent
+
     def keeping_on_host(self, pin_memory: bool) -> saved_tensors_hooks:
         """Return what stands in for torch's `save_on_cpu`: what is saved leaves the books, and comes back anew."""
 
@@ -104,7 +110,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.last_op = str(func)
         if self._frozen:
             self._note_readers(args)
-        out = func(*args, **kwargs)
+        out = STAND_INS.get(func, func)(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -200,6 +206,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
         forward=forward,
         backward=moments,
         host_bytes=_line([r.on_host[unit] for r in recorders]),
+        ep_alltoall_bytes=_line([r.exchanged["forward", unit] for r in recorders]),
+        experts=tuple(places[n] for n in expert_places(subject.model) if n in places),
         forward_kernels=_kernels(recorders, unit, "forward"),
         backward_kernels=_kernels(recorders, unit, "backward"),
     )

@@ -25,12 +25,14 @@ from zerofit.models.sections import watched
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
+from zerofit.simulate.traced_experts import without_ranks
 from zerofit.simulate.traced_model import TracedModel, cast_by_zero3, make_subject
 from zerofit.spec.model_facts import Precision, Task
 from zerofit.spec.profile import LOW_BUFFERS, NOTHING_SAVED, LayerCost, LayerRun, Linear, Profile, Savings, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import weighted_cross_entropy
+from zerofit.train.probe import expert_count
 
 
 class TraceSetting(NamedTuple):
@@ -40,6 +42,7 @@ class TraceSetting(NamedTuple):
     checkpointing: bool = False
     tp: int = 1
     sp: int = 1
+    ep: int = 1
     savings: Savings = NOTHING_SAVED
     low_buffers: bool = False  # as ZeRO-3 has them where a model is partitioned as it is built
 
@@ -63,10 +66,10 @@ def profile_model(
     form, or cannot be run on the meta device (the message names the op).
     """
     wanted = list(dict.fromkeys(settings))
-    if all(one.tp > 1 for one in wanted):  # the whole layers are needed beside their shards
-        wanted.append(wanted[0]._replace(tp=1))
+    if all(one.tp * one.ep > 1 for one in wanted):  # the whole layers are needed beside their shards
+        wanted.append(wanted[0]._replace(tp=1, ep=1))
     traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
-    subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp == 1)
+    subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp * one.ep == 1)
     costs = {_key(one): here for one, (_, _, here) in traced.items()}
     low = [one._replace(low_buffers=True) for one in wanted if one.precision != "fp32" and cast_by_zero3(subject.model)]
     low_costs = {f"{_key(one)}{LOW_BUFFERS}": _traced(source, task, inputs, args, one, device)[2] for one in low}
@@ -84,6 +87,7 @@ def profile_model(
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
         sample_bytes=sum(math.prod(one.shape) * (4 if one.ids is None else 8) for one in tensors),  # float32, int64
+        experts=expert_count(config),
         model_type=getattr(config, "model_type", None),
         pipelines=source.family != "custom" and not are_packed(inputs) and _is_list_of_layers(subject.model),
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
@@ -91,14 +95,14 @@ def profile_model(
 
 
 def _key(one: TraceSetting) -> str:
-    return setting(one.precision, one.checkpointing, one.tp, one.sp)
+    return setting(one.precision, one.checkpointing, one.tp, one.sp, one.ep)
 
 
 def _traced(
     source: ModelSource, task: Task, inputs: Inputs, args: dict[str, Any], one: TraceSetting, device: str
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
-    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings)
+    subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep)
     if one.low_buffers:
         for module, name in cast_by_zero3(subject.model):
             module._buffers[name] = module.get_buffer(name).to(one.dtype)
@@ -142,11 +146,11 @@ def _is_list_of_layers(model: nn.Module) -> bool:
 def _on_one_rank(cost: LayerCost, layer: LayerRun, config: Any, one: TraceSetting) -> LayerCost:
     """Add what tensor and sequence parallelism send, and the numels of a rank's shards."""
     out = cost.output_bytes
-    if one.tp > 1:
+    if one.tp * one.ep > 1:
         cost = replace(cost, matrices=layer.matrices, vectors=layer.vectors)
-        if layer.name == "block":  # the outputs of attention and of the MLP are summed over the ranks
-            sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
-            cost = replace(cost, tp_allreduce_bytes=sent)
+    if one.tp > 1 and layer.name == "block":  # the outputs of attention and of the MLP are summed over the ranks
+        sent = Linear(fixed=2 * out.fixed, per_sample=2 * out.per_sample)
+        cost = replace(cost, tp_allreduce_bytes=sent)
     if one.sp > 1 and layer.name == "block":
         # queries and the output have all heads, keys and values theirs; tensor ranks have a part of them
         heads = config.num_attention_heads
@@ -217,7 +221,8 @@ def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
     """Keep activations on a host that is not the device, and run a few chunks of a loss for all."""
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
-    with in_chunks, patch.object(models_checkpointing, "save_on_cpu", to_host):
+    alone = without_ranks(device, recorder.exchange)
+    with in_chunks, alone, patch.object(models_checkpointing, "save_on_cpu", to_host):
         yield
 
 

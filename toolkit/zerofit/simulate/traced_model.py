@@ -16,11 +16,12 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.denoisers import is_denoiser
-from zerofit.models.depth import Path, depths, part, with_depths
+from zerofit.models.depth import Path, depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
+from zerofit.simulate.traced_experts import spread
 from zerofit.spec.profile import NOTHING_SAVED, Savings
 from zerofit.train.build import batch_norm_in_fp32
 
@@ -46,14 +47,15 @@ def make_subject(
     checkpointing: bool,
     tp: int,
     savings: Savings = NOTHING_SAVED,
+    ep: int = 1,
 ) -> TracedModel:
     """Return the model as a rank has it, its parameters of this dtype and its buffers as built.
 
-    Raises ModelError where it has no tensor parallel form.
+    Raises ModelError where it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
     equal = _equal_blocks(config) if config is not None else {}
-    small = with_depths(args, dict.fromkeys(equal, TRACED_BLOCKS))
+    small = with_depths(args, {path: leading(part(config, path)) + TRACED_BLOCKS for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
     found = block_lists(model, inputs) if config is not None else []
@@ -61,6 +63,8 @@ def make_subject(
         if len(found) != 1:
             raise ModelError("profile-tp", f"{source.name} has no blocks that tensor parallelism splits")
         _shard(model, found[0][0], tp)
+    if ep > 1:
+        spread(model, ep)
     if savings.activation_offload and checkpointing:
         keep_on_host(model)
     if savings.mlp_chunk:
@@ -94,14 +98,14 @@ def cast_by_zero3(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _equal_blocks(config: Any) -> dict[Path, int]:
-    """Return how many equal blocks stand where in a config; none that differ, or are too few to leave any out."""
+    """Return how many blocks stand where in a config, equal but for the first ones; none that are too few or mixed."""
     return {path: count for path, count in depths(config).items() if _are_equal(part(config, path), count)}
 
 
 def _are_equal(config: Any, count: int) -> bool:
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    mixed = any(getattr(config, key, None) for key in ("first_k_dense_replace", "mlp_only_layers"))
-    return count > TRACED_BLOCKS and len(kinds) <= 1 and not mixed
+    mixed = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) > 1
+    return count > leading(config) + TRACED_BLOCKS and len(kinds) <= 1 and not mixed
 
 
 def _shard(model: Any, blocks: nn.ModuleList, degree: int) -> None:

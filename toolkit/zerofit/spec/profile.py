@@ -102,11 +102,15 @@ class LayerCost:
     backward_kernels: tuple[Kernel, ...] = ()  # with recomputation, where it is checkpointed
     tp_allreduce_bytes: Linear = Linear()  # sent by tensor parallelism in forward (backward: as much)
     sp_alltoall_bytes: Linear = Linear()  # sent by sequence parallelism in forward (backward: as much)
+    ep_alltoall_bytes: Linear = Linear()  # tokens sent to spread experts and back in forward (backward: as much)
     host_bytes: Linear = Linear()  # kept in host memory from its forward to its backward
     forward: tuple[Linear, ...] = ()  # forward_peak_bytes for any micro batch: the largest of them holds
     backward: tuple[BackwardMoment, ...] = ()  # backward_peak_bytes in its order; with a parameter's fresh gradient
-    matrices: tuple[int, ...] = ()  # numels on one rank where tensor parallelism splits them; else the layer's own
+    matrices: tuple[
+        int, ...
+    ] = ()  # numels on one rank where tensor or expert parallelism splits them; else the layer's own
     vectors: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()  # places in `matrices` of spread experts' weights
 
     @property
     def forward_flops(self) -> Linear:
@@ -137,7 +141,8 @@ class LayerRun:
 class Profile:
     """A model at one sequence length (or image size), for every setting that was traced.
 
-    `costs` maps a setting, `"bf16/checkpointing=0/tp=1/sp=1"`, to one LayerCost for each of `layers`.
+    `costs` maps a setting, `"bf16/checkpointing=0/tp=1/sp=1"` to one LayerCost for each of `layers`;
+    `/ep=8` behind it: of experts that 8 ranks share.
     """
 
     model: str
@@ -149,6 +154,7 @@ class Profile:
     attention_heads: int | None = None
     kv_heads: int | None = None
     hidden_size: int | None = None
+    experts: int | None = None  # that a layer's router chooses from; None without a mixture
     sample_bytes: int = 0  # of one sample and its labels, as they wait on the host
     model_type: str | None = None
     pipelines: bool = True  # whether a pipeline can cut it
@@ -195,14 +201,15 @@ class Profile:
 LOW_BUFFERS = "/buffers=low"  # behind a setting
 
 
-def setting(precision: str, checkpointing: bool, tp: int, sp: int) -> str:
+def setting(precision: str, checkpointing: bool, tp: int, sp: int, ep: int = 1) -> str:
     """Return the key of a setting in `Profile.costs`."""
-    return f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
+    key = f"{precision}/checkpointing={int(checkpointing)}/tp={tp}/sp={sp}"
+    return f"{key}/ep={ep}" if ep > 1 else key
 
 
 def _cost(entry: dict[str, Any]) -> LayerCost:
     plain = {k: Linear(**v) if isinstance(v, dict) else v for k, v in entry.items()}
-    lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors")}
+    lists = {key: tuple(entry.get(key, ())) for key in ("matrices", "vectors", "experts")}
     moments = tuple(
         BackwardMoment(live=_lines(m["live"]), end=Linear(**m["end"]), parameter=m["parameter"])
         for m in entry.get("backward", ())

@@ -58,7 +58,7 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
     `make` builds the model with its weights, which it stores as it is told: of the experts those of this rank.
     """
     sizes, rank = {name: tuple(p.shape) for name, p in shape.named_parameters()}, expert_rank(dist.get_rank(), layout)
-    _convert(shape, layout.ep, rank)
+    convert(shape, layout.ep, rank)
     slices = {}
     for path, layer in expert_layers(shape).items():
         for own, (source, half) in SOURCES.items():
@@ -136,8 +136,8 @@ def _own_weights(block: Any) -> dict[str, nn.Parameter]:
     return found
 
 
-def _convert(model: nn.Module, degree: int, rank: int) -> None:
-    """Put AutoEP's layers in the places of transformers'."""
+def convert(model: nn.Module, degree: int, rank: int) -> None:
+    """Put AutoEP's layers in the places of transformers', of a model on the meta device."""
     _mend_registry()
     auto = AutoEP(model, AutoEPConfig(enabled=True, autoep_size=degree))
     found = auto.ep_parser()

@@ -148,7 +148,16 @@ def _family(candidate: Candidate) -> tuple:
     """Return what decides which of DeepSpeed's code runs."""
     layout = candidate.layout
     offload = (layout.offload_optimizer, layout.offload_param)
-    return (layout.zero_stage, offload, layout.tp, layout.pp, layout.sp, layout.precision, candidate.compiled)
+    return (
+        layout.zero_stage,
+        offload,
+        layout.tp,
+        layout.pp,
+        layout.sp,
+        layout.ep,
+        layout.precision,
+        candidate.compiled,
+    )
 
 
 def _for_a_sample(learned: StepTimeModel, candidate: Candidate) -> tuple[float, float]:

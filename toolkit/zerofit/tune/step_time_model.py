@@ -32,6 +32,7 @@ FEATURES: tuple[tuple[float, Callable[[Candidate], float]], ...] = (
     (EACH, lambda c: math.log2(c.layout.tp)),
     (EACH, lambda c: math.log2(c.layout.pp)),
     (EACH, lambda c: math.log2(c.layout.sp)),
+    (EACH, lambda c: math.log2(c.layout.ep)),
     (EACH, lambda c: math.log2(c.layout.micro_batch) / 3),
     (EACH, lambda c: math.log2(c.layout.accumulation) / 3),
     (EACH, lambda c: c.layout.checkpointing),

@@ -59,7 +59,7 @@ def describe(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
     """Return a configuration in a few words: what sets it apart from the other candidates."""
     layout = candidate.layout
     parts = [f"ZeRO {layout.zero_stage}", f"micro batch {layout.micro_batch} x {layout.accumulation}"]
-    parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp") if getattr(layout, name) > 1]
+    parts += [f"{name} {getattr(layout, name)}" for name in ("tp", "pp", "sp", "ep") if getattr(layout, name) > 1]
     parts += [layout.offload] if layout.offload != "none" else []
     flags = {"checkpointing": layout.checkpointing, "overlap": layout.overlap, "compile": candidate.compiled}
     parts += [word for word, on in flags.items() if on]

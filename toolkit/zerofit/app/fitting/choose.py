@@ -121,4 +121,13 @@ def _machinery(option: LayoutOption) -> tuple[int, ...]:
 def _kind(option: LayoutOption) -> tuple:
     """Return what a refusal depends on."""
     layout = option.layout
-    return (layout.zero_stage, layout.offload, layout.tp, layout.pp, layout.sp, layout.checkpointing, option.savings)
+    return (
+        layout.zero_stage,
+        layout.offload,
+        layout.tp,
+        layout.pp,
+        layout.sp,
+        layout.ep,
+        layout.checkpointing,
+        option.savings,
+    )

@@ -11,13 +11,14 @@ from typing import Any
 from zerofit.app.planning.files import ds_config as planned_config
 from zerofit.app.planning.files import layout_fields, merged
 from zerofit.app.planning.of_run import profile_of
-from zerofit.app.planning.pins import FIELDS, decided, savings_of
+from zerofit.app.planning.pins import DEGREES, FIELDS, decided, savings_of
 from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import ResolvedJob, ds_document
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.result import plain
 from zerofit.plan.search import search
-from zerofit.plan.space import Degrees, PlanRequest, stage3_sizes
+from zerofit.plan.space import PlanRequest, stage3_sizes
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
@@ -62,15 +63,15 @@ def options_of(
     UserError and ModelError.
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
-    degrees = {name: knobs[name] for name in ("tp", "pp", "sp") if knobs.get(name, 1) > 1}
+    degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
     own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing") if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
     keep |= {"ema": run.ema} if run.ema else {}
-    keep |= {name: max(1, keep[name]) for name in ("tp", "sp") if name in keep}  # 0 is DeepSpeed's word for 1
+    keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 is DeepSpeed's word for 1
     request = PlanRequest(
         precision=job.precision, global_batch=job.batch.total, every=True, keep=keep, **own, **degrees
     )
-    traced = None if not degrees else (Degrees(), Degrees(degrees.get("tp", 1), 1, degrees.get("sp", 1)))
+    traced = None if not degrees else (Degrees(), Degrees(**{**degrees, "pp": 1}))
     ample = replace(cluster, host_memory=AMPLE, device_memory=AMPLE, nvme=_disk_bytes(given))
     profiles = {
         savings: profile_of(resolved, cluster, job.precision, report, degrees=traced, savings=_within(savings, run))
@@ -139,7 +140,7 @@ def chosen_fields(
     `optimizer`: the run's; some offloading would bring another default with it.
     """
     config = planned_config(option.layout, profile, str(_nvme_path(given) or "/local_nvme"))
-    degrees = {FIELDS[name]: getattr(option.layout, name) for name in ("tp", "pp", "sp")}
+    degrees = {FIELDS[name]: getattr(option.layout, name) for name in DEGREES}
     return {
         **degrees,
         **layout_fields(option.layout),

@@ -71,6 +71,8 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         config["tensor_parallel"] = {"autotp_size": "auto"}
     if layout.sp > 1:
         config["sequence_parallel_size"] = "auto"
+    if layout.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": "auto"}
     return config
 
 
@@ -109,6 +111,7 @@ def run_fields(
 def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
     """Return the fields of a run that its layout decides."""
     degrees = {"tensor_parallel": layout.tp, "pipeline": layout.pp, "sequence_parallel": layout.sp}
+    degrees["expert_parallel"] = layout.ep
     return {
         "ranks": layout.world_size,
         "micro_batch": layout.micro_batch,

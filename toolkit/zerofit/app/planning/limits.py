@@ -12,9 +12,9 @@ from zerofit.app.planning.profiles import ProfileRequest, longest_sequence, trac
 from zerofit.app.planning.question import PlanQuestion, forecast_of
 from zerofit.app.planning.request import Maximum
 from zerofit.plan import inverse
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.inverse import MOST_GPUS, largest, repeated_layer, with_layers
 from zerofit.plan.search import host_needed, pressure
-from zerofit.plan.space import Degrees
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.devices import DEVICES
 from zerofit.spec.errors import Problem, UserError
@@ -121,9 +121,9 @@ def _longest(question: PlanQuestion, cluster: Cluster, report: Reporter) -> tupl
 
 def _degrees_on(cluster: Cluster, profile: Profile) -> tuple[Degrees, ...]:
     """Return the degrees of a profile that a cluster can have."""
-    found = [tuple(int(part.split("=")[1]) for part in key.split("/")[2:]) for key in profile.costs]
-    fitting = [(tp, sp) for tp, sp in found if cluster.ranks % (tp * sp) == 0]
-    return tuple(dict.fromkeys((Degrees(), *(Degrees(tp, 1, sp) for tp, sp in fitting))))
+    found = [Degrees(**{n: int(d) for n, d in (p.split("=") for p in key.split("/")[2:])}) for key in profile.costs]
+    fitting = [one for one in found if cluster.ranks % one.product == 0 and cluster.ranks % one.ep == 0]
+    return tuple(dict.fromkeys((Degrees(), *fitting)))
 
 
 def _longer(

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofit.app.planning.pins import DEGREES
 from zerofit.plan.fit import Forecast
 from zerofit.plan.interval import AS_MEASURED, PAIRS
 from zerofit.plan.layout import PlannedLayout
@@ -97,7 +98,7 @@ def whole(wanted: PlanRequest) -> PlanRequest:
             problems.add("usage", message, f"add {flag}, and what else was not the default", flag)
     problems.raise_if_any()
     stays = {"offload_optimizer": "none", "offload_param": "none"}
-    degrees = {name: getattr(wanted, name) or 1 for name in ("tp", "pp", "sp")}
+    degrees = {name: getattr(wanted, name) or 1 for name in DEGREES}
     accumulation = wanted.accumulation or (None if wanted.global_batch else 1)
     return replace(
         wanted,

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
-from zerofit.app.planning.request import no_formulas
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
 from zerofit.launch.hostfile import Host
-from zerofit.plan.space import Degrees
+from zerofit.plan.degrees import Degrees
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
@@ -38,8 +37,6 @@ def profile_of(
 ) -> Profile:
     """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
     run, inputs = resolved.job.run, resolved.inputs
-    if resolved.job.layout.ep > 1:
-        raise UserError(no_formulas("--expert-parallel"))
     request = ProfileRequest(
         model=run.model,
         precision=precision,

@@ -22,12 +22,14 @@ FIELDS = {
     "tp": "tensor_parallel",
     "pp": "pipeline",
     "sp": "sequence_parallel",
+    "ep": "expert_parallel",
 }
 KEYS = {
     "micro_batch": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
     "tp": "tensor_parallel.autotp_size",
     "sp": "sequence_parallel_size",
+    "ep": "expert_parallel.autoep_size",
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer": "zero_optimization.offload_optimizer.device",
     "offload_param": "zero_optimization.offload_param.device",
@@ -44,6 +46,7 @@ PINS = {
     "overlap": "overlap_comm",
 }
 STAGES = (0, 1, 2, 3)
+DEGREES = ("tp", "pp", "sp", "ep")
 
 
 class LayoutPins(TypedDict, total=False):
@@ -62,6 +65,7 @@ class LayoutPins(TypedDict, total=False):
     tensor_parallel: int | None
     pipeline: int | None
     sequence_parallel: int | None
+    expert_parallel: int | None
     zero_stage: Literal[0, 1, 2, 3] | None
     offload: Offload | None  # of the optimizer's states
     offload_param: Offload | None
@@ -85,6 +89,8 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a layout that these fields decide, the keys of the DeepSpeed JSON among them."""
     config = given.get("ds_config", {})
     found = {knob: get(config, key, "auto") for knob, key in KEYS.items()}
+    if get(config, "expert_parallel.enabled") is not True:
+        found.pop("ep")
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
@@ -121,7 +127,7 @@ def knobs_of(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
     found |= {knob: given[pin] for knob, pin in PINS.items() if pin in given}
     if found.get("zero_stage") == 0:
         found.pop("overlap", None)  # which says nothing there
-    return {knob: max(1, value) if knob in ("tp", "pp", "sp") else value for knob, value in found.items()}
+    return {knob: max(1, value) if knob in DEGREES else value for knob, value in found.items()}
 
 
 def batch_and_precision(pins: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +149,9 @@ def refuse_impossible(pins: Mapping[str, Any], knobs: Mapping[str, Any], problem
     if stage in (1, 2, 3) and stage > 1 and knobs.get("pp", 1) > 1:
         message = f"--pipeline with ZeRO stage {stage}: DeepSpeed's pipeline takes stages 0 and 1"
         problems.add("combination", message, "leave one of them out", "--pipeline, --zero-stage")
+    if stage == 0 and knobs.get("ep", 1) > 1:
+        message = "--expert-parallel at ZeRO stage 0: DeepSpeed averages the norm over ranks with different experts"
+        problems.add("combination", message, "take --zero-stage 1, 2 or 3", "--expert-parallel, --zero-stage")
     if stage in (0, 1, 2) and (params != "none" or optimizer == "nvme"):
         message = f"parameters, and what goes to disks, are offloaded at ZeRO stage 3 alone, and this is stage {stage}"
         problems.add("combination", message, "take --zero-stage 3, or another --offload", "--zero-stage, --offload")

@@ -15,11 +15,11 @@ from zerofit.app.requests import assumed_inputs
 from zerofit.models.catalog import ModelError, ModelSource, find, names_callable, with_task
 from zerofit.models.inputs import Inputs, are_packed
 from zerofit.models.presets import PRESETS
-from zerofit.plan.space import Degrees, heads_take, settings_of
+from zerofit.plan.degrees import Degrees, heads_take, settings_of
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
-from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Task, has_head, is_image
+from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
 from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
@@ -103,7 +103,7 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
             # the largest first: where one does not divide every layer, it shows at once
             ordered = sorted(degrees, reverse=True)
             pairs = [(degree, c) for degree in ordered for c in checkpointings]
-            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, wanted.savings) for d, c in pairs]
+            settings = [TraceSetting(wanted.precision, c, d.tp, d.sp, d.ep, wanted.savings) for d, c in pairs]
             try:
                 return profile_model(source, task, inputs, wanted.model_args, settings, wanted.device)
             except ModelError as error:
@@ -135,6 +135,7 @@ def _deepspeed_quiet() -> Iterator[None]:
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
     """Return what the model is fed, and the degrees that are asked for, or worth it, and possible for such a model."""
     from zerofit.models.hf_config import make_config, max_positions
+    from zerofit.train.probe import expert_count
 
     has_config = source.family == "transformers" and not is_image(task)
     config = make_config(source, None, wanted.model_args) if has_config else None
@@ -143,8 +144,10 @@ def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task)
     attention = getattr(config, "num_attention_heads", None)
     heads = (attention, getattr(config, "num_key_value_heads", None) or attention)
     model_type, length = getattr(config, "model_type", None), getattr(inputs, "seq_len", None) or 0
-    found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS)
-    found = [degrees for degrees in found if degrees.tp == 1 or source.partial is None]
+    experts = expert_count(config)
+    found = wanted.degrees or settings_of(heads, model_type, TRACED_RANKS, experts)
+    found = [degrees for degrees in found if degrees.tp * degrees.ep == 1 or source.partial is None]
+    found = [d for d in found if d.ep == 1 or (model_type in EXPERT_TYPES and (experts or 1) % d.ep == 0)]
     found = [Degrees()] if has_head(task) else found
     fitting = [d for d in found if heads_take(d, heads, model_type) and length % d.sp == 0]
     return inputs, [d for d in fitting if d.sp == 1 or not are_packed(inputs)]  # Ulysses would mix documents

@@ -9,14 +9,15 @@ from typing import Any
 
 from zerofit.app.planning.from_trace import TraceCalibration, calibrated
 from zerofit.app.planning.measured import MeasuredScaling, MeasuredSpeed, scaling_of
-from zerofit.app.planning.pins import batch_and_precision, knobs_of, savings_of
+from zerofit.app.planning.pins import DEGREES, batch_and_precision, knobs_of, savings_of
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
-from zerofit.plan.space import Degrees, PlanRequest
+from zerofit.plan.space import PlanRequest
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
@@ -62,8 +63,8 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
         return question, request.profile
     assert isinstance(request.model, str)
     degrees = None  # all that are worth it
-    if (wanted.tp or wanted.sp) and not request.measured:  # the asked ones beside the plain model
-        degrees = tuple(dict.fromkeys((Degrees(), Degrees(wanted.tp or 1, 1, wanted.sp or 1))))
+    if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # the asked ones beside the plain model
+        degrees = tuple(dict.fromkeys((Degrees(), wanted.degrees._replace(pp=1))))
     traced = ProfileRequest(
         model=request.model,
         precision=wanted.precision,
@@ -100,7 +101,7 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
         message = "offloading to disks is asked for, and no disk is named"
         raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
-    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "tp", "pp", "sp")}
+    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", *DEGREES)}
     own |= _by_rank(request, own, decided, cluster)
     return PlanRequest(
         precision=_precision(decided.get("precision"), cluster, stored),

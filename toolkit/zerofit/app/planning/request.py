@@ -12,7 +12,6 @@ from typing import Any, Literal
 from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.app.requests import PACKED, parse_input
-from zerofit.check.dotted import get
 from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
@@ -112,7 +111,7 @@ class PlanningRequest:
     write: bool = False  # whether a layout is to be written: it is confirmed, unless all comes from a stored profile
 
     def __post_init__(self) -> None:
-        problems, run = Problems(), self.model
+        problems = Problems()
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
@@ -122,9 +121,6 @@ class PlanningRequest:
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:
             refuse_impossible(self.pins, knobs_of(self.pins, config), problems)
-            asked = isinstance(run, Run) and run.expert_parallel > 1
-            if asked or get(config, "expert_parallel.enabled") is True:
-                problems.extend([no_formulas("expert_parallel")])
             partly = problems.attempt(lambda: Run(**self.part))
             if partly:
                 check_part(partly, Layout(dp=1, tp=self.pins.get("tensor_parallel") or 1), config, problems)
@@ -193,10 +189,3 @@ class PlanningRequest:
         if seq_len and longest and seq_len > longest:
             message = f"--seq-len {seq_len} is more than the {longest} positions of {model}"
             problems.add("seq-len", message, f"take {longest} or less", "--seq-len")
-
-
-def no_formulas(where: str) -> Problem:
-    """Return why layouts with spread experts are not searched."""
-    message = "experts that are spread over ranks (expert parallelism): there are no formulas of their memory and time"
-    hint = "`zerofit simulate MODEL --expert-parallel N` says what a rank of one layout needs; else leave it out"
-    return Problem(kind="expert-parallel", message=message, hint=hint, where=where)

@@ -8,14 +8,14 @@ from itertools import product
 from zerofit.app.planning.profiles import ProfileRequest, kept_profile
 from zerofit.app.requests import input_option
 from zerofit.app.resolve import ResolvedJob
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.space import Degrees
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile, Savings, setting
+from zerofit.spec.profile import Profile, Savings
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
@@ -44,9 +44,9 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
     """Return a kept profile of the job's model in its setting, by whichever question it was traced for."""
     job, inputs = resolved.job, resolved.inputs
     layout, run = job.layout, job.run
-    key = setting(job.precision, run.activation_checkpointing, layout.tp, layout.sp)
+    key = PlannedLayout.of(job).setting
     image = input_option(inputs)
-    asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp))))
+    asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
     for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
         wanted = ProfileRequest(
             model=run.model,

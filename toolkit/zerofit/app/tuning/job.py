@@ -18,6 +18,7 @@ from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import resolve_job
 from zerofit.launch.hostfile import Host, read_hostfile
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
@@ -31,7 +32,7 @@ from zerofit.tune.trial import Candidate
 FLAG = (bool,)
 # the types of values; the knobs of the second part stay as in the run unless the space names them
 KNOBS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp"), (int,)),
+    **dict.fromkeys(("zero_stage", "micro_batch", "gradient_accumulation_steps", "tp", "pp", "sp", "ep"), (int,)),
     **dict.fromkeys(("bucket_elements", "prefetch_elements", "persistence_elements"), (int,)),
     **dict.fromkeys(("activation_checkpointing", "overlap_comm"), FLAG),
     "offload": (str,),
@@ -144,10 +145,15 @@ class TuneJob:
         used = filled(on.hosts, job.layout.world_size) if on.hosts else ()
         cluster = cluster_of(job.layout.world_size, used)
         precisions = allowed.get("precision") or [job.precision]
-        profiles = {precision: profile_of(resolved, cluster, precision, report) for precision in precisions}
+        named = (Degrees(), Degrees(run.tensor_parallel, 1, run.sequence_parallel, run.expert_parallel))
+        traced = named if run.expert_parallel > 1 else None  # a degree of its own, beyond those that are searched
+        profiles = {
+            precision: profile_of(resolved, cluster, precision, report, degrees=traced) for precision in precisions
+        }
         candidates, considered = list[Candidate](), 0
         calibration = read_calibration(cluster.device.kind)
         degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
+        degrees["ep"] = run.expert_parallel
         fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
             profile = profiles[precision]
@@ -178,7 +184,7 @@ class TuneJob:
     def ds_config(self, candidate: Candidate) -> dict[str, Any]:
         """Return the user's DeepSpeed JSON with this configuration in it; batch sizes are the run's."""
         config, layout = copy.deepcopy(self.ds_source), candidate.layout
-        for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size"):
+        for key in (*BATCH_KEYS, "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             config.pop(key, None)
         if layout.precision != self.run.precision:  # the space asks for it: run.yaml says which
             for key in ("fp16", "bf16"):
@@ -186,7 +192,7 @@ class TuneJob:
         offload = config.get("zero_optimization", {}).get("offload_param", {})
         profile = self.profiles[layout.precision]
         planned = planned_config(layout, profile, offload.get("nvme_path") or "/local_nvme")
-        for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
+        for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
             if key in planned:
                 config[key] = planned[key]
         return config
@@ -199,5 +205,5 @@ class TuneJob:
         """Return run.yaml of a trial: the real run, without an end, saving and evaluating nothing."""
         run = self.run.model_dump(mode="json")
         drop = {"output": None, "resume": "never", "steps": ENDLESS, "global_batch": None}
-        degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1}
+        degrees = {"tensor_parallel": 1, "pipeline": 1, "sequence_parallel": 1, "expert_parallel": 1}
         return {**run, **QUIET, **drop, **degrees, **self.run_fields(candidate), "ds_config": self.ds_config(candidate)}

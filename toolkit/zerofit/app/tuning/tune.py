@@ -28,7 +28,8 @@ LEAST_S = 20.0  # with less time left no trial is started
 NAMES = ("ds_config.json", "run.yaml", "trials.json", "trials.png")
 # fields of the run that a candidate sets, or that do not change the time of a step
 FREE = {
-    *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline", "sequence_parallel"),
+    *("ranks", "micro_batch", "gradient_accumulation_steps", "tensor_parallel", "pipeline"),
+    *("sequence_parallel", "expert_parallel"),
     *("activation_checkpointing", "precision", "global_batch", "compile", "steps", "epochs", "output", "resume"),
     *("seed", "lr", "log_every", "eval_every", "eval_samples", "save_every", "save_async", "keep_last", "keep_every"),
     *("callbacks", "tensorboard", "wandb", "profile", "profile_ranks", "ds_config", "warmup_steps", "schedule"),
