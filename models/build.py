@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
-from zerofit.models.hf import transformers_model
+from zerofit.models.hf import IN_FP32, transformers_model
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.inputs import (
     ImageInputs,
@@ -36,6 +36,7 @@ from zerofit.models.inputs import (
 )
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
+from zerofit.models.quantized import Quantizer, elements
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import gives_loss, is_text
@@ -75,6 +76,10 @@ def build(
         raise ModelError("model-task", message, "take --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}
+    quantization, quantizer = source.partial and source.partial.quantization, None
+    if quantization:
+        quantizer = Quantizer(quantization, source, make, stored or IN_FP32)
+        stored = quantizer.stored
     if stored is None:
         model = make()
     elif source.family == "transformers":
@@ -84,6 +89,8 @@ def build(
             model = build_deferred(make, stored, keep)
         except NotDeferrableError:
             model = store_parameters(make(), stored, keep)
+    if quantizer:
+        quantizer.put_into(model)
     if checkpointing:
         _checkpoint(model)
     return model if source.partial is None else train_part(model, source.partial)
@@ -248,7 +255,7 @@ def fake_tensors() -> Iterator[None]:
 
 def parameter_count(model: nn.Module) -> int:
     """Count parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return sum(map(elements, model.parameters()))
 
 
 def count_parameters(source: ModelSource) -> int:
