@@ -135,7 +135,7 @@ def elements(parameter: Tensor) -> int:
 
 
 def statistics_bytes(parameter: Any) -> int:
-    """Return the bytes that a quantised weight has beside its own: scales, and the tables that they are looked up in."""
+    """Return the bytes that a quantised weight has beside its own: scales, and tables for them."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return _state_bytes(state) + (_state_bytes(state.state2) + state.offset.nbytes if state.nested else 0)

@@ -44,7 +44,10 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
         found = _partitioned_states(line, layout, device)
     else:
         found = _unpartitioned(line, layout)
-    return found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
+    kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
+    if line.quantized_bytes:  # whole on each rank, beside adapters
+        kept["quantised weights"] = line.quantized_bytes
+    return found._replace(device={**kept, **found.device})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, tensors_of
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
+from zerofit.simulate.bits import traced_bits
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
@@ -91,7 +92,8 @@ def _traced(
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings)
-    with as_on(device, one.sp, are_packed(inputs)):
+    bits = traced_bits(device) if source.partial and source.partial.quantization else nullcontext()
+    with as_on(device, one.sp, are_packed(inputs)), bits:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
