@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.space import Degrees
 from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter

@@ -23,7 +23,7 @@ from zerofit.models.catalog import ModelError, ModelSource, find, names
 from zerofit.models.checkpointing import checkpoint_model
 from zerofit.models.deferred import NotDeferrableError, Stored, build_deferred, store_parameters, why_not_deferrable
 from zerofit.models.denoisers import denoiser, denoising_loss, is_denoiser
-from zerofit.models.hf import transformers_model
+from zerofit.models.hf import IN_FP32, transformers_model
 from zerofit.models.hf_config import make_config, max_positions
 from zerofit.models.image_grids import grid_arguments
 from zerofit.models.inputs import (
@@ -41,6 +41,7 @@ from zerofit.models.inputs import (
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
 from zerofit.models.pretrained import load_pretrained
+from zerofit.models.quantized import Quantizer, elements
 from zerofit.models.state_space import mamba_kernels
 from zerofit.models.vision import BUILDERS, DCGAN, PUBLISHED_INPUTS, torchvision_model
 from zerofit.spec.model_facts import gives_loss, has_head, is_text
@@ -80,6 +81,10 @@ def build(
         raise ModelError("model-task", message, "take --data synthetic")
     make = partial(BUILD[source.family], source, inputs, dict(args))
     keep = keep if keep is None else {name_without_adapters(name) for name in keep}
+    quantization, quantizer = source.partial and source.partial.quantization, None
+    if quantization:
+        quantizer = Quantizer(quantization, source, make, stored or IN_FP32)
+        stored = quantizer.stored
     if stored is None:
         model = make()
     elif source.family == "transformers":
@@ -91,6 +96,8 @@ def build(
             model = store_parameters(make(), stored, keep)
     if source.pretrained:
         load_pretrained(model, source, inputs)
+    if quantizer:
+        quantizer.put_into(model)
     if checkpointing:
         _checkpoint(model)
     return model if source.partial is None else train_part(model, source.partial)
@@ -278,7 +285,7 @@ def fake_tensors() -> Iterator[None]:
 
 def parameter_count(model: nn.Module) -> int:
     """Count parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return sum(map(elements, model.parameters()))
 
 
 def count_parameters(source: ModelSource) -> int:

@@ -46,7 +46,12 @@ class Stored:
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
         """Return the tensor so, itself where it is so already; other than floating types stay what they are."""
         kept = self.slices[name](tensor) if name in self.slices else tensor
-        return kept.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        return kept.to(self.device, self.dtype if kept.is_floating_point() else None)
+
+
+def as_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Return a parameter; quantised weights are bytes, which have no gradient."""
+    return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 
 def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = None) -> nn.Module:
@@ -58,7 +63,7 @@ def store_parameters(model: nn.Module, stored: Stored, keep: set[str] | None = N
         for name, old in module._parameters.items():
             if old is not None and not old.is_meta:
                 data = stored.store(old.data, names[id(old)]) if id(old) in kept else old.data.to("meta")
-                new.setdefault(id(old), nn.Parameter(data, requires_grad=old.requires_grad))
+                new.setdefault(id(old), as_parameter(data, old.requires_grad))
                 module._parameters[name] = new[id(old)]
     return model
 

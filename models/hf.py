@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource
-from zerofit.models.deferred import Stored, store_parameters
+from zerofit.models.deferred import Stored, as_parameter, store_parameters
 from zerofit.models.hf_config import first_line, make_config
 from zerofit.models.inputs import Inputs
 
@@ -65,7 +65,8 @@ def transformers_model(
     if source.origin == PRETRAINED and device.type != "meta":
         alone = _as_without_zero3() if is_deepspeed_zero3_enabled() else nullcontext()
         with alone:  # for a head that the folder does not hold
-            return _rotary_in_fp32(_pretrained(source, config, stored, keep))
+            # which transformers gives for evaluation: without dropout, and int8 layers would quantise what they are fed
+            return _rotary_in_fp32(_pretrained(source, config, stored, keep)).train()
     if is_deepspeed_zero3_enabled() and device.type != "meta":
         with _as_without_zero3():
             return _rotary_in_fp32(_from_config(source, config))
@@ -171,7 +172,9 @@ def _stored_as_read(stored: Stored, keep: set[str] | None) -> Iterator[set[str]]
         original(model, name, value.detach() if kept else value.detach().to("meta"), *more, **named)
         parameter = own[attribute]  # the old one, on meta, where the shape is not the model's
         if parameter is not None and not parameter.is_meta:
-            parameter.data = stored.store(parameter.data, name)
+            data = stored.store(parameter.data, name)
+            parameter.requires_grad_(parameter.requires_grad and data.is_floating_point())
+            parameter.data = data  # the same object: transformers has noted on it that it is there
             read.add(name)
 
     if stored == IN_FP32 and keep is None:
@@ -249,8 +252,7 @@ def _apply(module: nn.Module, initialise_one: Any, real: dict[int, str], stored:
     initialise_one(module)
     for name, parameter in own.items():
         if parameter is not None and not parameter.is_meta and stored != IN_FP32:
-            data = stored.store(parameter.data, names[name])
-            own[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            own[name] = as_parameter(stored.store(parameter.data, names[name]), parameter.requires_grad)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ import transformers
 
 from zerofit.checkpoint.adapters import read_adapters
 from zerofit.checkpoint.export import export
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text, part_checksum
+from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
 from zerofit.checkpoint.merge import whole_weights
 from zerofit.infer.saved_model import find_folder
 from zerofit.models.build import build
 from zerofit.models.catalog import find
+from zerofit.models.checksums import part_checksum
 from zerofit.models.inputs import TextInputs
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter

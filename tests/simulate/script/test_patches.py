@@ -12,8 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
+from zerofit.simulate import bits
 from zerofit.simulate.ledger import Ledger
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, quantized, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.streams import Streams
 
 pytestmark = pytest.mark.versions
@@ -27,6 +28,7 @@ PATCHES = {
     "parameter_data": (["torch._C:TensorBase.data"], []),
     "gradients": (["torch:Tensor.register_hook"], []),
     "four_bits": ([], []),
+    "eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
     "loaders": (
@@ -154,9 +156,10 @@ def test_every_patch_is_listed():
         "quantizer_of",
         "quantize",
         "missing_triton",
+        "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, quantized, writes, gpu, cuda, lengths):
+    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]
@@ -185,7 +188,7 @@ def signature_of(place: str) -> inspect.Signature:
 def test_bitsandbytes_has_what_is_replaced():
     pytest.importorskip("bitsandbytes")
     parameters = signature_of("bitsandbytes.nn:Params4bit.__new__").parameters
-    assert set(quantized._STATE) < set(parameters)
+    assert set(bits._FOUR) < set(parameters)
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         default = signature_of("bitsandbytes.backends.default.ops:_gemm_4bit_default_impl")
         arguments = [a.name for a in torch.ops.bitsandbytes.gemm_4bit.default._schema.arguments]

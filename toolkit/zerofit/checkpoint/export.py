@@ -33,6 +33,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, ModelSource, source_of
 from zerofit.models.dtypes import DTYPES, NAMES, torch_name
 from zerofit.models.inputs import are_tokenized
+from zerofit.models.quantized import without_bits
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import Precision
@@ -200,7 +201,7 @@ def _meta_model(manifest: Manifest, file: Path, trusted: bool) -> tuple[nn.Modul
             source = replace(source, pretrained=None)
         refuse_untrusted_code(source, run.model_args, file, trusted)
         with torch.device("meta"):
-            return build(source, manifest.inputs, dict(run.model_args)), source
+            return build(without_bits(source), manifest.inputs, dict(run.model_args)), source
     except ModelError as error:
         message = f"the run's model {run.model} cannot be built again: {error.message}"
         hint = "paths and modules are looked for from the current folder: go where the run was started"

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text, part_checksum
+from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelSource
+from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import Inputs
 from zerofit.models.partial import lora_layers, name_without_adapters

@@ -60,7 +60,7 @@ FROM_HELP = "folder of `zerofit tune`: step times are corrected by its trials, f
 FROM_TRACE_HELP = "a run folder's traces/rank-0-step-3.json (`train --profile`): its kernels count, by kind and shape"
 MEASURED_HELP = "5.33samples/s, 21000tokens/s or 0.52s a step, of the layout that the flags name: scales all times"
 WRITE_HELP = "folder for ds_config.json, run.yaml of the plainest that forecasts cannot tell from the best"
-METHODS_HELP = "full,lora: one table of these, with the longest sequence that each could take"
+METHODS_HELP = "full,lora,qlora: one table of these, with the longest sequence that each could take"
 TRACE_HELP = "file for the timeline of that layout's step: Chrome trace format, opens in Perfetto"
 PRECISION_HELP = "bf16 where the device has it, fp16 before Ampere, fp32 on a CPU; with --profile the profile's"
 

@@ -26,6 +26,7 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
     if run.lora is None and of_lora:
         named = ", ".join(map(flag, of_lora))
         problems.add("conflict", f"{named} without --lora", "give --lora RANK, or leave it out", flag(of_lora[0]))
+    _check_quantized(run, layout, config, problems)
     partial = run.partial
     if partial is None:
         return
@@ -62,6 +63,29 @@ def check_part(run: Run, layout: Layout, config: Mapping[str, Any], problems: Pr
         if get(config, path):
             message = f"{asked} with {path}: it has not been seen to train there like one device does"
             problems.add("layout", message, "remove the key", path)
+
+
+def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """Check weights in 4 or 8 bits: they need adapters, and code that leaves their bytes alone."""
+    if run.double_quant and run.quantize != "nf4":
+        message, hint = "--double-quant without --quantize nf4", "give it, or leave --double-quant out"
+        problems.add("conflict", message, hint, "--double-quant")
+    if run.quantize is None:
+        return
+    asked = f"--quantize {run.quantize}"
+    if run.lora is None:
+        message = f"{asked} without --lora: quantised weights have no gradient"
+        problems.add("conflict", message, "give --lora RANK, whose adapters are trained beside them", "--quantize")
+    if run.quantize == "int8" and layout.zero_stage == 3:
+        message = f"{asked} at ZeRO stage 3: bitsandbytes' Linear8bitLt keeps a second reference to its whole weight"
+        message += " (nn/modules.py, init_8bit_state), which is never given back"
+        problems.add("layout", message, "take nf4, or --ds-config zero2", "--quantize")
+    if get(config, "zero_optimization.offload_param.device", "none") != "none":
+        message = f"{asked} with offload_param: DeepSpeed's buffers for parameters are of the training's precision"
+        problems.add("layout", message, "remove offload_param: 4 bits take an eighth of fp32", "--quantize")
+    if run.compile:
+        message = f"{asked} with --compile has not been seen to train like one device does"
+        problems.add("layout", message, "leave --compile out", "--compile")
 
 
 def _default(run: Run, name: str) -> Any:

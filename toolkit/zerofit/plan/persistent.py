@@ -45,7 +45,10 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
         found = _partitioned_states(line, layout, device)
     else:
         found = _unpartitioned(line, layout)
-    found = found._replace(device={"buffers of the model": line.buffers_bytes, **found.device})
+    kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
+    if line.quantized_bytes:  # whole on each rank, beside adapters
+        kept["quantised weights"] = line.quantized_bytes
+    found = found._replace(device={**kept, **found.device})
     return _with_averages(found, layout) if layout.ema else found
 
 

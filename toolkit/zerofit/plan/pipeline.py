@@ -23,7 +23,8 @@ def stage_bounds(profile: Profile, stages: int) -> tuple[tuple[int, int], ...]:
     every = [layer for layer in profile.layers for _ in range(layer.count)]
     trained = tuple(sum(layer.matrices) + sum(layer.vectors) for layer in every)
     weights = tuple(
-        own + sum(layer.frozen) + (tied if layer.tied_to else 0) for layer, own in zip(every, trained, strict=True)
+        own + sum(layer.frozen + layer.quantized) + (tied if layer.tied_to else 0)
+        for layer, own in zip(every, trained, strict=True)
     )
     if stages > len(weights):
         raise ValueError(f"{profile.model} has {len(weights)} layers, too few for {stages} pipeline stages")

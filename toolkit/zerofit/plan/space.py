@@ -25,6 +25,13 @@ IMAGES = 8
 SIZES = ("bucket", "overlap", "prefetch", "persistence")  # knobs in which the members of a family differ
 MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the forecast of times knows little of
 
+_SHARDED_BITS = Problem(
+    kind="quantized",
+    message="plan has no formula for quantised weights at ZeRO stage 3, where what is gathered stays until backward",
+    hint="take stage 2: they are small and are not trained; `zerofit simulate` takes stage 3",
+    where="--quantize",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -69,6 +76,7 @@ class SearchSpace:
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can be run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
+    quantized = any(layer.quantized for layer in profile.layers)
     for degrees in _degrees(cluster, profile, request):
         problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
         if problem:
@@ -77,7 +85,10 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
         batches = list(_batches(degrees, profile, cluster, request, space))
         asked = (False, True) if request.checkpointing is None else (request.checkpointing,)
         traced = [c for c in asked if degrees.setting(request.precision, c) in profile.costs]
-        options = product(_sharding(degrees, cluster, request), traced, batches)
+        sharding = [one for one in _sharding(degrees, cluster, request) if one[0] < 3 or not quantized]
+        if not sharding:
+            space.leave_out(_SHARDED_BITS)
+        options = product(sharding, traced, batches)
         for (stage, optimizer, param), checkpointing, (micro, accumulation) in options:
             first = PlannedLayout(
                 zero_stage=stage,

@@ -64,7 +64,8 @@ class StageTimeline:
     forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
     backward: tuple[TimelineEvent, ...]
     saved: Point  # of one micro batch, once its forward is done
-    buffers_bytes: int
+    buffers_bytes: int  # with the next
+    quantized_bytes: int = 0
     on_host: tuple[Point, ...] = ()  # of one micro batch, what each layer that keeps some has in host memory
     received: Point = NOTHING  # activation that comes from the stage before
     sent: Point = NOTHING  # activation that goes to the next stage
@@ -128,6 +129,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         backward=tuple(_backward(mine, layers, bases, chosen)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
+        quantized_bytes=sum(placed.layer.quantized_bytes for placed in mine),
         on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=int(key.partition("/ep=")[2] or 1),

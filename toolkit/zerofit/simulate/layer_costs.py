@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.traced_experts import STAND_INS, expert_places
 from zerofit.simulate.traced_model import TracedModel
@@ -157,14 +158,18 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
     mine = [every[index] for index in _parameters_of(model, recorder, unit)]
-    frozen = [p for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
+    still = [p for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
+    frozen, bits = ([p for p in still if (source_of_bits(p) is None) is plain] for plain in (True, False))
+    packed = sum(p.nbytes + statistics_bytes(p) for p in bits)
     return LayerRun(
         name=here.name,
         count=here.count,
         matrices=tuple(p.numel() for p in mine if p.dim() > 1),
         vectors=tuple(p.numel() for p in mine if p.dim() <= 1),
         frozen=tuple(p.numel() for p in frozen),
-        buffers_bytes=_buffers_bytes(model, {id(p) for p in (*mine, *frozen)}, rest=unit == 0),
+        quantized=tuple(map(elements, bits)),
+        quantized_bytes=packed,
+        buffers_bytes=packed + _buffers_bytes(model, {id(p) for p in (*mine, *still)}, rest=unit == 0),
         tied_to="embedding" if here.name == "head" and _is_tied(model) else None,
     )
 

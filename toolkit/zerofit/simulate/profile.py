@@ -22,6 +22,7 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
+from zerofit.simulate.bits import traced_bits
 from zerofit.simulate.fake_kernels import as_on
 from zerofit.simulate.layer_costs import MICRO_BATCHES, ProfileRecorder, cost_of, layer_of
 from zerofit.simulate.op_costs import KERNEL_SCRATCH
@@ -106,7 +107,8 @@ def _traced(
     if one.low_buffers:
         for module, name in cast_by_zero3(subject.model):
             module._buffers[name] = module.get_buffer(name).to(one.dtype)
-    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)):
+    bits = traced_bits(device) if source.partial and source.partial.quantization else nullcontext()
+    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)

@@ -25,6 +25,7 @@ from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
+from zerofit.simulate.bits import eight_bits, four_bits
 from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storages, watch_gradients
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
@@ -53,6 +54,8 @@ def simulate(
     meter = AllocationTracker(device.NAME if gpu else "cpu", chosen, target.workspace_bytes)
     device.install(gpu, meter, target.device_bytes)
     apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
+    if target.job.run.quantize:
+        four_bits() if target.job.run.quantize == "nf4" else eight_bits()
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
             # a process group that sends nothing

@@ -19,6 +19,7 @@ from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
 from zerofit.simulate.traced_experts import spread
@@ -71,7 +72,9 @@ def make_subject(
         tile_mlps(model, savings.mlp_chunk)
     if dtype != torch.float32:
         for parameter in model.parameters():  # buffers keep their dtype (deepspeed/runtime/engine.py:1851)
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        compute_in(model, dtype)
         batch_norm_in_fp32(model)
     equal_lists = [(blocks, equal.get(path)) for blocks, path in found]
     units = block_sections(equal_lists) if found else stage_sections(model)

@@ -78,6 +78,8 @@ class ModelFacts:
     own: bool = False  # the user's own model
     trained: int | None = None  # of the parameters, where some are frozen; None: all
     packed: bool = False  # a sample holds documents that must not see each other
+    quantized: int = 0  # of the parameters, how many lie in a few bits each,
+    quantized_bytes: int = 0  # which take so much with their scales
 
     @property
     def gives_logits(self) -> bool:
@@ -91,7 +93,7 @@ class ModelFacts:
 
     def weight_bytes(self, precision: str) -> int:
         """Return the bytes of all weights as they are used and saved."""
-        return self.parameters * ELEMENT_BYTES[precision]
+        return (self.parameters - self.quantized) * ELEMENT_BYTES[precision] + self.quantized_bytes
 
     def checkpoint_bytes(self, precision: str) -> int:
         """Estimate a checkpoint on the disk: fp32 master weights, Adam's two moments, and the weights; of what is

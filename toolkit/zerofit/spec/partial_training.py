@@ -7,9 +7,10 @@ from typing import Literal
 
 PART_FIELDS = (  # of a run
     *("lora", "lora_alpha", "lora_dropout", "lora_targets", "lora_init", "dora", "rslora"),
-    *("train", "freeze"),
+    *("train", "freeze", "quantize", "double_quant"),
 )
-Method = Literal["full", "lora"]
+Method = Literal["full", "lora", "qlora"]
+Bits = Literal["nf4", "int8"]
 LoraInit = Literal["default", "gaussian", "orthogonal"]  # peft's others change the frozen weights, or read data
 
 
@@ -27,6 +28,14 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How bitsandbytes keeps the linear layers of a frozen model."""
+
+    kind: Bits
+    double: bool = False  # of nf4: the scales of blocks are quantised, too
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartialTraining:
     """What of a model is trained; everything else is frozen."""
 
@@ -34,3 +43,4 @@ class PartialTraining:
     train: tuple[str, ...]  # shell patterns of parameters or modules
     freeze: tuple[str, ...]
     seed: int  # of the adapters' first weights
+    quantization: Quantization | None = None  # of what adapters stand beside

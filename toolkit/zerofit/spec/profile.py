@@ -131,8 +131,10 @@ class LayerRun:
     count: int  # how many of them follow each other
     matrices: tuple[int, ...]  # numels of the trained parameters with two or more dimensions, in order
     vectors: tuple[int, ...]  # numels of trained biases and norms
-    frozen: tuple[int, ...] = ()  # numels of parameters that are not trained
-    buffers_bytes: int = 0
+    frozen: tuple[int, ...] = ()  # numels of parameters that are not trained, without quantised ones
+    quantized: tuple[int, ...] = ()  # numbers in each weight that lies in a few bits a number;
+    quantized_bytes: int = 0  # their bytes, with scales
+    buffers_bytes: int = 0  # these bytes included
     tied_to: str | None = None  # name of the layer whose matrix it shares (its own numels leave it out)
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
 
@@ -163,7 +165,7 @@ class Profile:
     @property
     def parameters(self) -> int:
         """Elements in all, tied ones once."""
-        return self.trained + sum(layer.count * sum(layer.frozen) for layer in self.layers)
+        return self.trained + sum(layer.count * sum(layer.frozen + layer.quantized) for layer in self.layers)
 
     @property
     def trained(self) -> int:
@@ -191,7 +193,8 @@ class Profile:
         )
         layers = tuple(
             LayerRun(
-                **entry | {name: tuple(entry[name]) for name in ("matrices", "vectors", "frozen") if name in entry}
+                **entry
+                | {name: tuple(entry[name]) for name in ("matrices", "vectors", "frozen", "quantized") if name in entry}
             )
             for entry in value["layers"]
         )

@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
-from zerofit.spec.partial_training import LoraInit, LoraSettings, PartialTraining
+from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
 
@@ -142,6 +142,10 @@ class Run(BaseModel):
     )
     freeze: tuple[str, ...] = _option((), "parameters or modules that stay as they are, like wte; may be repeated")
 
+    quantize: Bits | None = _option(
+        None, "keep the frozen linear layers beside --lora in 4 bits (nf4) or 8 (int8), by bitsandbytes"
+    )
+    double_quant: bool = _option(False, "quantise the scales of nf4, too: 0.4 bits less a weight")
     # how images are trained on
     label_smoothing: float = _option(0.0, "share of each target that is spread over all classes", ge=0, lt=1)
     mixup: PositiveFloat | None = _option(None, "mix pairs of images and their labels, by Beta(A, A) (MixUp)")
@@ -258,7 +262,10 @@ class Run(BaseModel):
             dora=self.dora,
             rslora=self.rslora,
         )
-        return PartialTraining(lora=lora or None, train=self.train, freeze=self.freeze, seed=self.seed)
+        quantized = self.quantize and Quantization(kind=self.quantize, double=self.double_quant)
+        return PartialTraining(
+            lora=lora or None, train=self.train, freeze=self.freeze, seed=self.seed, quantization=quantized or None
+        )
 
     @classmethod
     def load(cls, path: str | Path, **overrides: Any) -> Run:

@@ -88,8 +88,10 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
     Gives whether it does.
     """
     zero = ds_config.get("zero_optimization", {})
-    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
-        yield False  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+    quantized = source.partial is not None and source.partial.quantization is not None
+    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None or quantized:
+        # ZenFlow transposes whole weights, and leaves partitioned ones as they are; bitsandbytes quantises whole ones
+        yield False
         return
     if drawn_head(source, inputs):
         yield False  # transformers reads no folder into partitions of another shape (integrations/deepspeed.py)

@@ -10,11 +10,15 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
-from zerofit.checkpoint.frozen import FrozenWeights, checksum_text, part_checksum
+from zerofit.checkpoint.frozen import FrozenWeights, checksum_text
+from zerofit.models.checksums import part_checksum
 from zerofit.models.dtypes import torch_name
+from zerofit.models.quantized import source_of_bits
 from zerofit.spec.errors import Problem, UserError
 from zerofit.train.shard_index import IndexedShard, indexed_frozen
 from zerofit.train.trainer import EngineTrainer
+
+_EXTRAS = (".SCB", ".weight_format")  # of Linear8bitLt
 
 
 def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
@@ -22,6 +26,13 @@ def frozen_weights(trainer: EngineTrainer) -> FrozenWeights:
     total, parameters, dtype = 0, 0, torch.float32
     for tag, engine in trainer.engines().items():
         for one in indexed_frozen(trainer, engine, tag):
+            source = source_of_bits(one.shard.parameter)
+            if source is not None:  # known by the numbers that it was made of, which the first stretch stands for
+                whole = one.first and one.shard.start == 0 and one.shard.numel > 0
+                total += (source.checksum or 0) * whole
+                parameters += source.elements * whole
+                dtype = source.dtype
+                continue
             stretch = _stretch(one)
             if one.first:
                 total += part_checksum(one.name, stretch, one.shard.start)
@@ -61,11 +72,19 @@ def leave_out_frozen(engine: Any) -> None:
         state = original(*args, **kwargs)
         if isinstance(state, dict):  # a pipeline's layers have files of their own
             parameters = dict(engine.module.named_parameters(remove_duplicate=False))
-            for name in [name for name in state if name in parameters and not parameters[name].requires_grad]:
+            frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+            layers = {name.removesuffix("weight") for name in frozen if source_of_bits(parameters[name]) is not None}
+            for name in [name for name in state if name in frozen or _of_bits(name, layers)]:
                 del state[name]
         return state
 
     engine.module_state_dict = module_state_dict
+
+
+def _of_bits(name: str, layers: set[str]) -> bool:
+    """Return whether a name is that of what bitsandbytes writes beside quantised weights of these layers."""
+    layer, found, _ = name.partition("weight.")
+    return (bool(found) and layer in layers) or (name.endswith(_EXTRAS) and f"{name.rpartition('.')[0]}." in layers)
 
 
 def _stretch(one: IndexedShard) -> Tensor:

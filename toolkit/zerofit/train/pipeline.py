@@ -24,6 +24,7 @@ from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers
+from zerofit.models.quantized import elements
 from zerofit.spec.mesh import RankCoords
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
@@ -216,7 +217,7 @@ def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Lay
     """Return all layers, of which only this stage's have memory, the bounds of the stages, and what the loss is of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
-    weights = [float(sum(p.numel() for p in layer.module.parameters())) for layer in layers]
+    weights = [float(sum(map(elements, layer.module.parameters()))) for layer in layers]
     if run.pipeline_balance == "time":
         weights = _measured(job, source_of(run), inputs)
     bounds = _bounds(weights, layers, layout.pp)

@@ -16,6 +16,7 @@ from zerofit.models.build import build, check_forward, parameter_count
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.inputs import ImageInputs, Inputs, are_packed
 from zerofit.models.layers import as_layers
+from zerofit.models.quantized import quantized_share, without_bits
 from zerofit.models.without_dynamo import without_dynamo
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.image_sizes import ImageSizes
@@ -43,7 +44,10 @@ def probe(
     with models_say("MODEL"), without_dynamo():
         if model is None:
             with torch.device("meta"):
-                model = build(source, inputs, args)
+                model = build(without_bits(source), inputs, args)
+                bits = quantized_share(build(source, inputs, args)) if source != without_bits(source) else (0, 0)
+        else:
+            bits = (0, 0)
         flops = None if source.family == "custom" or inputs is None else check_forward(model, source, inputs)
         layers = _layer_count(model, needed=pipelined)
     config = getattr(model, "config", None)
@@ -66,6 +70,8 @@ def probe(
         own=source.family == "custom",
         trained=trained_count(model),
         packed=are_packed(inputs),
+        quantized=bits[0],
+        quantized_bytes=bits[1],
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.app.planning.profiles import ProfileRequest, get_profile
+from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.rates import rates_of
-from zerofit.plan.space import Degrees
 from zerofit.plan.step_timeline import step_timeline
 from zerofit.plan.time import Timer
 from zerofit.report.trace_kernels import measured_kernels

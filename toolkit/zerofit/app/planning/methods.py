@@ -17,6 +17,7 @@ from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.partial_training import PART_FIELDS, Method
 
 USUAL_RANK = 8  # of adapters, where --lora names none; peft's own default
+USUAL_BITS = "nf4"  # of "qlora"
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
@@ -92,9 +93,19 @@ def compare_methods(
     return MethodComparison(cluster=cluster, rows=tuple(_row(method, request, cluster, report) for method in methods))
 
 
+def _part(method: Method, request: PlanningRequest) -> dict[str, Any]:
+    """Return the fields of a run by which a method trains; those that were asked for, where it has them."""
+    if method == "full":
+        return {}
+    part = {"lora": USUAL_RANK, **request.part}
+    if method == "qlora":
+        return {"quantize": USUAL_BITS, **part}
+    return {name: value for name, value in part.items() if name not in ("quantize", "double_quant")}
+
+
 def _row(method: Method, request: PlanningRequest, cluster: Cluster, report: Reporter) -> MethodFit:
     without = {name: value for name, value in request.pins.items() if name not in PART_FIELDS}
-    part: dict[str, Any] = {} if method == "full" else {"lora": USUAL_RANK, **request.part}
+    part = _part(method, request)
     asked = replace(request, pins={**without, **part})
     plan = plan_for(cluster, asked, report)
     longest = None

@@ -10,7 +10,7 @@ from zerofit.check.dotted import get
 from zerofit.config.ds_json import find_config, read_document
 from zerofit.plan.layout import OFFLOADS, Offload
 from zerofit.spec.errors import Problems
-from zerofit.spec.partial_training import LoraInit
+from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import Precision
 
@@ -82,6 +82,8 @@ class LayoutPins(TypedDict, total=False):
     rslora: bool
     train: Sequence[str]
     freeze: Sequence[str]
+    quantize: Bits | None
+    double_quant: bool
     ds_config: str | dict[str, Any] | None  # a file, a name from ds_configs/, or its content
 
 

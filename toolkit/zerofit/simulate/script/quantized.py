@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from zerofit.simulate.patches import replace_in
+from zerofit.models.quantized import library
+from zerofit.simulate.bits import four_bits
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.tracker import ScriptTracker
 
-_STATE = {
-    "quant_state": None,
-    "blocksize": 64,
-    "compress_statistics": True,
-    "quant_type": "fp4",
-    "quant_storage": torch.uint8,
-    "module": None,
-    "bnb_quantized": False,
-}
 _CHOSEN = ("compress_statistics", "quant_type", "quant_storage")  # by the configuration
-
-
-def four_bits() -> None:
-    """Let bitsandbytes' weights be fakes, and its product take the memory of the weights that it unpacks.
-
-    Tensor._make_subclass refuses fakes, and the product's shape rule knows only its result: backends/cuda/ops.py,
-    _dequant_linear_fallback. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit)
-    """
-    weight = _bitsandbytes().Params4bit
-    original = weight.__new__
-    kind = type("Params4bit", (FakeTensor, weight), {})
-
-    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
-        if not isinstance(data, FakeTensor):
-            return original(cls, data, requires_grad, **given)
-        made: Any = data.detach().requires_grad_(requires_grad)
-        made.__class__, made._is_param = kind, True
-        vars(made).update({**_STATE, **{name: given[name] for name in _STATE if given.get(name) is not None}})
-        return made
-
-    replace_in(weight, "__new__", staticmethod(new))
-    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
-        replace_in(torch.ops.bitsandbytes.gemm_4bit, "default", ops._gemm_4bit_default_impl)
-
-
-def _bitsandbytes() -> Any:
-    return importlib.import_module("bitsandbytes.nn.modules")
 
 
 def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
@@ -75,8 +37,8 @@ def quantizer_of(config: Any, asked: Any, device_map: Any) -> Any:
 
 def quantize(meter: ScriptTracker, model: Any, quantizer: Any, dtype: torch.dtype, device_map: Any) -> None:
     """Quantize a model on the rank's device, weight by weight, as transformers does while it reads them."""
-    kinds = _bitsandbytes()
-    if kinds.Params4bit.__new__.__module__ != __name__:
+    kinds = library()
+    if kinds.Params4bit.__new__.__module__ != four_bits.__module__:
         four_bits()
     device_map = quantizer.update_device_map(device_map)
     device = "cpu" if meter.device == "cpu" else torch.device("cuda", torch.cuda.current_device())

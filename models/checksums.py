@@ -1,0 +1,33 @@
+"""Sums over the numbers of weights, by which they are known again."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zerofit.models.partial import name_without_adapters
+
+PIECE = 1 << 22  # elements that are looked at at a time
+WORD = 1 << 64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPREAD = 0x9E3779B97F4A7C15  # odd, its bits as good as random (2^64 over the golden ratio)
+
+
+def part_checksum(name: str, stretch: Tensor, start: int = 0) -> int:
+    """Return what a stretch of a flattened weight, from element `start` on, adds to a checksum, modulo 2^64."""
+    flat, total = stretch.detach().reshape(-1), 0
+    key = xxhash.xxh64_intdigest(name_without_adapters(name).encode())
+    for first in range(0, flat.numel(), PIECE):
+        piece = flat[first : first + PIECE].contiguous()
+        bits = piece.view(_BITS[piece.element_size()]).long() + 1
+        places = torch.arange(start + first, start + first + piece.numel(), device=piece.device)
+        factors = places * _signed(_SPREAD) + _signed(key)
+        total += int((bits * (factors | 1)).sum())
+    return total % WORD
+
+
+def _signed(value: int) -> int:
+    """Return 64 bits as the number that int64 has for them."""
+    value %= WORD
+    return value - WORD if value >= WORD // 2 else value

@@ -1,0 +1,173 @@
+"""Frozen weights that are kept quantised by bitsandbytes, each from the moment it has its values."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zerofit.models.catalog import ModelError, ModelSource
+from zerofit.models.checksums import part_checksum
+from zerofit.models.deferred import Stored
+from zerofit.spec.partial_training import Quantization
+
+PACKAGE = "bitsandbytes"
+SOURCE = "source_of_bits"  # of a quantised parameter: its Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The weight that a quantised parameter was made of."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    checksum: int | None  # of its numbers; None where it had none (meta, fakes)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it had."""
+        return self.shape.numel()
+
+
+class Quantizer:
+    """Quantises the linear layers of a transformers model while it is built, one weight at a time."""
+
+    def __init__(self, quantization: Quantization, source: ModelSource, make: Callable[[], nn.Module], stored: Stored):
+        """Look at the model on meta, by `make`. Raises ModelError where it has nothing that bitsandbytes quantises."""
+        if importlib.util.find_spec(PACKAGE) is None:
+            message = f"--quantize {quantization.kind} needs {PACKAGE}, which is not installed"
+            raise ModelError("quantize", message, "pip install zerofit[quantize]")
+        if source.family != "transformers":
+            message = f"--quantize {quantization.kind}: {source.name} is not a transformers model"
+            raise ModelError("quantize", message, "leave it out, or take a language model or a transformers folder")
+        self._how, self._plain = quantization, stored
+        self._made: dict[str, Any] = {}
+        with torch.device("meta"):
+            self._names = quantized_layers(make())
+        if not self._names:
+            message = f"--quantize {quantization.kind}: {source.name} has no linear layer beside its head"
+            hint = "leave it out: bitsandbytes quantises nn.Linear (GPT-2's layers are Conv1D)"
+            raise ModelError("quantize", message, hint)
+        takes = {f"{name}.weight": partial(self.weight, name) for name in self._names}
+        self.stored = replace(stored, slices={**stored.slices, **takes})
+
+    @torch.no_grad()
+    def weight(self, name: str, tensor: Tensor) -> Tensor:
+        """Quantise a layer's weight on the device where it will lie; return its bits."""
+        device = tensor.device if tensor.is_meta else self._plain.device
+        given = tensor.detach().to(device, self._plain.dtype)
+        real = not given.is_meta and not isinstance(given, FakeTensor)
+        checksum = part_checksum(f"{name}.weight", given) if real else None
+        source = Source(shape=given.shape, dtype=given.dtype, checksum=checksum)
+        kinds = library()
+        if self._how.kind == "nf4":
+            made = kinds.Params4bit(given, quant_type="nf4", compress_statistics=self._how.double)
+        else:
+            made = kinds.Int8Params(given, requires_grad=False, has_fp16_weights=False)
+        made = made._quantize(given.device)
+        setattr(made, SOURCE, source)
+        self._made[name] = made
+        return made.data
+
+    def put_into(self, model: nn.Module) -> nn.Module:
+        """Put bitsandbytes' layers in place of the linear ones; those whose weight is on meta are quantised there."""
+        for name in self._names:
+            linear: Any = model.get_submodule(name)
+            if name not in self._made:
+                self.weight(name, torch.empty(linear.out_features, linear.in_features, device="meta"))
+            model.set_submodule(name, _layer(linear, self._made.pop(name), self._plain.dtype, self._how))
+        found: Any = model  # as peft asks
+        found.is_loaded_in_4bit, found.is_loaded_in_8bit = self._how.kind == "nf4", self._how.kind == "int8"
+        return model
+
+
+def library() -> Any:
+    """Import bitsandbytes' layers; on CPUs it says which optional package it has not found."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    kinds, functional = (
+        importlib.import_module("bitsandbytes.nn.modules"),
+        importlib.import_module(f"{PACKAGE}.functional"),
+    )
+    if "dynamic" not in functional.name2qmap:  # made with values, whatever device is the default now, and kept
+        with _disable_current_modes(), torch.device("cpu"):
+            functional.name2qmap["dynamic"] = functional.create_dynamic_map()
+    return kinds
+
+
+def quantized_layers(model: Any) -> list[str]:
+    """Return the names of the layers that transformers has bitsandbytes quantise: linear ones without the head."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    left = set(get_keys_to_not_convert(model))
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in left]
+
+
+def without_bits(source: ModelSource) -> ModelSource:
+    """Return the source of the same model with no weight quantised, adapters included."""
+    whole = source.partial and replace(source.partial, quantization=None)
+    return replace(source, partial=whole)
+
+
+def quantized_share(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers of a model are quantised, and the bytes that they take with their scales."""
+    found = [p for p in model.parameters() if source_of_bits(p) is not None]
+    return sum(map(elements, found)), sum(p.nbytes + statistics_bytes(p) for p in found)
+
+
+def source_of_bits(parameter: Tensor) -> Source | None:
+    """Return the weight that a parameter was quantised of; None for one that is not quantised."""
+    return getattr(parameter, SOURCE, None)
+
+
+def elements(parameter: Tensor) -> int:
+    """Count a parameter's numbers: quantised ones lie several in a byte, partitioned ones (ZeRO-3) elsewhere."""
+    source = source_of_bits(parameter)
+    return source.elements if source else getattr(parameter, "ds_numel", parameter.numel())
+
+
+def statistics_bytes(parameter: Any) -> int:
+    """Return the bytes that a quantised weight has beside its own: scales, and tables for them."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        return _state_bytes(state) + (_state_bytes(state.state2) + state.offset.nbytes if state.nested else 0)
+    scales = getattr(parameter, "SCB", None)
+    return scales.nbytes if scales is not None else 0
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let quantised layers of a model on meta unpack their weights to this dtype."""
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            state.dtype = dtype
+            vars(module)["compute_dtype"] = dtype
+
+
+def _state_bytes(state: Any) -> int:
+    return state.absmax.nbytes + state.code.nbytes
+
+
+def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, how: Quantization) -> nn.Module:
+    """Return bitsandbytes' layer with this weight, which computes in the given dtype."""
+    kinds, biased = library(), linear.bias is not None
+    with torch.device("meta"):
+        if how.kind == "nf4":
+            made = kinds.Linear4bit(
+                linear.in_features, linear.out_features, biased, dtype, how.double, "nf4", torch.uint8
+            )
+            # an evaluation would pack weights anew for AVX-512, after which nothing is differentiated (nn/modules.py)
+            made.support_avx512bf16_for_cpu = False
+            made.quant_state, weight.module = weight.quant_state, made
+        else:
+            made = kinds.Linear8bitLt(linear.in_features, linear.out_features, biased, has_fp16_weights=False)
+    made.weight, made.bias = weight, linear.bias
+    return made.train(linear.training)

@@ -1,0 +1,91 @@
+"""Weights of 4 and 8 bits in a simulation: quantised by bitsandbytes' own code, which sees shapes only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zerofit.models.quantized import library
+from zerofit.simulate.patches import replace_in
+
+_FOUR = {
+    "quant_state": None,
+    "blocksize": 64,
+    "compress_statistics": True,
+    "quant_type": "fp4",
+    "quant_storage": torch.uint8,
+    "module": None,
+    "bnb_quantized": False,
+}
+_EIGHT = {"CB": None, "SCB": None, "has_fp16_weights": False}
+
+
+def four_bits() -> None:
+    """Let bitsandbytes' weights be fakes, and its product take the memory of the weights that it unpacks.
+
+    Tensor._make_subclass refuses fakes, and the product's shape rule knows only its result: backends/cuda/ops.py,
+    _dequant_linear_fallback. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit)
+    """
+    weight = library().Params4bit
+    replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _FOUR)))
+    for packet, impl in _unpacking().items():
+        replace_in(packet, "default", impl)
+
+
+def eight_bits() -> None:
+    """Let bitsandbytes' weights of 8 bits be fakes.
+
+    Tensor._make_subclass refuses them. (bitsandbytes.nn.Int8Params.__new__)
+    """
+    weight = library().Int8Params
+    replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
+
+
+@contextmanager
+def traced_bits(device: str) -> Iterator[None]:
+    """For a trace on meta: take the memory of weights that products unpack, and the products of a kind of device."""
+    kinds, functions = library(), importlib.import_module("bitsandbytes.autograd._functions")
+
+    def on_cpu(a: Any, b: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
+        return functions.MatMul8bitFp.apply(a, b, out, bias, state)
+
+    stand_ins = [patch.object(packet, "default", impl) for packet, impl in _unpacking().items()]
+    if device == "cpu":
+        stand_ins.append(patch.object(kinds.bnb, "matmul", on_cpu))
+    for one in stand_ins:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in stand_ins:
+            one.stop()
+
+
+def _unpacking() -> Mapping[Any, Callable[..., Any]]:
+    """Return how products of packed weights run where no kernel unpacks as it multiplies: as ops of their own."""
+    if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        return {}  # older ones call dequantize_4bit themselves
+    ops: Any = importlib.import_module("bitsandbytes.backends.default.ops")
+    return {torch.ops.bitsandbytes.gemm_4bit: ops._gemm_4bit_default_impl}
+
+
+def _or_fakes(weight: Any, state: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a constructor of a class of parameters that gives fakes, with the attributes of `state`, of a fake."""
+    original = weight.__new__
+    kind = type(weight.__name__, (FakeTensor, weight), {})
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = False, **given: Any) -> Any:
+        if not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad, **given)
+        made: Any = data.detach().requires_grad_(requires_grad)
+        made.__class__, made._is_param = kind, True
+        vars(made).update({**state, **{name: given[name] for name in state if given.get(name) is not None}})
+        return made
+
+    return new
