@@ -141,11 +141,11 @@ class Run(BaseModel):
         (), "parameters or modules that alone are trained, like '*.mlp.*'; may be repeated"
     )
     freeze: tuple[str, ...] = _option((), "parameters or modules that stay as they are, like wte; may be repeated")
-
     quantize: Bits | None = _option(
         None, "keep the frozen linear layers beside --lora in 4 bits (nf4) or 8 (int8), by bitsandbytes"
     )
     double_quant: bool = _option(False, "quantise the scales of nf4, too: 0.4 bits less a weight")
+
     # how images are trained on
     label_smoothing: float = _option(0.0, "share of each target that is spread over all classes", ge=0, lt=1)
     mixup: PositiveFloat | None = _option(None, "mix pairs of images and their labels, by Beta(A, A) (MixUp)")
