@@ -217,8 +217,7 @@ def figures_of(saved: SavedModel, model: nn.Module, dtype: torch.dtype, inputs: 
     own = saved.source.family == "custom"
     own_loss = own and "labels" in inspect.signature(model.forward).parameters
     loss = saved.info.loss if saved.info else None
-    fed = inputs if isinstance(inputs, LabelledTextInputs | NamedInputs) else None
-    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss, inputs=fed)
+    return EvalFigures(task=saved.task, dtype=dtype, own=own, own_loss=own_loss, loss=loss, inputs=inputs)
 
 
 def cross_entropy_counts(logits: Tensor, labels: Tensor, top: int) -> Tensor:
