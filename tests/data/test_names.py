@@ -41,11 +41,11 @@ def test_images_do_not_feed_a_language_model():
 
 
 def test_defaults_fit_their_tasks():
-    for task in ("image", "table", "gan", "causal-lm", "masked-lm"):
+    for task in ("image", "segmentation", "table", "gan", "causal-lm", "masked-lm"):
         check_task(default_data(task), task)
 
 
 def test_every_kind_has_a_source():
-    assert {k for k, v in KINDS.items() if "image" in v.media} == set(IMAGE_SOURCES)
+    assert {k for k, v in KINDS.items() if {"image", "masks"} & v.media} == set(IMAGE_SOURCES)
     assert {k for k, v in KINDS.items() if "table" in v.media} == set(TABLE_SOURCES)
     assert {k for k, v in KINDS.items() if "text" in v.media} == {*TEXT_SOURCES, "synthetic"}

@@ -96,6 +96,10 @@ PUBLISHED = {
     "resnet18-small": 11_173_962,
 }
 AUXILIARY = {"inception_v3": 3_326_696}  # the training head that we leave out; googlenet's figure is without
+# a 3x3 convolution of 1024 to 256 channels, batch norm, and 21 classes of each pixel
+FCN_HEAD = 9 * 1024 * 256 + 2 * 256 + 21 * 256 + 21
+AUXILIARY |= dict.fromkeys(("fcn_resnet50", "fcn_resnet101", "deeplabv3_resnet50", "deeplabv3_resnet101"), FCN_HEAD)
+AUXILIARY["deeplabv3_mobilenet_v3_large"] = 9 * 40 * 10 + 2 * 10 + 21 * 10 + 21
 
 
 @pytest.fixture(scope="module")
