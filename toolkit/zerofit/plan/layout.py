@@ -10,6 +10,8 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+# DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
+DEFAULTS = {"bucket": 500_000_000, "prefetch": 50_000_000, "persistence": 100_000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,6 @@ class PlannedLayout:
             "bucket": "reduce_bucket_size",
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
-            "overlap": "overlap_comm",
         }
         return cls(
             zero_stage=layout.zero_stage,
@@ -59,7 +60,8 @@ class PlannedLayout:
             precision=job.precision,
             checkpointing=job.run.activation_checkpointing,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
-            **{field: zero[key] for field, key in sizes.items() if key in zero},
+            **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items()},
+            overlap=zero.get("overlap_comm", layout.zero_stage == 3),
         )
 
     @property
