@@ -11,7 +11,8 @@ from zerofit.spec.run_folder import Job
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 # DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
-DEFAULTS = {"bucket": 500_000_000, "prefetch": 50_000_000, "persistence": 100_000}
+DEFAULT_BUCKET = 500_000_000
+DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000}  # at stage 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,8 @@ class PlannedLayout:
     def of(cls, job: Job) -> PlannedLayout:
         """Return the layout that a job has."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
+        zero3 = layout.zero_stage == 3
         sizes = {
-            "bucket": "reduce_bucket_size",
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
         }
@@ -60,8 +61,9 @@ class PlannedLayout:
             precision=job.precision,
             checkpointing=job.run.activation_checkpointing,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
-            **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items()},
-            overlap=zero.get("overlap_comm", layout.zero_stage == 3),
+            **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
+            overlap=zero.get("overlap_comm", zero3),
+            **({"bucket": zero.get("reduce_bucket_size", DEFAULT_BUCKET)} if layout.zero_stage else {}),
         )
 
     @property
