@@ -11,6 +11,9 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+# DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
+DEFAULT_BUCKET = 500_000_000
+DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000}  # at stage 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,10 @@ class PlannedLayout:
     def of(cls, job: Job) -> PlannedLayout:
         """Return the layout that a job has."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
+        zero3 = layout.zero_stage == 3
         sizes = {
-            "bucket": "reduce_bucket_size",
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
-            "overlap": "overlap_comm",
         }
         return cls(
             zero_stage=layout.zero_stage,
@@ -69,7 +71,9 @@ class PlannedLayout:
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
-            **{field: zero[key] for field, key in sizes.items() if key in zero},
+            **{field: zero.get(key, DEFAULTS[field]) for field, key in sizes.items() if key in zero or zero3},
+            overlap=zero.get("overlap_comm", zero3),
+            **({"bucket": zero.get("reduce_bucket_size", DEFAULT_BUCKET)} if layout.zero_stage else {}),
         )
 
     @property

@@ -1,0 +1,178 @@
+"""How far `zerofit plan` is from `zerofit simulate`, on random models, layouts and devices; see README.md.
+
+python benchmarks/plan_accuracy.py [--count N] [--seed N] [--minutes M] [--out FILE]
+
+Each triple is forecast and simulated (one rank; nothing is trained), and simulated again's verdict is asked for on the
+smallest device that plan would call large enough. Exit code 1 where a figure misses its target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zerofit.app.simulation import PreparedSimulation, prepare_simulation
+from zerofit.models.catalog import source_of
+from zerofit.plan.fit import check_fit
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
+from zerofit.simulate.assess import assess
+from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.run import Run, RunRequest
+
+MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
+AT_ONCE = 3  # simulations that share a process
+
+# widths as published, few layers: what a layer takes is what counts
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {"num_hidden_layers": 3},
+    "qwen2.5-0.5b": {"num_hidden_layers": 4},
+    "gpt2": {"n_layer": 4},
+    "bert-base": {"num_hidden_layers": 4},
+    "vit-b-16-hf": {"num_hidden_layers": 4},
+    "t5-base": {"num_layers": 3, "num_decoder_layers": 3},
+    "bart-base": {"encoder_layers": 3, "decoder_layers": 3},
+    "whisper-base": {"encoder_layers": 3, "decoder_layers": 3},
+    "clip-vit-base-patch32": {"text_config": {"num_hidden_layers": 3}, "vision_config": {"num_hidden_layers": 3}},
+    "dit-xl-2": {"num_layers": 3},
+    "resnet50": {},
+}
+TEXT = {"llama-3.2-1b": 512, "qwen2.5-0.5b": 512, "gpt2": 512, "bert-base": 256, "t5-base": 256, "bart-base": 256}
+SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+KINDS = ("a100-40gb", "h100-80gb", "l4", "v100-16gb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One triple."""
+
+    model: str
+    layout: dict[str, Any]
+    gpu: str
+    planned_bytes: int
+    simulated_bytes: int
+    denied: bool  # simulate refuses the smallest device that plan calls large enough
+
+    @property
+    def error(self) -> float:
+        return self.planned_bytes / self.simulated_bytes - 1
+
+
+def drawn(chance: random.Random) -> tuple[Run, Cluster]:
+    """Draw a model, a layout and a device."""
+    model, gpu = chance.choice(list(MODELS)), chance.choice(KINDS)
+    stage, precision = chance.choice((0, 1, 2, 3)), "fp32" if gpu == "v100-16gb" else chance.choice(("fp32", "bf16"))
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": chance.random() < 0.5}
+    zero |= dict.fromkeys(SIZES, "auto") if chance.random() < 0.8 else {}  # without them DeepSpeed's own count
+    if stage >= 2 and chance.random() < 0.3:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", precision: {"enabled": True}}
+    if precision == "fp32":
+        del config["fp32"]
+    run = Run(
+        model=model,
+        model_args=MODELS[model],
+        ds_config=config,
+        precision=precision,
+        optimizer="adamw",
+        micro_batch=chance.choice((1, 2, 4, 8)),
+        gradient_accumulation_steps=chance.choice((1, 1, 2)),
+        activation_checkpointing=chance.random() < 0.4,
+        seq_len=TEXT.get(model),
+    )
+    return run, Cluster(gpu, gpus=chance.choice((1, 2, 4, 8)), nodes=chance.choice((1, 1, 2)))
+
+
+@cache
+def _profile(model: str, seq_len: int | None, precision: str, checkpointing: bool, task: str, inputs: Any):
+    run = Run(model=model, model_args=MODELS[model])
+    setting = TraceSetting(precision, checkpointing)
+    return profile_model(source_of(run), task, inputs, MODELS[model], [setting], "cuda")  # pyright: ignore
+
+
+def forecast(prepared: PreparedSimulation) -> tuple[int, Cluster, PlannedLayout]:
+    """The peak, and the cluster with the smallest device that would be called large enough."""
+    job, cluster = prepared.job, prepared.cluster
+    run = job.run
+    profile = _profile(
+        run.model, run.seq_len, job.precision, run.activation_checkpointing, job.facts.task, prepared.inputs
+    )
+    layout = PlannedLayout.of(job)
+    workspace = blas_workspace_bytes(cluster.device.kind)
+    memory = Forecaster(profile, "cuda", workspace).memory(layout)
+    needed = round(check_fit(memory, layout, cluster).device_bytes) + 1
+    smallest = Cluster(cluster.kind, gpus=cluster.gpus, nodes=cluster.nodes, device_memory=needed)
+    return memory.peak_bytes, smallest, layout
+
+
+def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
+    """Forecast and simulate these."""
+    ranks = simulate([one.target(0) for one in several], show, exact=True)
+    for one, rank in zip(several, ranks, strict=True):
+        if not isinstance(rank, SimulatedRank):
+            print(f"{one.job.run.model}: {rank.message}", file=sys.stderr)
+            continue
+        planned, smallest, layout = forecast(one)
+        verdict = assess(rank, smallest)
+        yield Found(
+            model=one.job.run.model,
+            layout=layout.to_dict() | {"world_size": layout.world_size},
+            gpu=one.cluster.device.kind,
+            planned_bytes=planned,
+            simulated_bytes=rank.record.peaks[0].bytes,
+            denied=verdict.reserved_bytes > 0 and not verdict.fits and verdict.host_node_bytes <= smallest.host_bytes,
+        )
+
+
+def main() -> int:
+    """0, or 1 where a figure misses its target."""
+    asked = parse()
+    chance, found, started = random.Random(asked.seed), [], time.monotonic()
+    drew = 0
+    while drew < asked.count and time.monotonic() - started < 60 * asked.minutes:
+        several = []
+        while len(several) < AT_ONCE and drew < asked.count:
+            run, cluster = drawn(chance)
+            drew += 1
+            try:
+                several.append(prepare_simulation(RunRequest.of(run), cluster))
+            except UserError as error:
+                print(f"{run.model}: {error}", file=sys.stderr)
+        for one in found_of(several, lambda text: None):
+            found.append(one)
+            print(
+                f"{one.error:+8.3%} {'DENIED ' if one.denied else ''}{one.model} on {one.gpu} {one.layout}", flush=True
+            )
+    errors = sorted(abs(one.error) for one in found)
+    result = {"triples": len(found), "seed": asked.seed, "median": statistics.median(errors), "most": errors[-1]}
+    result["denied"] = sum(one.denied for one in found)
+    print(json.dumps(result))
+    if asked.out:
+        asked.out.write_text(json.dumps(result | {"each": [asdict(one) for one in found]}, indent=1) + "\n")
+    return int(result["median"] > MEDIAN or result["most"] > MOST or result["denied"] > 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=500, help="triples to draw")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="draw no more after so long")
+    parser.add_argument("--out", type=Path, help="write each triple into this JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
