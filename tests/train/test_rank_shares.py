@@ -18,6 +18,7 @@ from zerofit.data import Order, open_data
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.plan.layout import PlannedLayout
+from zerofit.simulate.result import SimulatedRun
 from zerofit.spec.errors import UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.run import Run, RunRequest
@@ -108,6 +109,7 @@ def test_plan_and_simulation_know_them(cache):
     unequal = Run(**run, micro_batch_by_rank="6,2", ds_config="zero1", ranks=2)
     heavy, light = zf.simulate(unequal, cluster), zf.simulate(unequal, cluster, rank=1)
     alike = zf.simulate(Run(**run, micro_batch=2, ds_config="zero1", ranks=2), cluster, rank=1)
+    assert isinstance(heavy.run, SimulatedRun) and isinstance(light.run, SimulatedRun)
     assert (heavy.rank, heavy.run.micro_batch, light.run.micro_batch) == (0, 6, 2)
     assert (light.peak_bytes, light.flops) == (alike.peak_bytes, alike.flops) and heavy.flops == 3 * light.flops
     auto = Run(model="llama-tiny", seq_len=32, ranks=2, micro_batch=4, micro_batch_by_rank="auto")

@@ -66,7 +66,8 @@ def read_tuned(path: Path) -> TunedLayouts:
         pairs = []
         for row in found["measured"]:
             figures = {name: row[name] for name in ("compiled", "forecast_step_s", "peak_bytes")}
-            candidate = Candidate(layout=PlannedLayout(**row["choice"]), **figures)
+            choice = {**row["choice"], "by_rank": ()}  # trials give every rank the same; JSON has a list
+            candidate = Candidate(layout=PlannedLayout(**choice), **figures)
             pairs.append((candidate, float(row["measured_step_s"])))
         model, device = str(found["model"]), str(found["device"])
     except OSError as error:
