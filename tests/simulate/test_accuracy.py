@@ -33,6 +33,7 @@ CONFIGURATIONS = (
     "llava zero2 bf16 mb2 ckpt x2",
     "llama-lora zero3 bf16 mb2 ckpt x2",
     "gpt2-lora zero2 bf16 mb8 ckpt x2",
+    "llama-qlora zero2 bf16 mb2 ckpt x2",
 )
 
 
