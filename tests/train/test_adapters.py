@@ -107,7 +107,9 @@ def quantise(model: nn.Module, kind: str) -> None:
         if type(linear) is nn.Linear and name != "lm_head":
             size = (linear.in_features, linear.out_features, False)
             if kind == "nf4":
-                made = bnb.nn.Linear4bit(*size, compute_dtype=torch.float32, quant_type="nf4")
+                made = bnb.nn.Linear4bit(
+                    *size, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
+                )
             else:
                 made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
             made.load_state_dict(linear.state_dict())
