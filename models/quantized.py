@@ -21,11 +21,11 @@ from zerofit.models.deferred import Stored
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
-SOURCE = "source_of_bits"  # of a quantised parameter: its Source
+SOURCE = "source_of_bits"  # of a quantised parameter: its BitsSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BitsSource:
     """The weight that a quantised parameter was made of."""
 
     shape: torch.Size
@@ -67,7 +67,7 @@ class Quantizer:
         given = tensor.detach().to(device, self._plain.dtype)
         real = not given.is_meta and not isinstance(given, FakeTensor)
         checksum = part_checksum(f"{name}.weight", given) if real else None
-        source = Source(shape=given.shape, dtype=given.dtype, checksum=checksum)
+        source = BitsSource(shape=given.shape, dtype=given.dtype, checksum=checksum)
         kinds = library()
         if self._how.kind == "nf4":
             made = kinds.Params4bit(given, quant_type="nf4", compress_statistics=self._how.double)
@@ -123,7 +123,7 @@ def quantized_share(model: nn.Module) -> tuple[int, int]:
     return sum(map(elements, found)), sum(p.nbytes + statistics_bytes(p) for p in found)
 
 
-def source_of_bits(parameter: Tensor) -> Source | None:
+def source_of_bits(parameter: Tensor) -> BitsSource | None:
     """Return the weight that a parameter was quantised of; None for one that is not quantised."""
     return getattr(parameter, SOURCE, None)
 

@@ -224,6 +224,8 @@ MODELS |= {
     "llama-lora": {**MODELS["llama"], "lora": 8},
     "llama-dora": {**MODELS["llama"], "lora": 8, "dora": True, "lora_targets": "q_proj,v_proj"},
     "gpt2-lora": {**MODELS["gpt2"], "lora": 16},
+    "llama-qlora": {**MODELS["llama"], "lora": 8, "quantize": "nf4"},
+    "llama-qlora-int8": {**MODELS["llama"], "lora": 8, "quantize": "int8"},
     "vit-frozen": {**MODELS["vit"], "train": ["classifier", "*.3.*"]},
 }
 OFFLOADS = {"offload": ("offload_optimizer",), "offload-all": ("offload_optimizer", "offload_param")}
@@ -383,6 +385,11 @@ gpt2-lora zero1 fp32 mb2 x2
 gpt2-lora zero2 bf16 mb8 ckpt x2
 gpt2-lora zero3 bf16 mb2 x2
 gpt2-lora zero1 bf16 mb2 pp2 x2
+llama-qlora zero0 fp32 mb2 x2
+llama-qlora zero2 bf16 mb2 x2
+llama-qlora zero2 bf16 mb2 ckpt x2
+llama-qlora zero3 bf16 mb2 ckpt x2
+llama-qlora-int8 zero1 bf16 mb2 x2
 vit-frozen zero2 bf16 mb8 x2
 vit-frozen zero3 fp32 mb2 x2
 """.strip().splitlines()

@@ -102,7 +102,24 @@ def test_methods_stand_in_one_table():
     assert any("AutoTP" in one.message for one in lora.plan.result.rejections)
 
 
-@pytest.mark.parametrize("words", ["full,qlora", ""])
+def test_quantised_weights_are_a_method():
+    pytest.importorskip("bitsandbytes")
+    args = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    args["num_key_value_heads"] = 4
+    asked = PlanningRequest(model="llama-tiny", pins={"model_args": args, "seq_len": 64, "global_batch": 8})
+    lora, qlora = compare_methods(asked, read_methods("qlora,lora"), H100).rows
+    assert (qlora.method, qlora.plan.profile.trained) == ("qlora", lora.plan.profile.trained)
+    assert qlora.plan.profile.parameters == lora.plan.profile.parameters
+    numbers = 3 * (4 * 256 * 256 + 3 * 256 * 512)
+    # half a byte a number, 4 bytes for each 64, a table of 16 for each of seven layers in three blocks
+    packed = numbers // 2 + 4 * numbers // 64 + 3 * 7 * 16 * 4
+    assert qlora.best.ranked.memory.breakdown["quantised weights"] == packed
+    assert "quantised weights" not in lora.best.ranked.memory.breakdown
+    assert qlora.best.to_run().quantize == "nf4" and lora.best.to_run().quantize is None
+    assert all(one.layout.zero_stage < 3 for one in qlora.plan.layouts)
+
+
+@pytest.mark.parametrize("words", ["full,prefix", ""])
 def test_methods_that_there_are_not(words):
     with pytest.raises(zf.UserError, match="name of full, lora"):
         read_methods(words)

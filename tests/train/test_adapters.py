@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.train.reference import Plan, follow, relative_difference, text_windows, write_corpus
 from zerofit.checkpoint import safe_load
+from zerofit.checkpoint.export import export
 from zerofit.checkpoint.store import read_manifest
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -98,17 +99,63 @@ def test_adapters_train_as_pefts_do(pools, tmp_path, plan, followed, layout):
     assert relative_difference(loaded.base_model.model.state_dict(), adapters) < 10 * EXACT
 
 
+def quantise(model: nn.Module, kind: str) -> None:
+    """What a user of peft and bitsandbytes writes."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and name != "lm_head":
+            size = (linear.in_features, linear.out_features, False)
+            if kind == "nf4":
+                made = bnb.nn.Linear4bit(
+                    *size, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
+                )
+            else:
+                made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
+            made.load_state_dict(linear.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind == "nf4", kind == "int8"
+    adapt(model)
+
+
+QUANTISED = {
+    "stage 2": ("nf4", {"ds_config": "zero2"}),
+    "stage 3": ("nf4", {"ds_config": "zero3", "activation_checkpointing": True}),
+    "8 bits": ("int8", {"ds_config": "zero1"}),
+}
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_adapters_beside_quantised_weights_train_as_pefts_do(pools, tmp_path, plan, followed, case):
+    pytest.importorskip("bitsandbytes")
+    kind, layout = QUANTISED[case]
+    trained = pools(2).train(tmp_path / "run", **options(plan, **layout, quantize=kind))
+    losses, norms, weights = followed(quantise, kind=kind)
+    np.testing.assert_allclose(trained.losses, losses, rtol=EXACT)
+    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=EXACT)
+    base = transformers.AutoModelForCausalLM.from_pretrained(plan.model)
+    loaded = peft.PeftModel.from_pretrained(base, trained.folder.model)
+    adapters = {name: tensor for name, tensor in weights.items() if "lora_" in name}
+    assert relative_difference(loaded.base_model.model.state_dict(), adapters) < 10 * EXACT
+    merged = export(trained.folder.model, tmp_path / "merged", merge=True).out
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged).state_dict()
+    assert relative_difference(whole, loaded.merge_and_unload().state_dict()) < EXACT
+
+
 KEPT = {"save_every": "5"}
 TAKEN_UP = {
     "stage 2": ({"ds_config": "zero2"}, {"ds_config": "zero2"}),
     "stage 3": ({"ds_config": "zero3"}, {"ds_config": "zero3"}),
     "pipeline": ({"pipeline": 2, "micro_batch": 2}, {"pipeline": 2, "micro_batch": 2}),
+    "4 bits": ({"ds_config": "zero2", "quantize": "nf4"}, {"ds_config": "zero2", "quantize": "nf4"}),
     "from stage 3 to a pipeline": ({"ds_config": "zero3"}, {"pipeline": 2, "micro_batch": 2}),
 }
 
 
 @pytest.mark.parametrize("case", TAKEN_UP)
 def test_going_on_from_a_checkpoint_is_going_on(pools, tmp_path, plan, case):
+    if case == "4 bits":
+        pytest.importorskip("bitsandbytes")
     before, after = (options(plan, lora_dropout=0.1 if case == "stage 2" else 0.0, **how) for how in TAKEN_UP[case])
     whole = pools(2).train(tmp_path / "whole", **before, **KEPT)
     half = whole.folder.checkpoints / "step-00000005"

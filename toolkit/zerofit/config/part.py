@@ -81,8 +81,12 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         message += " (nn/modules.py, init_8bit_state), which is never given back"
         problems.add("layout", message, "take nf4, or --ds-config zero2", "--quantize")
     if get(config, "zero_optimization.offload_param.device", "none") != "none":
-        message = f"{asked} with offload_param: DeepSpeed's buffers for parameters are of the training's precision"
-        problems.add("layout", message, "remove offload_param: 4 bits take an eighth of fp32", "--quantize")
+        message = f"{asked} with offload_param: it has not been seen to train there like one device does"
+        hint = "remove offload_param: 4 bits take a quarter of bf16; the optimizer's states can be offloaded"
+        problems.add("layout", message, hint, "--quantize")
+    if run.quantize == "int8" and run.dora:
+        message = f"{asked} with --dora: peft measures a weight's length with scales that Linear8bitLt then lacks"
+        problems.add("conflict", message, "take --quantize nf4, or leave --dora out", "--dora")
     if run.compile:
         message = f"{asked} with --compile has not been seen to train like one device does"
         problems.add("layout", message, "leave --compile out", "--compile")

@@ -1,0 +1,89 @@
+"""Quantised base weights: as bitsandbytes makes them, known by the weights that they were made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zerofit.models.build import build, parameter_count
+from zerofit.models.catalog import ModelError, find
+from zerofit.models.checksums import part_checksum
+from zerofit.models.deferred import Stored
+from zerofit.models.inputs import TextInputs
+from zerofit.models.partial import lora_layers
+from zerofit.models.quantized import quantized_share, source_of_bits
+from zerofit.spec.partial_training import LoraSettings, PartialTraining, Quantization
+
+bnb = pytest.importorskip("bitsandbytes")
+
+INPUTS = TextInputs(vocab_size=260, seq_len=32)
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+LORA = LoraSettings(rank=4, alpha=8, dropout=0.0, targets="all-linear", init="default", dora=False, rslora=False)
+IN_BF16 = Stored(dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A pretrained folder, and its model."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(1)
+    model = build(find("llama-tiny"), INPUTS, LLAMA)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def quantized(source, **how):
+    part = PartialTraining(lora=LORA, train=(), freeze=(), seed=0, quantization=Quantization(**how))
+    return replace(source, partial=part)
+
+
+@pytest.mark.parametrize("how", [{"kind": "nf4"}, {"kind": "nf4", "double": True}, {"kind": "int8"}], ids=str)
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_weights_are_those_of_bitsandbytes(base, how, pretrained):
+    folder, model = base
+    source = quantized(find(str(folder)) if pretrained else find("llama-tiny"), **how)
+    torch.manual_seed(1)
+    made = build(source, INPUTS, {} if pretrained else LLAMA, stored=IN_BF16)
+    assert made.training, "a pretrained model begins in evaluation's mode"
+    layers = dict(lora_layers(made))
+    assert len(layers) == 2 * 7
+    for name, layer in layers.items():
+        kept, original = layer.get_base_layer(), model.get_submodule(name).weight.detach().bfloat16()
+        source_of = source_of_bits(kept.weight)
+        assert source_of and source_of.shape == original.shape
+        assert source_of.checksum == part_checksum(f"{name}.weight", original)
+        if how["kind"] == "nf4":
+            nested = how.get("double", False)
+            theirs, _ = bnb.functional.quantize_4bit(original, quant_type="nf4", compress_statistics=nested)
+            state = kept.weight.quant_state
+            assert torch.equal(kept.weight, theirs) and state.nested is nested and state.dtype == torch.bfloat16
+        else:
+            theirs, scales, _ = bnb.functional.int8_vectorwise_quant(original.half())
+            assert torch.equal(kept.weight, theirs) and torch.equal(kept.weight.SCB, scales)
+    adapters = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    assert parameter_count(made) == parameter_count(model) + adapters
+    assert made.lm_head.weight.dtype == made.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_what_is_known_without_memory_is_what_is_there(base):
+    source = quantized(find(str(base[0])), kind="nf4", double=True)
+    with torch.device("meta"):
+        planned = build(source, INPUTS, {})
+    made = build(source, INPUTS, {}, stored=IN_BF16)
+    assert quantized_share(planned) == quantized_share(made)
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 96)
+    of_each = (64 * 64, 64 * 96)  # a half byte a number; 1 byte for 64, 4 for 256 of these; tables of 16 and 256; mean
+    scales = [n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 + 4 for n in of_each]
+    assert quantized_share(made) == (weights, weights // 2 + 2 * (4 * scales[0] + 3 * scales[1]))
+    for (name, one), (_, other) in zip(planned.named_parameters(), made.named_parameters(), strict=True):
+        assert (one.shape, one.requires_grad) == (other.shape, other.requires_grad), name
+
+
+def test_a_model_without_linear_layers_is_refused():
+    gpt2 = {"n_embd": 32, "n_layer": 1, "n_head": 2}
+    with pytest.raises(ModelError, match="no linear layer beside its head"):
+        build(quantized(find("gpt2"), kind="nf4"), None, gpt2, stored=IN_BF16)
+    with pytest.raises(ModelError, match="not a transformers model"), torch.device("meta"):
+        build(quantized(find("resnet18"), kind="int8"), None, {})
