@@ -51,7 +51,7 @@ KINDS = {
 }
 WHO = ("one rank", "all ranks", "launcher", "command")
 EXACT = ("step", "samples", "loss", "lr", "grad_norm")
-START_S = 180.0
+START_S = 600.0  # a start of four ranks on two busy cores takes minutes
 A_RUN = 20  # kills; so that each kind of run gets some
 
 

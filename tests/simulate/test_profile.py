@@ -345,3 +345,25 @@ def test_backward_costs_twice_the_forward(name):
     layers = profile.costs[setting("fp16", False, 1, 1)]
     forward, backward = (sum(getattr(c, f"{phase}_flops").at(4) for c in layers) for phase in ("forward", "backward"))
     assert 1.9 * forward < backward <= 2 * forward  # the pixels' gradient is not needed
+
+
+def test_spread_experts_are_a_rank_s_share_and_send_their_tokens():
+    """Of a Mixtral of four experts, two a token, a rank of two holds two of each layer; in fp32 as on CPUs."""
+    profile = traced("mixtral-tiny", TextInputs(vocab_size=260, seq_len=64), TraceSetting("fp32", ep=2), device="cpu")
+    block, cost = profile.layers[1], profile.costs["fp32/checkpointing=0/tp=1/sp=1/ep=2"][1]
+    hidden, experts = 160, sum(block.matrices[-2:])
+    assert profile.experts == 4
+    assert sum(cost.matrices[place] for place in cost.experts) == experts / 2
+    assert sum(cost.matrices) == sum(block.matrices) - experts / 2
+    assert cost.ep_alltoall_bytes == Linear(per_sample=2 * 2 * 64 * hidden * 4)  # there and back, of two experts
+
+
+def test_layers_before_equal_ones_stand_for_themselves():
+    """Of a DeepSeek-V2 the first layer has no experts: the last of three that are traced stands for four."""
+    inputs, args = TextInputs(vocab_size=102400, seq_len=16), {"num_hidden_layers": 5}
+    profile = traced("deepseek-v2-lite", inputs, **args)
+    names = ("embedding", "block", "block", "head")
+    assert [(layer.name, layer.count) for layer in profile.layers] == list(zip(names, (1, 1, 4, 1), strict=True))
+    with torch.device("meta"):
+        model = build(find("deepseek-v2-lite"), inputs, args)
+    assert profile.parameters == sum(p.numel() for p in model.parameters())

@@ -111,7 +111,8 @@ class ProfileRecorder(TorchDispatchMode):
         self.last_op = str(func)
         if self._frozen:
             self._note_readers(args)
-        out = STAND_INS.get(func, func)(*args, **kwargs)
+        kernel: Any = STAND_INS.get(func, func)
+        out = kernel(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
