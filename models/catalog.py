@@ -106,6 +106,9 @@ def find(name: str) -> ModelSource:
     path = Path(name)
     if path.exists():
         return _from_path(name, path)
+    if name.startswith("hub:"):
+        message = f"{name}: models of the hub are named so where one is trained"
+        raise ModelError("unknown-model", message, "give the folder of its snapshot in the hub's cache")
     if names_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
     raise ModelError("unknown-model", *_unknown(name))
@@ -117,6 +120,7 @@ def shape_named(name: str) -> str:
     Any other name comes back as it is. For questions about memory and time only: a training of "Qwen/Qwen3-8B" must
     have its weights, and of the shape alone it would begin anew.
     """
+    name = name.removeprefix("hub:")
     if name.count("/") != 1 or Path(name).exists() or name.endswith(".json"):
         return name
     preset = shape_on_hub(name)

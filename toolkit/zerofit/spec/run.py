@@ -63,7 +63,9 @@ class Run(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     # what
-    model: str = _option("llama-tiny", "model name, config.json, pretrained folder or package.module:callable")
+    model: str = _option(
+        "llama-tiny", "model name, config.json, pretrained folder, hub:ORG/NAME or package.module:callable"
+    )
     model_args: dict[str, Any] = _option({}, "JSON object: overrides of the model's config or arguments")
     task: Literal["classify", "tag", "seq2seq"] | None = _option(
         None, "what a transformers model is trained to do with a text (default: what its config says)"
