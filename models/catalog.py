@@ -261,7 +261,9 @@ def _unknown(name: str) -> tuple[str, str]:
         return f"there is no model file or folder {name}", "give an existing config.json or model folder"
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
     if "/" in name:
-        local = f"models are not downloaded; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS])}"
+        local = (
+            f"a model of the hub is trained as hub:{name}; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS])}"
+        )
         return message, f"{local} or give the folder of a downloaded model"
     return message, nearest(name, names())
 
