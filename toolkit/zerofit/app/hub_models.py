@@ -33,15 +33,14 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
     from huggingface_hub import constants, list_repo_files, snapshot_download
 
     repository, _, revision = name.partition("@")
-    wanted = {"repo_id": repository, "revision": revision or None}
     report.status(f"looking for {repository} on the hub and in {constants.HF_HUB_CACHE} ...")
     try:
         with hub_if_reachable():
-            patterns = list(FILES)
+            patterns: list[str] = [*FILES]
             if not constants.HF_HUB_OFFLINE:
                 held = list_repo_files(repository, revision=revision or None)
                 patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
-            folder = Path(snapshot_download(**wanted, allow_patterns=patterns))
+            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of many unrelated types
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise _not_there(name, f"cannot be had: {reason[:200]}", place, str(constants.HF_HUB_CACHE)) from None
