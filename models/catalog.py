@@ -114,6 +114,9 @@ def find(name: str) -> ModelSource:
     path = Path(name)
     if path.exists():
         return _from_path(name, path)
+    if name.startswith("hub:"):
+        message = f"{name}: models of the hub are named so where one is trained"
+        raise ModelError("unknown-model", message, "give the folder of its snapshot in the hub's cache")
     if names_callable(name):
         return ModelSource(name=name, family="custom", origin="package.module:callable", task="custom")
     raise ModelError("unknown-model", *_unknown(name))
@@ -125,6 +128,7 @@ def shape_named(name: str) -> str:
     Any other name comes back as it is. For questions about memory and time only: a training of "Qwen/Qwen3-8B" must
     have its weights, and of the shape alone it would begin anew.
     """
+    name = name.removeprefix("hub:")
     if name.count("/") != 1 or Path(name).exists() or name.endswith(".json"):
         return name
     preset = shape_on_hub(name)
@@ -280,7 +284,8 @@ def _unknown(name: str) -> tuple[str, str]:
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
     if "/" in name:
         local = (
-            f"models are not downloaded; {nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS, *DENOISER_PRESETS])}"
+            f"a model of the hub is trained as hub:{name}; "
+            f"{nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS, *DENOISER_PRESETS])}"
         )
         return message, f"{local} or give the folder of a downloaded model"
     return message, nearest(name, names())

@@ -98,7 +98,7 @@ def test_csv_and_data_sets_hold_the_same(tmp_path):
         writer.writerows(rows)
     features = datasets.Features({"body": datasets.Value("string"), "kind": datasets.ClassLabel(names=["even", "odd"])})
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows, features=features)}).save_to_disk(tmp_path / "set")
-    fields = {"text_field": "body", "label_field": "kind"}
+    fields: dict[str, Any] = {"text_field": "body", "label_field": "kind"}
     table = opened("classify", f"csv:{tmp_path}/rows.csv", **fields)
     named = opened("classify", f"hf:{tmp_path}/set", **fields)
     assert table.inputs.classes == named.inputs.classes == ("even", "odd")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from zerofit.app.hub_models import with_local_model
 from zerofit.app.model_facts import facts_of, max_positions_of
 from zerofit.app.requests import assumed_inputs, from_saved
 from zerofit.check.aliases import documented_config
@@ -91,6 +92,7 @@ def resolve_job(
     report, problems = report or Reporter(), Problems() if problems is None else problems
     asked = from_saved(asked)
     at = machine or this_machine()
+    asked = with_local_model(asked, report)
     source, task, document, decision = _decide(
         asked, at, problems, local=machine is None, check_task=check_task, model=model
     )

@@ -347,7 +347,8 @@ def _scores(
     more = dict(rouge)
     if isinstance(inputs, LabelledTextInputs):
         more |= class_scores(table, inputs.classes, inputs.tags)
-    more.setdefault("accuracy", right / max(targets, 1.0)) if answers else None
+    if answers:
+        more.setdefault("accuracy", right / max(targets, 1.0))
     writes = are_tokenized(inputs) and not isinstance(inputs, LabelledTextInputs)
     return EvalScores(
         **{"accuracy": None, **more},

@@ -90,7 +90,9 @@ class Run(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     # what
-    model: str = _option("llama-tiny", "model name, config.json, pretrained folder or package.module:callable")
+    model: str = _option(
+        "llama-tiny", "model name, config.json, pretrained folder, hub:ORG/NAME or package.module:callable"
+    )
     model_args: dict[str, Any] = _option({}, "JSON object: overrides of the model's config or arguments")
     pretrained: Path | None = _option(
         None, "weights to begin with: a state dict (.pth, .safetensors), or a trained model's folder (RUN/model)"

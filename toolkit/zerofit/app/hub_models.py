@@ -1,0 +1,72 @@
+"""Models of the hub by name: a snapshot in the hub's usual cache, which is then a pretrained folder like any other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from zerofit.data.hf import hub_if_reachable
+from zerofit.infer.saved_model import INDEX, NAMES
+from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.run import RunRequest
+
+PREFIX = "hub:"
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # config, weights, tokenizer
+PICKLED = "pytorch_model*"  # where there are no others
+
+
+def with_local_model(asked: RunRequest, report: Reporter) -> RunRequest:
+    """Return the request with hub:ORG/NAME[@REVISION] as the folder of its snapshot, which is downloaded if need be.
+
+    A download that was cut goes on where it stood. Raises UserError where the hub does not give it, or it is neither
+    reachable nor in the cache.
+    """
+    if not asked.run.model.startswith(PREFIX):
+        return asked
+    folder = _snapshot(asked.run.model.removeprefix(PREFIX), asked.place("model"), report)
+    return replace(asked, run=asked.run.model_copy(update={"model": str(folder)}))
+
+
+def _snapshot(name: str, place: str, report: Reporter) -> Path:
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+
+    repository, _, revision = name.partition("@")
+    report.status(f"looking for {repository} on the hub and in {constants.HF_HUB_CACHE} ...")
+    try:
+        with hub_if_reachable():
+            patterns: list[str] = [*FILES]
+            if not constants.HF_HUB_OFFLINE:
+                held = list_repo_files(repository, revision=revision or None)
+                patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
+            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises errors of many unrelated types
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise _not_there(name, f"cannot be had: {reason[:200]}", place, str(constants.HF_HUB_CACHE)) from None
+    lacks = missing_files(folder)
+    if lacks:
+        what = f"lacks {', '.join(lacks[:3])} in {folder}"
+        raise _not_there(name, what, place, str(constants.HF_HUB_CACHE))
+    return folder
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Return what a snapshot lacks to be a pretrained model: its config, its weights, or some of their shards."""
+    weights = next((name for name in NAMES if (folder / name).is_file()), None)
+    lacks = [] if (folder / "config.json").is_file() else ["config.json"]
+    if weights is None:
+        return [*lacks, NAMES[0]]
+    if not weights.endswith(INDEX):
+        return lacks
+    shards = set(json.loads((folder / weights).read_text(encoding="utf-8"))["weight_map"].values())
+    return lacks + sorted(name for name in shards if not (folder / name).is_file())
+
+
+def _not_there(name: str, what: str, place: str, cache: str) -> UserError:
+    repository = name.partition("@")[0]
+    hint = (
+        f"where there is a network: `hf download {repository}`, and copy it into {cache} (HF_HUB_CACHE names another)"
+    )
+    hint += "; or name the folder of a model"
+    return UserError(Problem(kind="hub-model", message=f"{PREFIX}{name} {what}", hint=hint, where=place))
