@@ -150,11 +150,12 @@ def _check_text(name: str, config: Any, inputs: TextInputs | LabelledTextInputs 
         message = f"{name} has a vocabulary of {vocab} ids, the tokenizer gives {inputs.vocab_size}"
         hint = f"--model-args '{{\"vocab_size\": {inputs.vocab_size}}}', or another --tokenizer"
         raise ModelError("model-shape", message, hint)
-    lengths = [inputs.seq_len]
     if isinstance(inputs, NamedInputs):
-        lengths = [one.shape[0] for one in inputs.tensors if one.ids is not None]
-    if positions is not None and max(lengths) > positions:
-        message = f"{name} takes at most {positions} tokens, got sequences of {max(lengths)}"
+        longest = max(one.shape[0] for one in inputs.tensors if one.ids is not None)
+    else:
+        longest = inputs.seq_len
+    if positions is not None and longest > positions:
+        message = f"{name} takes at most {positions} tokens, got sequences of {longest}"
         raise ModelError("model-shape", message, f"--seq-len {positions}, or less")
 
 

@@ -211,7 +211,7 @@ class RestartingRun:
         self.report.note(f"going on without {', '.join(missing)}: {shown(smaller)}; before: {shown(batch)}")
         self.hosts = filled(there, ranks)
         sizes = {"micro_batch": smaller.micro, "gradient_accumulation_steps": smaller.accumulation}
-        fewer_ranks = {"ranks": ranks, "global_batch": smaller.total}
+        fewer_ranks: dict[str, int | None] = {"ranks": ranks, "global_batch": smaller.total}
         if self.asked.run.micro_batch_by_rank not in (None, "auto"):
             fewer_ranks["micro_batch_by_rank"] = None  # of ranks that are no more
         if self.asked.run.fit:  # the layout is chosen anew

@@ -104,7 +104,7 @@ def flash_attention_package(meter: ScriptTracker) -> None:
             names = ("qkv",) if packed == 3 else ("q", "kv") if packed == 2 else ("q", "k", "v")
             given = [*args[:tensors], *(kwargs[name] for name in names[len(args[:tensors]) :])]
             rest = args[tensors:]
-            lengths = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
+            lengths: Any = rest[0] if rest else kwargs.get("cu_seqlens", kwargs.get("cu_seqlens_q"))
             meter.note("flash_attn: by the shapes of what its kernels keep and allocate")
             given = [t if t.stride(-1) == 1 else t.contiguous() for t in given]
             out = _FlashAttention.apply(packed, lengths.shape[0] - 1 if varlen else 0, *given)
