@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerofit.checkpoint.model_folder import CARD, read_model_info
 from zerofit.models.catalog import ModelSource, names_callable
 from zerofit.models.inputs import (
     Fed,
@@ -41,7 +40,11 @@ def from_saved(asked: RunRequest) -> RunRequest:
     Folders of transformers models say by their config.json what they are. Raises UserError.
     """
     folder = Path(asked.run.model)
-    if asked.run.pretrained or (folder / "config.json").is_file() or not (folder / CARD).is_file():
+    if asked.run.pretrained or not folder.is_dir() or (folder / "config.json").is_file():
+        return asked
+    from zerofit.checkpoint.model_folder import CARD, read_model_info  # which brings torch
+
+    if not (folder / CARD).is_file():
         return asked
     info = read_model_info(folder)
     assert info is not None  # the file is there
