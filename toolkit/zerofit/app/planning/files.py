@@ -71,8 +71,6 @@ def ds_config(layout: PlannedLayout, profile: Profile, nvme_path: str) -> dict[s
         config["tensor_parallel"] = {"autotp_size": "auto"}
     if layout.sp > 1:
         config["sequence_parallel_size"] = "auto"
-    if layout.ep > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": "auto"}
     return config
 
 

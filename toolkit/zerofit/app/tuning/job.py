@@ -188,7 +188,7 @@ class TuneJob:
         offload = config.get("zero_optimization", {}).get("offload_param", {})
         profile = self.profiles[layout.precision]
         planned = planned_config(layout, profile, offload.get("nvme_path") or "/local_nvme")
-        for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size", "expert_parallel"):
+        for key in ("zero_optimization", "tensor_parallel", "sequence_parallel_size"):
             if key in planned:
                 config[key] = planned[key]
         return config
