@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bert": {"model": "bert-base", "model_args": SMALL, "seq_len": 128, "micro_batch": 2, "ds_config": "zero1"},
     "vit": {
-        "model": "vit-base",
+        "model": "vit-b-16-hf",
         "model_args": {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768},
         "micro_batch": 2,
         "ds_config": "zero1",

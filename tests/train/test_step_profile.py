@@ -82,8 +82,9 @@ def test_a_trace_moves_the_forecast_of_its_step_to_what_it_took(trained):
     found, measured_s = answer["from_trace"], read_trace(path).step_s
     assert found["measured_step_s"] == pytest.approx(measured_s) and found["layout"]["zero_stage"] == 2
     assert abs(found["forecast_step_s"] / measured_s - 1) > 1e-3
-    assert answer["layouts"][0]["layout"] == found["layout"]
-    assert answer["layouts"][0]["step_s"] == pytest.approx(measured_s, rel=1e-6)
+    best = answer["layouts"][0]
+    assert {name: best[name] for name in found["layout"]} == found["layout"]
+    assert best["step_s"] == pytest.approx(measured_s, rel=6e-3)  # of three digits
     products = [one for one in measured_kernels(path) if one.kind == "product"]
     assert found["shapes"] == len(measured_kernels(path)) > len(products)
     tokens, width = 2 * 32, TINY["hidden_size"]
@@ -98,7 +99,9 @@ def test_forecast_and_measured_lie_beside_each_other(trained, tmp_path):
     assert planned.exit_code == 0, planned.output
     measured = str(trained.folder.rank_trace(1, 2))
     drawn = ["plot", "--trace", measured, "--trace", str(forecast), "--out", str(picture), "--json"]
-    found = json.loads(CliRunner().invoke(main, drawn).stdout.splitlines()[-1])
+    drew = CliRunner().invoke(main, drawn)
+    assert drew.exit_code == 0, drew.output
+    found = json.loads(drew.stdout.splitlines()[-1])
     assert picture.stat().st_size > 0
     step_s = json.loads(planned.stdout.splitlines()[-1])["layouts"][0]["step_s"]
     assert found["forecast_step_s"] == pytest.approx(step_s)
