@@ -84,7 +84,7 @@ def test_a_trace_moves_the_forecast_of_its_step_to_what_it_took(trained):
     assert abs(found["forecast_step_s"] / measured_s - 1) > 1e-3
     best = answer["layouts"][0]
     assert {name: best[name] for name in found["layout"]} == found["layout"]
-    assert best["step_s"] == pytest.approx(measured_s, rel=1e-6)
+    assert best["step_s"] == pytest.approx(measured_s, rel=6e-3)  # of three digits
     products = [one for one in measured_kernels(path) if one.kind == "product"]
     assert found["shapes"] == len(measured_kernels(path)) > len(products)
     tokens, width = 2 * 32, TINY["hidden_size"]

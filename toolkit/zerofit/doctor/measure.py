@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from zerofit.doctor.measure_kernels import measure_kernels
-from zerofit.doctor.measured import MeasurementJob, measure_disk
+from zerofit.doctor.measured import LIMIT_S, MeasurementJob, measure_disk
 
 STATES = 7  # floats that an Adam step of one element reads and writes: gradient, and thrice in and out
 MEET = timedelta(seconds=60)
@@ -168,7 +168,9 @@ def main(job: MeasurementJob) -> None:
         else:
             store = FileStore(str(folder / "store"), job.ranks)
         backend = "nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=MEET)
+        # on a busy machine one rank may be done long before another
+        waits = timedelta(seconds=LIMIT_S) if job.by_shape else MEET
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=waits)
     found = measure(job)
     name = torch.cuda.get_device_name(job.device) if cuda else ""
     (folder / f"rank-{job.rank}.json").write_text(json.dumps({**found, "device_name": name}))

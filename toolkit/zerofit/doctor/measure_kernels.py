@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zerofit.spec.measured_kernels import ADAM_BYTES, MeasuredKernel
 
 Work = Callable[[], Any]
+Operands = Iterator[list[Tensor]]
+POOL, MOST_OPERANDS = 2**25, 64  # bytes of operands that take turns, larger than a core's caches
 LEAST_S, MOST_CALLS = 2e-3, 200  # of a timing, which takes so many calls at most
 SHORT = 16  # elements of an op that does nothing but begin
 UNITS = 8  # of the small model that launches are measured with
@@ -41,7 +45,7 @@ CPU = Sizes(
     batches=((16, 128, 128, 64), (16, 128, 64, 128)),
     attention=((8, 64, 64), (8, 256, 32), (16, 256, 64), (8, 512, 64)),
     convolution=((16, 3, 64, 32, 3), (8, 64, 64, 32, 3), (8, 128, 256, 16, 1), (8, 256, 256, 8, 3)),
-    bytes=(2**14, 2**18, 2**22, 2**24, 2**26),
+    bytes=(2**14, 2**18, 2**22, 2**24, 2**25),
     adam=2**22,
 )
 GPU = Sizes(
@@ -125,14 +129,27 @@ def _kernels(watch: Stopwatch, dtype: torch.dtype) -> Iterator[MeasuredKernel]:
     yield from _convolutions(watch, sizes, dtype, name)
 
 
+def _operands(watch: Stopwatch, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Operands:
+    """Return operands of a call, those of the next one, and so on: as in a model, none is where the last one was."""
+    size = dtype.itemsize * sum(map(math.prod, shapes))
+    count = max(1, min(MOST_OPERANDS, POOL // size))
+    first = [torch.randn(*shape, device=watch.device).to(dtype) for shape in shapes]
+    return itertools.cycle([[one.clone() for one in first] for _ in range(count)])
+
+
 def _products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
     """Yield products of activations and weights, and those of many small matrices."""
     shapes = [(1, m, n, k) for m in sizes.rows for n, k in sizes.matrices if 2.0 * m * n * k <= sizes.most_flops]
     for many, m, n, k in (*shapes, *sizes.batches):
         shape = () if many == 1 else (many,)
-        a, b = (torch.randn(*shape, *of, device=watch.device).to(dtype) for of in ((m, k), (n, k)))
+        operands = _operands(watch, dtype, (*shape, m, k), (*shape, n, k))
         product = torch.mm if many == 1 else torch.bmm
-        seconds = watch.kernel_s(lambda a=a, b=b, product=product: product(a, b.mT))
+
+        def work(operands: Operands = operands, product: Callable[..., Tensor] = product) -> Tensor:
+            a, b = next(operands)
+            return product(a, b.mT)
+
+        seconds = watch.kernel_s(work)
         flops = 2.0 * many * m * n * k
         yield MeasuredKernel(kind="product", dtype=name, shape=(m, n, k), flops=flops, seconds=seconds)
 
@@ -186,27 +203,22 @@ def _convolutions(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str)
 def _moves(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype, name: str) -> Iterator[MeasuredKernel]:
     """Yield kernels that move more than they compute: of each kind the mean of what models run."""
     for size in sizes.bytes:
-        x = torch.randn(size // dtype.itemsize // 256, 256, device=watch.device).to(dtype)
-        y, rows = torch.ones_like(x), torch.randint(len(x), (len(x),), device=watch.device)
-        kinds: dict[str, tuple[tuple[int, Work], ...]] = {  # operands that each call reads and writes
-            "elementwise": (
-                (3, lambda x=x, y=y: x * y),
-                (3, lambda x=x, y=y: x + y),
-                (2, lambda x=x: F.silu(x)),
-            ),
-            "normalisation": (
-                (2, lambda x=x: F.layer_norm(x, (256,))),
-                (2, lambda x=x: torch.softmax(x, -1)),
-            ),
+        shape = (size // dtype.itemsize // 256, 256)
+        operands = _operands(watch, dtype, shape, shape)
+        rows = torch.randint(shape[0], (shape[0],), device=watch.device)
+        kinds: dict[str, tuple[tuple[int, Callable[[Tensor, Tensor], Tensor]], ...]] = {  # operands read and written
+            "elementwise": ((3, torch.mul), (3, torch.add), (2, lambda x, _: F.silu(x))),
+            "normalisation": ((2, lambda x, _: F.layer_norm(x, (256,))), (2, lambda x, _: torch.softmax(x, -1))),
             "copy": (
-                (2, lambda x=x: x.clone()),
-                (2, lambda x=x: x.view(-1, 4, 64).transpose(0, 1).contiguous()),
+                (2, lambda x, _: x.clone()),
+                (2, lambda x, _: x.view(-1, 4, 64).transpose(0, 1).contiguous()),
             ),
-            "embedding": ((2, lambda x=x, rows=rows: F.embedding(rows, x)),),
+            "embedding": ((2, lambda x, _, rows=rows: F.embedding(rows, x)),),
         }
         for kind, works in kinds.items():
-            moved = sum(operands for operands, _ in works) * x.nbytes / len(works)
-            seconds = sum(watch.kernel_s(work) for _, work in works) / len(works)
+            moved = sum(count for count, _ in works) * size / len(works)
+            taken = [watch.kernel_s(lambda op=op, of=operands: op(*next(of))) for _, op in works]
+            seconds = sum(taken) / len(works)
             yield MeasuredKernel(kind=kind, dtype=name, moved_bytes=moved, seconds=seconds)
 
 

@@ -62,8 +62,11 @@ def collective_s(op: str, size_bytes: float, calls: float, group: RankGroup, rat
 
 
 def call_s(op: str, group: RankGroup, rates: Rates) -> float:
-    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest."""
-    steps, network_steps = group.per_node - 1, group.nodes - 1
+    """Return the seconds that one call costs before its bytes do: trees for all-reduces, rings for the rest.
+
+    A ring passes all ranks of every node on its way.
+    """
+    steps, network_steps = group.size - group.nodes, group.nodes - 1
     if op == "all_reduce":
         steps, network_steps = 2 * (group.per_node - 1).bit_length(), 2 * (group.nodes - 1).bit_length()
     return rates.call_s + steps * rates.hop_s + network_steps * rates.network_hop_s

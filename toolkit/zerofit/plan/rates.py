@@ -27,7 +27,7 @@ class Coefficients:
 
     memory: float = 0.58  # share of the data sheet's bandwidth that kernels without products reach
     network: float = 0.68  # share of the wire between nodes that collectives reach
-    network_hop_s: float = 95e-6  # one step of a ring between nodes, with the small messages of many ranks
+    network_hop_s: float = 75e-6  # one step of a ring between nodes, with the small messages of many ranks
     exposed_between: float = 0.8  # share of a collective between nodes, beside compute, that adds to it
     hook_s: float = 450e-6  # of the host: ZeRO-3 fetches and releases one parameter, with its streams and events
     engine: float = 1.07  # times as long as a bare loop's: kernels under DeepSpeed's hooks, copies and waits of streams
@@ -107,7 +107,7 @@ EFFICIENCIES: dict[str, SourcedRate] = {
     "cpu host": SourcedRate(0.6, "assumed: DeepSpeed's CPU Adam on all cores against the memory channels"),
 }
 LAUNCH_S = SourcedRate(7e-6, "assumed: PyTorch eager, one op from Python, the device waiting")
-HOP_S = SourcedRate(2e-6, "assumed: one step of a ring inside a node")
+HOP_S = SourcedRate(3.4e-6, "NCCL's own model, src/graph/tuning.cc: one step of a ring over NVLink, protocol Simple")
 CALL_S = SourcedRate(20e-6, "assumed: what a collective costs before its first byte")
 CPU_HOOK_S = SourcedRate(
     300e-6, "measured on two CPU cores (benchmarks/tune_regret.py): fetching and releasing one parameter, in each pass"
