@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.layer import _all_to_all_groups
+from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -253,7 +253,7 @@ class AllocationTracker(TorchDispatchMode):
     def _note_collective(self, name: str, args: Any) -> None:
         group: Any
         if name == _ULYSSES:  # an op of DeepSpeed's own (deepspeed/sequence/layer.py), with the name of its group
-            name, group = "alltoall_base", _all_to_all_groups[args[1]]
+            name, group = "alltoall_base", ulysses_layer._all_to_all_groups[args[1]]  # not before 0.19.7
         else:
             group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch._C.ScriptObject)), None)
         op, ranks = name.removeprefix("c10d::").strip("_"), group.size() if group else 1
