@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
@@ -169,7 +170,7 @@ def forward_named(model: nn.Module, inputs: NamedInputs, batch: Mapping[str, Ten
     inner = getattr(inner, "_orig_mod", inner)
     named = {one.name: batch[key] for key, one in zip(batch_keys(inputs), inputs.tensors, strict=True)}
     if is_denoiser(inner):
-        return denoising_loss(model, named)
+        return SimpleNamespace(loss=denoising_loss(model, named), logits=None)
     for one in inputs.tensors:
         if one.name == "pixel_values" and one.image:
             named |= grid_arguments(inner, inputs, named)

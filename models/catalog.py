@@ -284,7 +284,7 @@ def _unknown(name: str) -> tuple[str, str]:
     message = f"unknown model {name!r}: no name from `zerofit models`, no file or folder, no package.module:callable"
     if "/" in name:
         local = (
-            f"a model of the hub is trained as hub:{name}; "
+            f"models are not downloaded but by hub:{name}; "
             f"{nearest(name.rsplit('/', 1)[1].lower(), [*OWN, *PRESETS, *DENOISER_PRESETS])}"
         )
         return message, f"{local} or give the folder of a downloaded model"
