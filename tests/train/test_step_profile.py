@@ -64,7 +64,7 @@ def test_what_is_read_back_adds_up_to_the_step(trained):
     trace = read_trace(trained.folder.rank_trace(1, 2))
     assert not trace.forecast and not trace.on_device
     own_s = sum(seconds for part, seconds in trace.parts.items() if part.kind not in COLLECTIVES)
-    assert own_s <= trace.step_s < (own_s + sum(trace.parts.values())) / 1.8  # where it does not wait for its peer
+    assert own_s <= trace.step_s and sum(trace.parts.values()) > 0.9 * trace.step_s  # else it waits for its peer
     for kind in ("product", HOST, "elementwise"):
         assert trace.parts[Part("block", kind)] > 0
     assert trace.parts[Part("head", "product")] > 0 and trace.parts[Part("", "all-reduce")] > 0
