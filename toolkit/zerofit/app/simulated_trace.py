@@ -73,5 +73,6 @@ def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Pr
         degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep)))),
         savings=Savings.of(run),
         partial=run.partial,
+        task=run.task,
     )
     return get_profile(wanted, report)[0]

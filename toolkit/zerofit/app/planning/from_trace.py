@@ -146,8 +146,9 @@ def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
         seq_len=run.seq_len,
         image=image,
         model_args=dict(run.model_args),
-        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp)))),
+        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep)))),
         savings=Savings.of(run),
         partial=run.partial,
+        task=run.task,
     )
     return get_profile(request, report)[0]
