@@ -71,3 +71,37 @@ def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path, launcher):
     if launcher == "torchrun":
         assert ended("9") == f"ENDED 9 2 {folder}/checkpoints/step-00000006"
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == 9
+
+
+NAMED = """
+import os, sys
+import psutil
+seen = psutil.virtual_memory
+psutil.virtual_memory = lambda: seen()._replace(available=int(sys.argv[1]))
+import zerofit as zf
+
+run = zf.Run(model="lenet", data="digits", micro_batch=8, steps=2, output="run")
+try:
+    engine, batches = zf.Session(run).prepare()
+except zf.DoesNotFit as error:
+    print("REFUSED", os.environ["RANK"], error.problems[0].kind, error)
+else:
+    print("STARTED", len(next(batches)["labels"]))
+"""
+
+
+def test_a_named_model_is_held_against_the_memory_that_is_free(tmp_path):
+    (tmp_path / "named.py").write_text(NAMED)
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+
+    def said(*argv: str) -> list[str]:
+        done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stderr[:6000]
+        return sorted(line for line in done.stdout.splitlines() if line.startswith(("REFUSED", "STARTED")))
+
+    both = said(*ranks, "named.py", str(1 << 20))
+    assert [line.split()[:3] for line in both] == [["REFUSED", "0", "does-not-fit"], ["REFUSED", "1", "does-not-fit"]]
+    assert all("lenet needs " in line and "are free for each of 2 ranks" in line for line in both), both
+    assert not (tmp_path / "run").exists()
+    assert said("named.py", str(64 << 30)) == ["STARTED 8"]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["forecast"]["reserved_bytes"] > 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerofit.app.gate import MemoryGate
 from zerofit.app.prepare_folder import make_ready, prepare
 from zerofit.app.requests import as_request
 from zerofit.app.resolve import find_model
 from zerofit.app.supervision import TrainingResult
 from zerofit.launch.host import this_machine
+from zerofit.launch.hostfile import Host
 from zerofit.launch.local import free_port
 from zerofit.launch.run_lock import alive, held
-from zerofit.spec.errors import Problems, UserError
+from zerofit.spec.errors import DoesNotFit, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job, RunFolder
@@ -52,7 +55,9 @@ class Session:
     >>> session.result.steps
     5
 
-    Pipelines, sequence parallelism and GANs need a loop of their own kind: they are refused.
+    Pipelines, sequence parallelism and GANs need a loop of their own kind: they are refused. A model that the run names
+    is held against the memory that is free, as in `zerofit train`; an object of the user's is not, since no other
+    process can simulate it.
     """
 
     def __init__(
@@ -62,9 +67,13 @@ class Session:
         on_event: OnEvent | None = None,
         callbacks: Sequence[Callback] = (),
         handle_signals: bool = False,
+        anyway: bool = False,
     ):
-        """Take this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop."""
-        self._asked, self._report = as_request(run), Reporter(on_event)
+        """Take this rank's `callbacks`; with `handle_signals`, SIGTERM and SIGUSR1 ask all ranks to save and stop.
+
+        `anyway`: warn where the memory that is free is not enough for the run, instead of refusing it.
+        """
+        self._asked, self._report, self._anyway = as_request(run), Reporter(on_event), anyway
         self._callbacks, self._handle_signals = callbacks, handle_signals
         self._losses: list[Tensor] = []
         self._rank_run: RankRun | None = None
@@ -76,7 +85,7 @@ class Session:
 
         `model`: an object of the user's, the same on all ranks; None: the model that the run names. A batch has
         `inputs` and `labels` on the rank's device (inputs in the run's precision) and `indices`, its samples' numbers.
-        Raises UserError on all ranks with everything that is wrong.
+        Raises UserError on all ranks with everything that is wrong, and DoesNotFit where memory is not enough.
         """
         job, folder = self._share_job(model)
         from zerofit.train.run import RankRun
@@ -136,18 +145,26 @@ class Session:
         if dist.get_rank() == 0:
             machine = replace(machine, devices=max(machine.devices, dist.get_world_size()))
             try:
-                prepared = prepare(self._request(model), self._report, machine, model=model)
+                gate = self._gate() if model is None else None
+                prepared = prepare(self._request(model), self._report, machine, model=model, gate=gate)
                 self._locks.enter_context(held(prepared.folder, self._report.status))
                 for note in make_ready(prepared.folder, prepared.job.start):
                     self._report.note(note)
                 found = [str(prepared.folder.path)]
-            except UserError as error:
-                found = [error.problems]
+            except (UserError, DoesNotFit) as error:
+                found = [(type(error), error.problems)]
         dist.broadcast_object_list(found)
         if not isinstance(found[0], str):
-            raise UserError(*found[0])
+            kind, problems = found[0]
+            raise kind(*problems)
         folder = RunFolder(Path(found[0]))
         return Job.read(folder), folder
+
+    def _gate(self) -> MemoryGate:
+        """Return the gate for all ranks of this host; of others it is not known what is free."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or dist.get_world_size())
+        hosts = [Host(socket.gethostname(), ranks)] if ranks < dist.get_world_size() else None
+        return self._locks.enter_context(closing(MemoryGate(self._report, anyway=self._anyway, hosts=hosts)))
 
     def _request(self, model: nn.Module | None) -> RunRequest:
         """Return the run on as many ranks as there are. Raises UserError for what an own loop cannot do."""
