@@ -17,7 +17,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerofit.models.catalog import ModelError, ModelSource, find, names
@@ -278,10 +279,25 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with patch.dict(os.environ, UNCHECKED), mamba_kernels(), FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            patch.dict(os.environ, UNCHECKED),
+            patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten.bincount.default: bincount}),
+            mamba_kernels(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
             yield
     finally:
         log.setLevel(level)
+
+
+def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Return the output of torch.bincount where no value reaches `minlength`: a router's counts of its experts.
+
+    Without values the real one has no form. (transformers before 5.23 counts a router's loss so)
+    """
+    if not minlength:
+        raise DynamicOutputShapeException(func)
+    return values.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 
 
 def parameter_count(model: nn.Module) -> int:

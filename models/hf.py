@@ -294,10 +294,24 @@ def _as_without_zero3() -> Iterator[None]:
     def on_cpu(self: PreTrainedModel, module: nn.Module, *more: Any) -> None:
         if start:
             torch.set_rng_state(start.pop())
-        with _held_on_cpu(module):
+        with _children_gathered(module), _held_on_cpu(module):
             original(self, module, *more)
 
     with patch.object(PreTrainedModel, "_initialize_weights", on_cpu):
+        yield
+
+
+@contextmanager
+def _children_gathered(module: nn.Module) -> Iterator[None]:
+    """Gather what transformers before 5.23 leaves partitioned: weights of children that a module's rules draw, too.
+
+    (transformers/integrations/deepspeed.py, initialize_weights_zero3; GPT-2 draws its residual projections so)
+    """
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    of_children = [p for child in module.children() for p in child.parameters(recurse=False)]
+    left = [p for p in of_children if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    with GatheredParameters(left, modifier_rank=0) if left else nullcontext():
         yield
 
 

@@ -112,4 +112,5 @@ def test_exactly_the_blocks_inputs_go_to_host_memory(name, blocks, monkeypatch):
     keep_on_host(model)
     logits, _ = forward_logits(model, batch_of(inputs))
     logits.sum().backward()
+    kept = [shape for shape in kept if shape.numel()]  # an older torch keeps one of no elements besides
     assert len(kept) == blocks and all(len(shape) >= 3 for shape in kept)

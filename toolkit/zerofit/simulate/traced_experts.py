@@ -17,12 +17,16 @@ from deepspeed.module_inject import auto_ep, auto_ep_layer
 from deepspeed.moe import ep_kernels
 from torch import Tensor, nn
 
+from zerofit.models.build import bincount
 from zerofit.models.catalog import ModelError
 from zerofit.simulate.fake_experts import even_split_plan, gather_rows, grouped_product, unfilled_indices
 from zerofit.train.expert_split import convert, expert_layers
 
-# of ops whose meta kernel takes no float32 before torch 2.15
-STAND_INS = {torch.ops.aten._grouped_mm.default: partial(grouped_product, None, None)}
+# of ops whose meta kernel takes no float32 before torch 2.15, or that have none
+STAND_INS = {
+    torch.ops.aten._grouped_mm.default: partial(grouped_product, None, None),
+    torch.ops.aten.bincount.default: partial(bincount, None, torch.ops.aten.bincount.default),
+}
 
 
 def spread(model: nn.Module, degree: int) -> None:

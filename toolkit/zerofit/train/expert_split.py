@@ -160,5 +160,7 @@ def _mend_registry() -> None:
         return key if isinstance(key, str) else str(key.__class__)
 
     kind: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    if kind is dict:  # before transformers 5.23, which asks by the class's name itself
+        return
     kind.get = lambda self, key, default=None: dict.get(self, name_of(key)) or ({} if default is None else default)
     kind.__setitem__ = lambda self, key, value: dict.__setitem__(self, name_of(key), value)

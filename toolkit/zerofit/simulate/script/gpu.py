@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import real_accelerator
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofit.simulate import device
@@ -64,10 +65,16 @@ def install_gpu(meter: ScriptTracker, target: ScriptTarget) -> None:
 def device_shown(meter: ScriptTracker, target: ScriptTarget) -> None:
     """Show Python the rank's CUDA device, and take it for the simulated one.
 
-    (FakeTensor.device, fake_device, is_cuda, get_device)
+    Before torch 2.14 `fake_device` is no property, but in each tensor's own dictionary: there it stays; and making a
+    fake starts the device's context first, of which there is none.
+
+    (FakeTensor.device, fake_device, is_cuda, get_device, init_gpu_context)
     """
+    replace_in(fake_tensor, "init_gpu_context", lambda of: None)
     seen: Any = FakeTensor.device
-    taken: Any = FakeTensor.fake_device
+    taken: Any = vars(FakeTensor).get("fake_device") or property(
+        lambda self: vars(self)["fake_device"], lambda self, value: vars(self).update(fake_device=value)
+    )
     here = torch.device(SHOWN, target.rank % target.gpus)
 
     def shown(self: FakeTensor) -> torch.device:
