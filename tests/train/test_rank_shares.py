@@ -111,7 +111,8 @@ def test_plan_and_simulation_know_them(cache):
     alike = zf.simulate(Run(**run, micro_batch=2, ds_config="zero1", ranks=2), cluster, rank=1)
     assert isinstance(heavy.run, SimulatedRun) and isinstance(light.run, SimulatedRun)
     assert (heavy.rank, heavy.run.micro_batch, light.run.micro_batch) == (0, 6, 2)
-    assert (light.peak_bytes, light.flops) == (alike.peak_bytes, alike.flops) and heavy.flops == 3 * light.flops
+    assert (light.peak_bytes, light.flops) == (alike.peak_bytes, alike.flops)
+    assert heavy.flops == pytest.approx(3 * light.flops, rel=1e-5)  # an older transformers makes some angles once
     auto = Run(model="llama-tiny", seq_len=32, ranks=2, micro_batch=4, micro_batch_by_rank="auto")
     job = resolve_job(RunRequest.of(auto), inputs="assumed").job
     assert PlannedLayout.of(job).micro_batch == 8  # a rank may get twice its share
