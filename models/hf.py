@@ -294,24 +294,63 @@ def _as_without_zero3() -> Iterator[None]:
     def on_cpu(self: PreTrainedModel, module: nn.Module, *more: Any) -> None:
         if start:
             torch.set_rng_state(start.pop())
-        with _children_gathered(module), _held_on_cpu(module):
+        with _held_on_cpu(module):
             original(self, module, *more)
 
-    with patch.object(PreTrainedModel, "_initialize_weights", on_cpu):
+    with patch.object(PreTrainedModel, "_initialize_weights", on_cpu), _gathered_with_children(), _exact_ranges():
         yield
 
 
 @contextmanager
-def _children_gathered(module: nn.Module) -> Iterator[None]:
-    """Gather what transformers before 5.23 leaves partitioned: weights of children that a module's rules draw, too.
+def _exact_ranges() -> Iterator[None]:
+    """Let torch.arange give the type that it is asked for: rotary frequencies are made of ranges, in fp32.
 
-    (transformers/integrations/deepspeed.py, initialize_weights_zero3; GPT-2 draws its residual projections so)
+    Under ZeRO-3 DeepSpeed casts them to the lower type, and transformers keeps it from that only from 5.23 on.
+    (deepspeed/runtime/zero/partition_parameters.py)
     """
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+    from deepspeed.runtime.zero import partition_parameters as zero
 
-    of_children = [p for child in module.children() for p in child.parameters(recurse=False)]
-    left = [p for p in of_children if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
-    with GatheredParameters(left, modifier_rank=0) if left else nullcontext():
+    original = zero.zero_wrapper_for_fp_tensor_constructor
+
+    def wrapper(function: Any, target_fp_dtype: Any, target_device: Any) -> Any:
+        dtype: Any = None if function is zero._orig_torch_arange else target_fp_dtype
+        return original(function, dtype, target_device)
+
+    with patch.object(zero, "zero_wrapper_for_fp_tensor_constructor", wrapper):
+        yield
+
+
+@contextmanager
+def _gathered_with_children() -> Iterator[None]:
+    """Let a module's rules write to its children's parameters under ZeRO-3 too, as GPT-2's do to `c_proj`.
+
+    Before 5.23 transformers gathers a module's own parameters only, and those rules write to empty tensors.
+    (transformers/integrations/deepspeed.py: initialize_weights_zero3)
+    """
+    from transformers import PreTrainedModel
+    from transformers.initialization import guard_torch_init_functions
+    from transformers.integrations import deepspeed as integration
+
+    def apply(module: nn.Module, rules: Any, remote: bool) -> None:
+        import deepspeed
+
+        for child in module.children():
+            apply(child, child._initialize_weights if isinstance(child, PreTrainedModel) else rules, remote)
+        own = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
+        parameters = [p for owner in own for p in owner.parameters(recurse=False)]
+        if not parameters:
+            rules(module, remote)
+            return
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            if deepspeed.comm.get_rank() == 0:
+                rules(module, remote)
+
+    @torch.no_grad()
+    def initialise(model: PreTrainedModel) -> None:
+        with guard_torch_init_functions():
+            apply(model, model._initialize_weights, model.is_remote_code())
+
+    with patch.object(integration, "initialize_weights_zero3", initialise):
         yield
 
 
