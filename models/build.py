@@ -40,6 +40,7 @@ from zerofit.models.inputs import (
     are_packed,
     tensors_of,
 )
+from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.packing import refuse_unseparated
 from zerofit.models.partial import name_without_adapters, train_part
 from zerofit.models.pretrained import load_pretrained
@@ -283,6 +284,7 @@ def fake_tensors() -> Iterator[None]:
             patch.dict(os.environ, UNCHECKED),
             patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten.bincount.default: bincount}),
             mamba_kernels(),
+            EveryLayer(),
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
             yield

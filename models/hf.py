@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from zerofit.models.catalog import PRETRAINED, ModelError, ModelSource
 from zerofit.models.deferred import Stored, as_parameter, store_parameters
 from zerofit.models.hf_config import first_line, make_config
 from zerofit.models.inputs import Inputs
+from zerofit.spec.local_machine import is_older
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -297,7 +298,11 @@ def _as_without_zero3() -> Iterator[None]:
         with _held_on_cpu(module):
             original(self, module, *more)
 
-    with patch.object(PreTrainedModel, "_initialize_weights", on_cpu), _gathered_with_children(), _exact_ranges():
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(PreTrainedModel, "_initialize_weights", on_cpu))
+        if is_older("transformers", (5, 23)):  # which does both itself
+            stack.enter_context(_gathered_with_children())
+            stack.enter_context(_exact_ranges())
         yield
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from zerofit.models.layers import as_layers
 
 # the modules of the models that a config has within
 _WITHIN = {"text_config": ("text_model", "language_model"), "vision_config": ("vision_model", "vision_tower", "visual")}
+
+_CHECKPOINT = "_gradient_checkpointing_func"  # transformers' place for it
 
 Mark = Callable[[int, Any], None]  # of a section that begins, and the tensors it gets
 
@@ -38,26 +41,46 @@ class ModelSection:
 @contextmanager
 def watched(sections: list[ModelSection], begin: Mark) -> Iterator[None]:
     """Call `begin(section, its inputs)` as the sections of a forward begin."""
-    handles = []
+    inside: set[int] = set()  # checkpoints that run, whose forwards are to begin no section again
 
     def before(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        begin(index, (args, kwargs))
+        if index not in inside:
+            begin(index, (args, kwargs))
 
     def after(index: int, module: nn.Module, args: Any, output: Any) -> None:
         begin(index, output)
 
-    for index, section in enumerate(sections):
-        if section.start is None:
-            continue
-        if section.after:
-            handles.append(section.start.register_forward_hook(partial(after, index)))
-        else:
-            handles.append(section.start.register_forward_pre_hook(partial(before, index), with_kwargs=True))
-    try:
+    def checkpointed(index: int, checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(index, (args, getattr(function, "keywords", {})))
+        inside.add(index)
+        try:
+            return checkpoint(function, *args, **kwargs)
+        finally:
+            inside.discard(index)
+
+    with ExitStack() as stack:
+        for index, section in enumerate(sections):
+            if section.start is None:
+                continue
+            if section.after:
+                handle = section.start.register_forward_hook(partial(after, index))
+            else:
+                handle = section.start.register_forward_pre_hook(partial(before, index), with_kwargs=True)
+                checkpoint = _around_hooks(section.start)
+                if checkpoint is not None:
+                    own = partial(checkpointed, index, checkpoint)
+                    stack.enter_context(patch.dict(vars(section.start), {_CHECKPOINT: own}))
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _around_hooks(module: nn.Module) -> Any:
+    """Return the function by which a block checkpoints itself and its hooks with it, as transformers' did before 5.23.
+
+    What it saves, the input, is of the block that begins, as where hooks run first. (transformers/modeling_layers.py)
+    """
+    within = type(module).__call__ is not nn.Module.__call__ and getattr(module, "gradient_checkpointing", False)
+    return vars(module).get(_CHECKPOINT) if within else None
 
 
 def sections_of(model: nn.Module) -> list[ModelSection]:

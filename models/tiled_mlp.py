@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,4 +30,5 @@ def _forward_tiled(self: nn.Module, x: Tensor) -> Tensor:
     run = types.MethodType(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # there is no dropout in it
-    return torch.cat([run(tile) for tile in x.split(vars(self)[_TOKENS], dim=1)], dim=1)
+    tiles: list[Any] = [run(tile) for tile in x.split(vars(self)[_TOKENS], dim=1)]
+    return torch.cat(tiles, dim=1)

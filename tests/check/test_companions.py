@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import transformers
+from torch.torch_version import TorchVersion
 
 import zerofit as zf
 from zerofit.check.asked import asked_of, plugin_config
@@ -88,8 +90,6 @@ def trainers(config: dict, arguments: dict, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("config", [FIXED, all_auto(FIXED)], ids=["fixed", "auto"])
 def test_the_trainers_arguments_as_the_trainer_takes_them(config, arguments, monkeypatch):
     filled, refused = trainers(config, arguments, monkeypatch)
-    if filled.get("scheduler", {}).get("params", {}).get("warmup_num_steps") == 0:
-        pytest.skip("this transformers fills in 0 warm-up steps, which DeepSpeed since 0.19.6 refuses")
     found = zf.check(config, Run(ranks=1), training_args=arguments)
     assert found.reader.name == "trainer"
     assert sorted(f.path for f in found.findings if f.code == "flag-differs") == refused
@@ -111,10 +111,19 @@ def test_what_does_not_reach_deepspeed():
 
 def test_arguments_that_give_way_to_sections():
     config = all_auto(FIXED)
-    arguments = {"optim": "adamw_torch", "lr_scheduler_type": "linear"}
+    arguments = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "warmup_steps": 1}
     assert not zf.check(config, training_args=arguments).findings
     (one,) = zf.check(config, training_args=arguments | {"optim": "adamw_bnb_8bit"}).findings
     assert (one.path, one.severity) == ("optimizer.type", "warning") and "ignores" in one.why
+
+
+def test_a_trainer_that_fills_in_no_warmup_steps_is_stopped_by_deepspeed():
+    """Before transformers 5.18; later ones make it 1 step."""
+    found = zf.check(all_auto(FIXED), training_args={"optim": "adamw_torch", "lr_scheduler_type": "linear"}).findings
+    older = TorchVersion(transformers.__version__) < "5.18"
+    assert [(one.code, one.path) for one in found] == (
+        [("scheduler-warmup", "scheduler.params.warmup_num_steps")] * older
+    )
 
 
 ACCELERATE = """\

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.versions
 # registered for CUDA in autocast_mode.cpp itself: cuDNN's ops, which nothing here comes to, one that raises, and one
 # that no torch has
 BESIDE = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "binary_cross_entropy"}
-BESIDE |= {"linalg_matrix_sqrth", "norm.names_ScalarOpt_dim"}  # the latter of named tensors, before torch 2.14
+BESIDE |= {"linalg_matrix_sqrth"}
 
 
 def test_the_list_is_the_installed_torchs():

@@ -1,9 +1,5 @@
 """Buffers that ZeRO-3 makes in the lower type, as a profile and a plan have them."""
 
-import pytest
-import torch
-from torch.torch_version import TorchVersion
-
 from tests.models.small import NAMED
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Fed
@@ -20,10 +16,6 @@ def traced(name: str) -> Profile:
     return profile_model(find(name), "seq2seq-lm", inputs, args, [TraceSetting("bf16")], "cpu")
 
 
-@pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.14",
-    reason="BART asks a drawn number whether to skip a layer, an older torch no",
-)
 def test_the_logits_of_bart_stay_low_at_stage_3():
     """A float32 bias makes float32 logits: 2 bytes more for each, of which one copy at least lives at the peak."""
     profile, key = traced("bart-base"), setting("bf16", False, 1, 1)

@@ -7,8 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import zerofit as zf
 from tests.train.own_models import Unequal
@@ -112,7 +114,9 @@ def test_plan_and_simulation_know_them(cache):
     assert isinstance(heavy.run, SimulatedRun) and isinstance(light.run, SimulatedRun)
     assert (heavy.rank, heavy.run.micro_batch, light.run.micro_batch) == (0, 6, 2)
     assert (light.peak_bytes, light.flops) == (alike.peak_bytes, alike.flops)
-    assert heavy.flops == pytest.approx(3 * light.flops, rel=1e-5)  # an older transformers makes some angles once
+    older = TorchVersion(transformers.__version__) < "5.23"  # which makes angles by a product, once a micro batch
+    angles = 2 * 32 * 40 // 2 if older else 0  # of 32 tokens and half of a head's 40 places
+    assert heavy.flops == 3 * light.flops - 2 * angles
     auto = Run(model="llama-tiny", seq_len=32, ranks=2, micro_batch=4, micro_batch_by_rank="auto")
     job = resolve_job(RunRequest.of(auto), inputs="assumed").job
     assert PlannedLayout.of(job).micro_batch == 8  # a rank may get twice its share

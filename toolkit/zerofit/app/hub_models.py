@@ -40,7 +40,11 @@ def _snapshot(name: str, place: str, report: Reporter) -> Path:
             if not constants.HF_HUB_OFFLINE:
                 held = list_repo_files(repository, revision=revision or None)
                 patterns += [] if any(file.endswith(".safetensors") for file in held) else [PICKLED]
-            folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+            alone = constants.HF_HUB_OFFLINE  # before huggingface_hub 2 a commit is asked for even so
+            named = revision or None
+            folder = Path(
+                snapshot_download(repository, revision=named, allow_patterns=patterns, local_files_only=alone)
+            )
     except Exception as error:  # the hub client raises errors of many unrelated types
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise _not_there(name, f"cannot be had: {reason[:200]}", place, str(constants.HF_HUB_CACHE)) from None

@@ -152,6 +152,7 @@ class Session:
                     self._report.note(note)
                 found = [str(prepared.folder.path)]
             except (UserError, DoesNotFit) as error:
+                self._locks.close()  # with what the gate has reserved
                 found = [(type(error), error.problems)]
         dist.broadcast_object_list(found)
         if not isinstance(found[0], str):

@@ -10,6 +10,7 @@ from typing import Any
 from zerofit.check.companion import Companion
 from zerofit.check.reader import HUGGING_FACE
 from zerofit.check.subject import MICRO, STEPS, TOTAL, ZERO, Asked
+from zerofit.spec.local_machine import is_older
 from zerofit.spec.model_facts import ModelFacts
 
 PARAMS, SCHEDULE = "optimizer.params", "scheduler.params"
@@ -201,7 +202,8 @@ def _schedule(companion: Companion) -> Iterator[Asked]:
     warmup = _argument(companion, "warmup_ratio" if older else "warmup_steps")
     if warmup and (warmup.value >= 1 or warmup.value == 0 or total):
         count = int(warmup.value) if warmup.value >= 1 else math.ceil(total * warmup.value)
-        yield _asked(f"{SCHEDULE}.warmup_num_steps", max(1, count), [warmup])
+        least = 0 if is_older("transformers", (5, 18)) else 1  # DeepSpeed stops with 0
+        yield _asked(f"{SCHEDULE}.warmup_num_steps", max(least, count), [warmup])
 
 
 def _of_accelerate(companion: Companion) -> Iterator[Asked]:

@@ -16,6 +16,7 @@ from typing import Any
 from zerofit.check.dotted import get
 from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.files import cache_root, write_text
+from zerofit.spec.local_machine import is_older
 
 Schema = dict[str, Any]
 
@@ -56,6 +57,9 @@ def _paths(schema: Schema, prefix: str = "") -> Iterator[str]:
         yield from _paths(child, f"{prefix}{key}.")
 
 
+DERIVED_WITH = (2, 14)  # the torch of data/, which LBFGS's "maximize" is new in at the latest
+
+
 @lru_cache(maxsize=1)
 def catalog() -> Catalog:
     """Return the installed DeepSpeed's catalogue. Takes seconds once per version that zerofit does not ship."""
@@ -73,7 +77,8 @@ def _data(name: str) -> Any:
 
 
 def _shipped(version: str) -> dict[str, Any] | None:
-    return _data(f"deepspeed-{version}.json")
+    """Return what zerofit ships of a DeepSpeed version; None with an older torch, whose optimizers take less."""
+    return None if is_older("torch", DERIVED_WITH) else _data(f"deepspeed-{version}.json")
 
 
 def _derived(version: str) -> dict[str, Any]:

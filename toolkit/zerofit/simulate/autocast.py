@@ -19,7 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 LOWER, FP32, FP32_DTYPE, APPEND, PROMOTE = "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "APPEND", "PROMOTE"
 # ops that have no argument for the type, and the overloads that do (AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE)
-_WITH_DTYPE = {"aten::norm.Scalar": "ScalarOpt_dtype", "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_WITH_DTYPE = {
+    "aten::norm.Scalar": "ScalarOpt_dtype",
+    "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+    "aten::norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",  # gone in torch 2.14
+}
 _LIST = re.compile(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)+.*)")
 _OP = re.compile(r"_\((\w+)(?:,\s*(\w+))?\)")
 _libraries: list[Any] = []  # kernels are there as long as what registered them
@@ -27,9 +31,9 @@ _libraries: list[Any] = []  # kernels are there as long as what registered them
 
 def policies() -> dict[str, str]:
     """Return the policy of each op that autocast knows, by its full name ("aten::conv_transpose2d.input")."""
-    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
-    found = dict.fromkeys(_WITH_DTYPE, APPEND)
-    for policy, ops in _LIST.findall(header.read_text(encoding="utf-8")):
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
+    found = {name: APPEND for name in _WITH_DTYPE if f'"{name.removeprefix("aten::")}"' in header}
+    for policy, ops in _LIST.findall(header):
         if policy in (LOWER, FP32, FP32_DTYPE, PROMOTE):
             found |= {f"aten::{op}.{overload}".rstrip("."): policy for op, overload in _OP.findall(ops)}
     return found

@@ -19,7 +19,7 @@ from zerofit.simulate.device import NAME
 def experts() -> None:
     """Let tokens fall evenly on experts: which ones they go to is a question of values.
 
-    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm, torch.bincount)
+    (deepspeed.module_inject.auto_ep, auto_ep_layer, deepspeed.moe.ep_kernels, torch._grouped_mm)
     """
     from deepspeed.module_inject import auto_ep, auto_ep_layer
     from deepspeed.moe import ep_kernels
@@ -28,6 +28,10 @@ def experts() -> None:
     auto_ep_layer.compute_split_plan = even_split_plan
     ep_kernels.fill_indices_cpu = ep_kernels.fill_indices_wrapper = unfilled_indices
     fake_impls.op_implementations_dict[torch.ops.aten._grouped_mm.default] = grouped_product
+
+
+def expert_counts() -> None:
+    """Count the tokens of experts, each of which has a count. (torch.bincount)"""
     fake_impls.op_implementations_dict[torch.ops.aten.bincount.default] = bincount
 
 

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.models.build import UNCHECKED
 from zerofit.models.state_space import mamba_kernels
@@ -87,13 +88,13 @@ def _fused_attention(
     """Run the kernel that a device takes (ATen's sdp_utils.cpp).
 
     Kernels keep nothing of length squared. Where there is none, torch computes the whole matrix of scores: on "cpu"
-    with dropout or for values of another width than queries, on "cuda" for keys of one head that queries of many share
-    by broadcasting (Falcon). On "cuda" the kernel is flash attention; in float32, with a mask, for values of another
-    width (multi-head latent attention) or heads above FLASH_WIDTH, which it has not, the memory efficient one, for
-    which keys and values are repeated for every query head.
+    with dropout or for values of another width than queries, on "cuda" (and on "cpu" before torch has it there) for
+    keys of one head that queries of many share by broadcasting (Falcon). On "cuda" the kernel is flash attention; in
+    float32, with a mask, for values of another width (multi-head latent attention) or heads above FLASH_WIDTH, which it
+    has not, the memory efficient one, for which keys and values are repeated for every query head.
     """
     narrow = query.shape[-1] == value.shape[-1]
-    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4 or not narrow):
+    if device == "cpu" and (dropout_p > 0.0 or query.dim() != 4 or not narrow or _too_few_keys(query, key, enable_gqa)):
         return _math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if device == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -109,6 +110,19 @@ def _fused_attention(
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     return op(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+
+
+def _too_few_keys(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
+    return key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa and not _cpu_shares_keys()
+
+
+@cache
+def _cpu_shares_keys() -> bool:
+    """Return whether the installed torch's kernel for CPUs broadcasts keys of one head (torch 2.11's does not)."""
+    choice: Any = vars(torch)["_fused_sdp_choice"]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        query, key = (torch.zeros(1, heads, 4, 8, device="cpu") for heads in (2, 1))
+        return choice(query, key, key) != 0  # that is attention made of plain products
 
 
 cuda_attention = partial(_fused_attention, "cuda")

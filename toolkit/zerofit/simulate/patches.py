@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.models.state_space import install_mamba_kernels
 from zerofit.simulate.autocast import autocast_as_cuda
 from zerofit.simulate.device import NAME, fake_op
-from zerofit.simulate.fake_experts import expert_rows, experts
+from zerofit.simulate.fake_experts import expert_counts, expert_rows, experts
 from zerofit.simulate.fake_kernels import MASKING, PACKED_MASKING, PADDED_MASKING, cuda_attention
 from zerofit.simulate.tracker import AllocationTracker
 from zerofit.simulate.weight_files import WeightFile
@@ -232,7 +232,8 @@ def data_setter() -> None:
 
 
 # of scripts, too
-ALWAYS = (module_apply, tracing, foreach_types, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
+OF_LIBRARIES = (tracing, foreach_types, order_checks, device_mesh, object_collectives, cpu_vendor, weight_files)
+ALWAYS = (module_apply, expert_counts, *OF_LIBRARIES)
 EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter, experts)
 
 

@@ -20,6 +20,7 @@ from zerofit.models.build import empty_batch, extra_inputs, forward_logits, forw
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs, TextInputs, are_packed, are_padded, tensors_of
+from zerofit.models.layer_drop import EveryLayer
 from zerofit.models.layers import as_layers
 from zerofit.models.sections import watched
 from zerofit.simulate.bits import traced_bits
@@ -224,7 +225,7 @@ def _stand_ins(recorder: ProfileRecorder, device: str) -> Iterator[None]:
     to_host = recorder.keeping_on_host if device == "cuda" else lambda pin_memory: nullcontext()
     in_chunks = patch.object(train_loss, "chunk_starts", recorder.few_chunks)
     alone = without_ranks(device, recorder.exchange)
-    with in_chunks, alone, patch.object(models_checkpointing, "save_on_cpu", to_host):
+    with in_chunks, alone, patch.object(models_checkpointing, "save_on_cpu", to_host), EveryLayer():
         yield
 
 

@@ -155,6 +155,12 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in NAMES}
 
 
+def is_older(distribution: str, version: tuple[int, int]) -> bool:
+    """Return whether what is installed comes before a version, by its first two numbers; imports nothing."""
+    major, minor = importlib.metadata.version(distribution).split(".")[:2]
+    return (int(major), int(minor)) < version
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Rates that one rank reached, in bytes or FLOP a second; None where there was nothing to measure with."""

@@ -1,6 +1,7 @@
 """Automatic mixed precision on one device: matrix products in 16 bits, a gradient scaler where they are fp16."""
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
@@ -15,7 +16,7 @@ def train(work: BenchmarkTask, fp16: bool = False):
         raise NotHereError("this GPU has no bf16 products; amp-fp16 takes fp16 and a gradient scaler")
     model = work.model()
     optimizer = work.optimizer(model.parameters())
-    scaler = torch.amp.GradScaler(kind, enabled=fp16)
+    scaler = GradScaler(kind, enabled=fp16)
     for x, y in work.batches():
         optimizer.zero_grad()
         with torch.autocast(kind, dtype):
