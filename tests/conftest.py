@@ -6,11 +6,16 @@ import os
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.ranks.pool import RankPool
+
 WHOLE_SUITE = 1000  # tests
+IDLE_S = 30
+POOLS: dict[int, RankPool] = {}  # of this worker
 LONG = ("launch", "cli", "app", "train", "test_docs_python.py", "compare")  # first, so that workers end together
 SIMULATED = [f"tests/simulate/test_{name}.py" for name in ("memory", "patches", "traffic")]  # the fixture `simulated`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
@@ -53,18 +58,27 @@ def _compile() -> None:
         build_ops(["AsyncIOBuilder"], {**os.environ, "DS_ACCELERATOR": "cpu", "MAX_JOBS": "1"}, lambda _: None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def idle_ranks_end():
+    """Ranks that no test has asked for lately give back their memory, half a GiB each and more."""
+    yield
+    for pool in POOLS.values():
+        if pool.idle_s > IDLE_S:
+            pool.close()
+
+
 @pytest.fixture(scope="session")
 def pools(tmp_path_factory: pytest.TempPathFactory, cache: Path):
     """Pools of waiting ranks by their number, each started when it is first used."""
     from tests.ranks.pool import RankPool
 
-    made: dict[int, RankPool] = {}
-
     def pool(ranks: int) -> RankPool:
-        return made.setdefault(ranks, RankPool(ranks, tmp_path_factory.mktemp(f"ranks-{ranks}")))
+        if ranks not in POOLS:
+            POOLS[ranks] = RankPool(ranks, tmp_path_factory.mktemp(f"ranks-{ranks}"))
+        return POOLS[ranks]
 
     yield pool
-    for one in made.values():
+    for one in POOLS.values():
         one.close()
 
 

@@ -50,6 +50,12 @@ class RankPool:
     def __init__(self, ranks: int, folder: Path):
         self.ranks, self._inbox, self._number = ranks, folder, 0
         self._process: subprocess.Popen | None = None
+        self._used = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the ranks had a job."""
+        return time.monotonic() - self._used
 
     def train(self, output: Path, *, gate: Gate | None = None, **options) -> Trained:
         """What `zerofit train` does with these options, on the waiting ranks, with a short evaluation.
@@ -92,6 +98,7 @@ class RankPool:
                 self.close()
                 raise AssertionError(said)
             time.sleep(0.01)
+        self._used = time.monotonic()
         return [path.read_text() for path in answers]
 
     def _start(self) -> None:
