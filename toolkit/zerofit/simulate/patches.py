@@ -262,10 +262,10 @@ def list_indices() -> None:
     original = torch.Tensor.__getitem__
 
     def getitem(self: torch.Tensor, index: Any) -> torch.Tensor:
-        if self.device.type not in ("cpu", "meta"):
+        if isinstance(index, list | tuple) and self.device.type not in ("cpu", "meta"):
             if isinstance(index, list):
                 index = torch.tensor(index, device=self.device)
-            elif isinstance(index, tuple):
+            else:
                 index = tuple(torch.tensor(i, device=self.device) if isinstance(i, list) else i for i in index)
         return original(self, index)
 
