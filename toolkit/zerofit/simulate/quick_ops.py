@@ -6,7 +6,9 @@ millisecond for each (deepspeed/runtime/zero/partition_parameters.py:791, runtim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +22,29 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
         return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
     return func(*args, **kwargs)
+
+
+def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]:
+    """Let a function that only joins the pieces it cuts of rows get one fake for all of a size.
+
+    `cut` is the method of torch.Tensor that it cuts with: "narrow", or "__getitem__" with a slice.
+    """
+
+    def run_sharing(*args: Any, **kwargs: Any) -> Any:
+        pieces: dict[tuple[int, int], Tensor] = {}
+        original = getattr(Tensor, cut)
+
+        def piece(whole: Tensor, *where: Any) -> Tensor:
+            size = where[-1] if cut == "narrow" else len(range(*where[0].indices(len(whole))))
+            key = whole.untyped_storage()._cdata, size
+            if key not in pieces:
+                pieces[key] = original(whole, *where)
+            return pieces[key]
+
+        with patch.object(Tensor, cut, piece):
+            return function(*args, **kwargs)
+
+    return run_sharing
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
