@@ -57,10 +57,11 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _are_rows_alike(pieces: list[Any]) -> bool:
-    """Return whether all are fakes of one dimension, of one type and in one place."""
+    """Return whether all are fakes of one dimension and no known value, of one type and in one place."""
     first = pieces[0]
     return all(
         type(piece) is FakeTensor
+        and piece.constant is None
         and piece.dim() == 1
         and piece.dtype == first.dtype
         and piece.fake_device == first.fake_device
