@@ -64,6 +64,23 @@ def zero_of(run: zf.Run) -> dict:
     return run.ds_config["zero_optimization"]
 
 
+def test_experts_stay_spread_and_train(tmp_path, with_free):
+    """A degree that is given stays; ZeRO 0 has no gradients of spread experts for clipping, and is not chosen."""
+    with_free(4096 * MIB)
+    mixtral = {
+        "model": "mixtral-tiny",
+        "data": "pysource",
+        "seq_len": 32,
+        "ranks": RANKS,
+        "steps": 1,
+        "eval_samples": 8,
+    }
+    trained = zf.train(zf.Run(**mixtral, expert_parallel=2, fit=True, output=tmp_path / "run"))
+    config = json.loads((tmp_path / "run" / "ds_config.json").read_text())
+    assert (trained.layout["ep"], trained.steps) == (2, 1)
+    assert config["zero_optimization"]["stage"] >= 1
+
+
 def test_less_memory_brings_a_leaner_layout_with_the_same_global_batch(tmp_path, with_free):
     for tensors in (4096 * MIB, 40 * MIB):
         cluster, told = with_free(tensors), list[Event]()

@@ -159,6 +159,14 @@ PATCHES = {
     "record_stream": (["torch:Tensor.record_stream"], []),
     "autocast": (["torch:clear_autocast_cache"], []),
 }
+COALESCED = "deepspeed.runtime.comm.coalesced_collectives"
+PATCHES["pieces_of_ranks"] = (
+    ["deepspeed.runtime.zero.stage3:reduce_scatter_coalesced", f"{ZERO_INIT}:AllGatherCoalescedHandle.wait"],
+    [
+        Reason(COALESCED, "reduce_scatter_coalesced", "tensors group", "for rank in range(0, world_sz)"),
+        Reason(ZERO_INIT, "AllGatherCoalescedHandle.wait", "self handle_dependency", "self.partitions[rank].narrow("),
+    ],
+)
 EP_LAYER, EP_KERNELS = "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_kernels"
 PATCHES |= {
     "experts": (

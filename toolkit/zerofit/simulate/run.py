@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
-from zerofit.check.dotted import get
-from zerofit.models.build import build, parameter_count
-from zerofit.models.catalog import find, source_of
-from zerofit.models.depth import depths, with_depths
+from zerofit.models.catalog import find
+from zerofit.models.depth import depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.simulate.host_memory import extended, highest
+from zerofit.simulate.limits import limits
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import (
     CollectiveCalls,
@@ -39,8 +36,6 @@ FEWEST = 2  # layers, where nothing calls for more
 STEP = 2
 WORTH = 0.5  # of all layers: where more of them would be simulated in all, the whole model is
 TOLERANCE = 0.005  # of the peak
-# DeepSpeed's defaults in elements (runtime/zero/config.py)
-MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +87,14 @@ def _simulated(
 def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     """Return three numbers of layers: one to check at, two to extrapolate from; None to simulate the whole model.
 
-    They are large enough that whatever DeepSpeed limits (live parameters, buckets, groups of the optimizer) has
-    reached its limit, if it does so in the whole model.
+    All have the layers that stand before the equal ones, and so many of these that whatever DeepSpeed limits (live
+    parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model.
     """
-    total = _layers(target)
-    if not total or target.job.layout.pp > 1:
+    total, before = _layers(target), _leading(target)
+    if total < before + FEWEST or target.job.layout.pp > 1:
         return None
-    first = max(FEWEST, *(1 + math.ceil(limit) for limit in _limits(target, total)))
+    few, more = (_with_layers(target, before + n) for n in (1, 2))
+    first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)
     counts = (first, first + STEP, first + 2 * STEP)
     return counts if sum(counts) <= WORTH * total else None
 
@@ -205,33 +201,19 @@ def _layers(target: SimulationTarget) -> int:
 
 
 def _depths(target: SimulationTarget) -> dict[tuple[str, ...], int]:
+    config = _config(target)
+    return {} if config is None else depths(config)
+
+
+def _leading(target: SimulationTarget) -> int:
+    """Return how many layers stand before the equal ones."""
+    config = _config(target)
+    return max((leading(part(config, path)) for path in _depths(target)), default=0)
+
+
+def _config(target: SimulationTarget) -> Any:
+    """Return transformers' config of a target's model; None for any other model."""
     source = find(target.job.run.model)
     if source.family != "transformers":
-        return {}
-    return depths(make_config(source, target.inputs, dict(target.job.run.model_args)))
-
-
-def _limits(target: SimulationTarget, total: int) -> list[float]:
-    """Return how many layers reach each limit of DeepSpeed's that the whole model, of `total` layers, reaches."""
-
-    def parameters(layers: int) -> tuple[int, int]:
-        run = _with_layers(target, layers).job.run
-        with torch.device("meta"):
-            model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
-        return parameter_count(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-    a_layer, trained = (more - one for one, more in zip(parameters(1), parameters(2), strict=True))
-    zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
-    facts, ranks = target.job.facts, layout.dp * layout.sp
-    limits = []
-    if layout.zero_stage in (1, 2):
-        # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
-        whole = facts.largest_parameter + trained - (facts.trained_parameters - trained * total) / ranks
-        limits = [(get(zero, "reduce_bucket_size", BUCKET), trained), (max(0, whole) * ranks, trained)]
-    if layout.zero_stage == 3:
-        limits = [
-            (get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0), a_layer),
-            (get(zero, "reduce_bucket_size", BUCKET), trained),
-            (get(zero, "sub_group_size", SUB_GROUP) * ranks, trained),
-        ]
-    return [limit / size for limit, size in limits if limit < size * total] or [0.0]
+        return None
+    return make_config(source, target.inputs, dict(target.job.run.model_args))

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence import layer as ulysses_layer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit import models
+from zerofit.simulate import quick_ops
 from zerofit.simulate.allocator import RecordStream
 from zerofit.simulate.categories import LOGITS, TEMPORARIES, WORKSPACES, is_loss
 from zerofit.simulate.ledger import DEVICE, HOST, LOCKED, PINNED, Ledger, Storage
@@ -141,10 +143,12 @@ class AllocationTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op and note what it did."""
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for every piece of a tensor, and no op
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name
         self.last = (name, self._module)
-        out = func(*args, **kwargs)
+        out = quick_ops.run(func, args, kwargs)
         if name.startswith("c10d::") or name == _ULYSSES:
             self._note_collective(name, args)
         if is_counted(func):

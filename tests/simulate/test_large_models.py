@@ -1,0 +1,54 @@
+"""Large models on many ranks: extended from few layers of each kind, and without a fake for each rank's piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulate.targets import target
+from zerofit.simulate import run
+from zerofit.simulate.run import SimulatedRank, simulate
+
+DENSE, LAYERS = 3, 16  # of them have no experts, in all
+SMALL_DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "first_k_dense_replace": DENSE,
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+}
+
+
+def deepseek(stage: int) -> Any:
+    flags = {"model": "deepseek-v3", "model_args": SMALL_DEEPSEEK, "seq_len": 32, "expert_parallel": 4}
+    return target(f"zero{stage}", gpus=8, kind="h100-80gb", precision="bf16", **flags)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_without_experts_are_not_extended(stage, monkeypatch):
+    """A DeepSeek-V3 of 3 and 13 layers, against all of them: every kind, phase and place."""
+    monkeypatch.setattr(run, "WORTH", 3)  # else so few layers would all be simulated
+    (few,), (exact,) = (simulate([deepseek(stage)], lambda text: None, exact=all_) for all_ in (False, True))
+    assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
+    assert few.layers and min(few.layers) > DENSE and max(few.layers) < LAYERS
+    for one, other in zip(few.record.phases, exact.record.phases, strict=True):
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.005), one.name
+        assert one.end_bytes == pytest.approx(other.end_bytes, rel=0.005), one.name
+    assert few.record.peaks[0].key == exact.record.peaks[0].key
+    for kind, size in exact.record.peaks[0].breakdown.items():
+        assert few.record.peaks[0].breakdown[kind] == pytest.approx(size, rel=0.005), kind
+    assert few.record.host == pytest.approx(exact.record.host, rel=0.005)
+    assert few.record.kept == pytest.approx(exact.record.kept, rel=0.005)

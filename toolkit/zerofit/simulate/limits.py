@@ -1,0 +1,75 @@
+"""What DeepSpeed limits of a large model, and how many layers reach it: from there on all is linear in the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofit.check.dotted import get
+from zerofit.models.build import build
+from zerofit.models.catalog import source_of
+from zerofit.simulate.record import SimulationTarget
+from zerofit.simulate.traced_experts import expert_places, spread
+
+# DeepSpeed's defaults in elements (runtime/zero/config.py)
+MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Partitioned:
+    """Trained parameters that the same number of ranks divide, by elements."""
+
+    before: int  # in what is no repeated layer
+    layer: int
+    largest: int
+    ranks: int
+
+
+def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarget, count: int) -> list[float]:
+    """Return how many layers reach each limit of DeepSpeed's that the whole model, of `count` layers, reaches.
+
+    `few` and `more` have one and two such layers. Of layers that are not repeated (DeepSeek's first ones) none counts.
+    """
+    zero, layout = target.job.ds_config.get("zero_optimization", {}), target.job.layout
+    one, two = _rank_model(few), _rank_model(more)
+    a_layer = sum(p.numel() for p in two.parameters()) - sum(p.numel() for p in one.parameters())
+    parts = list(_partitioned(one, two, layout.dp * layout.sp, layout.ep))
+    reduced = (get(zero, "reduce_bucket_size", BUCKET), sum(part.layer for part in parts))
+    found: list[tuple[float, int]] = []
+    if layout.zero_stage in (1, 2):
+        # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
+        found = [(max(0, p.largest + p.layer - p.before / p.ranks) * p.ranks, p.layer) for p in parts]
+        found.append(reduced)
+    if layout.zero_stage == 3:
+        live = get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0)
+        sub_group = get(zero, "sub_group_size", SUB_GROUP)
+        found = [(live, a_layer), reduced, *((sub_group * p.ranks, p.layer) for p in parts)]
+    return [limit / size for limit, size in found if limit < size * count]
+
+
+def _rank_model(target: SimulationTarget) -> nn.Module:
+    """Return a target's model on the meta device, of spread experts one rank's."""
+    run = target.job.run
+    with torch.device("meta"):
+        model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
+    if target.job.layout.ep > 1:
+        spread(model, target.job.layout.ep)
+    return model
+
+
+def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterator[_Partitioned]:
+    """Yield what all ranks divide among them, and what those divide that have the same experts."""
+    for spread_ones, dividing in ((False, ranks), (True, ranks // ep)):
+        few, more = _trained(one, spread_ones), _trained(two, spread_ones)
+        layer = sum(more) - sum(few)
+        if more:
+            yield _Partitioned(before=sum(few) - layer, layer=layer, largest=max(more), ranks=dividing)
+
+
+def _trained(model: Any, spread_ones: bool) -> list[int]:
+    experts = set(expert_places(model))
+    return [p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and (n in experts) == spread_ones]

@@ -1,0 +1,69 @@
+"""Ops that ZeRO runs once for each rank of a large cluster, on fakes without torch's search for what they make.
+
+ZeRO-3 cuts what it gathers, and gradients, into one piece a rank and joins the pieces, and torch takes half a
+millisecond for each (deepspeed/runtime/zero/partition_parameters.py:791, runtime/comm/coalesced_collectives.py:96).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an op gives, fakes of the same shape, type, place and storage as without shortcuts."""
+    if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+        return _view(func, args, kwargs)
+    if func is torch.ops.aten.cat.default and _are_rows_alike(args[0]):
+        return args[0][0].new_empty(sum(piece.numel() for piece in args[0]))
+    return func(*args, **kwargs)
+
+
+def sharing_pieces(function: Callable[..., Any], cut: str) -> Callable[..., Any]:
+    """Let a function that only joins the pieces it cuts of rows get one fake for all of a size.
+
+    `cut` is the method of torch.Tensor that it cuts with: "narrow", or "__getitem__" with a slice.
+    """
+
+    def run_sharing(*args: Any, **kwargs: Any) -> Any:
+        pieces: dict[tuple[int, int], Tensor] = {}
+        original = getattr(Tensor, cut)
+
+        def piece(whole: Tensor, *where: Any) -> Tensor:
+            size = where[-1] if cut == "narrow" else len(range(*where[0].indices(len(whole))))
+            key = whole.untyped_storage()._cdata, size
+            if key not in pieces:
+                pieces[key] = original(whole, *where)
+            return pieces[key]
+
+        with patch.object(Tensor, cut, piece):
+            return function(*args, **kwargs)
+
+    return run_sharing
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    whole = args[0]
+    with in_kernel_invocation_manager(whole.fake_mode):
+        made = func(*args, **kwargs)
+    if isinstance(made, Tensor):
+        return FakeTensor(whole.fake_mode, made, whole.fake_device)
+    return [FakeTensor(whole.fake_mode, one, whole.fake_device) for one in made]
+
+
+def _are_rows_alike(pieces: list[Any]) -> bool:
+    """Return whether all are fakes of one dimension and no known value, of one type and in one place."""
+    first = pieces[0]
+    return all(
+        type(piece) is FakeTensor
+        and piece.constant is None
+        and piece.dim() == 1
+        and piece.dtype == first.dtype
+        and piece.fake_device == first.fake_device
+        for piece in pieces
+    )
