@@ -120,6 +120,24 @@ def _loss_sum(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
 
 
+def quantise_linears(model: nn.Module, kind: str) -> None:
+    """Put bitsandbytes' layers in place of all linear ones but the head, as a user does before peft's."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and name != "lm_head":
+            size = (linear.in_features, linear.out_features, False)
+            if kind == "nf4":
+                made = bnb.nn.Linear4bit(
+                    *size, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
+                )
+            else:
+                made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
+            made.load_state_dict(linear.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind == "nf4", kind == "int8"
+
+
 def write_corpus(path: Path) -> Path:
     """Write 2,000 lines of 32 bytes, so that windows come out even."""
     words = random.Random(7)
