@@ -46,7 +46,8 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
 
     For optimizers that normalise their step it grows with the square root of the batch (Malladi et al., 2022) between 4
     and 64 samples: beyond, rates of language models hardly depend on the batch. For SGD it grows linearly beyond 256
-    samples (Goyal et al., 2017), and Adafactor's, a share of the weights' size, is fixed. Models from scratch get less the larger they are; others have a fixed rate.
+    samples (Goyal et al., 2017). Adafactor's, a share of the weights' size, is fixed. Models from scratch get less the
+    larger they are; others have a fixed rate.
     """
     rate = RATES[kind].get(optimizer, RATES[kind]["adamw"])
     if optimizer == "sgd":
