@@ -47,7 +47,7 @@ from zerofit.train.expert_split import build_spread
 from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import counts, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
-from zerofit.train.optimizer import own_optimizer
+from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import rank_device
 from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
@@ -129,7 +129,7 @@ def _forget_dummy_step(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
         return  # a bf16 pipeline's BF16_Optimizer, which makes none
-    optimizer.optimizer.state.clear()
+    forget_states(optimizer.optimizer)
     for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where FusedAdam counts
     if hasattr(optimizer, "fp32_groups_flat"):

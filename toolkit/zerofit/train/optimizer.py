@@ -26,6 +26,17 @@ def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Op
     return made(groups, **get(config, "optimizer.params", {}))
 
 
+@torch.no_grad()
+def forget_states(optimizer: Optimizer) -> None:
+    """Let an optimizer begin anew. bitsandbytes never gives paged memory back, so that its states are used again."""
+    if not hasattr(optimizer, "page_mng"):
+        optimizer.state.clear()
+    for state in optimizer.state.values():
+        state["step"] = 0
+        for name in {"state1", "state2", "absmax1", "absmax2"} & set(state):
+            state[name].zero_()
+
+
 def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
     """Return why bitsandbytes' optimizers cannot be made, or do not run on a kind of device ("cpu" or "cuda") here."""
     asked = f"--optimizer {optimizer}"
