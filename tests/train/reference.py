@@ -111,6 +111,12 @@ def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     lr = plan.lr(0) if callable(plan.lr) else plan.lr
     if plan.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    if plan.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    if plan.optimizer.endswith("adamw8bit"):
+        import bitsandbytes as bnb
+
+        return bnb.optim.AdamW8bit(groups, lr=lr)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8)
 
 

@@ -170,6 +170,12 @@ def _check_eight_bit(name: Optimizer, layout: Layout, config: Mapping[str, Any],
             "remove offload_optimizer, or take --optimizer adamw, whose step on the host is DeepSpeed's own",
             "--optimizer",
         )
+    if get(config, "zero_optimization.elastic_checkpoint"):
+        message = (
+            f"{asked} with elastic_checkpoint, for which DeepSpeed cuts states weight by weight, and blocks cannot be"
+        )
+        path = "zero_optimization.elastic_checkpoint"
+        problems.add("layout", message, "remove the key: zerofit's checkpoints have an index of their own", path)
     if layout.ep > 1:
         message = f"{asked} with --expert-parallel {layout.ep}: DeepSpeed puts experts into groups of optimizers"
         hint = "take --optimizer adamw, or leave --expert-parallel at 1"
