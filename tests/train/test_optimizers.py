@@ -79,15 +79,15 @@ def test_a_run_goes_on_bit_for_bit_and_in_its_own_layout_alone(pools, tmp_path, 
         pytest.importorskip("bitsandbytes")
     asked = options(plan, **KEPT[case], save_every="5")
     whole = pools(2).train(tmp_path / "whole", **asked)
-    half = str(whole.folder.checkpoints / "step-00000005")
-    went_on = pools(2).train(tmp_path / "on", **asked, resume=half)
+    half = whole.folder.checkpoints / "step-00000005"
+    went_on = pools(2).train(tmp_path / "on", **asked, resume=str(half))
     assert went_on.losses == whole.losses[5:]
     ours, theirs = (load_file(one.folder.model / "model.safetensors") for one in (went_on, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    exported = load_file(export(half, tmp_path / "exported").out / "model.safetensors")
+    exported = load_file(Path(export(half, tmp_path / "exported").out) / "model.safetensors")
     assert {name: tensor.shape for name, tensor in exported.items()} == {n: t.shape for n, t in theirs.items()}
     with pytest.raises(UserError) as refused:
         precision = "fp32" if asked.get("precision") == "bf16" else "bf16"
         other = {"precision": precision} if case.startswith("adafactor") else {"ds_config": "zero1"}
-        pools(2).train(tmp_path / "other", **{**asked, **other}, resume=half)
+        pools(2).train(tmp_path / "other", **{**asked, **other}, resume=str(half))
     assert "optimizer.type in the checkpoint" in json.dumps([one.message for one in refused.value.problems])

@@ -47,6 +47,7 @@ class PlannedLayout:
             f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
         ]
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
@@ -56,6 +57,7 @@ class PlannedLayout:
         """Return the layout that a job has."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
+        optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # of others states are not known
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
@@ -71,7 +73,7 @@ class PlannedLayout:
             sp=layout.sp,
             ep=layout.ep,
             precision=job.precision,
-            optimizer=next((name for name in PLANNED if name == job.run.optimizer), "adamw"),
+            optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},

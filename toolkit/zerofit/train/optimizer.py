@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zerofit.check.dotted import get
+from zerofit.models.quantized import PACKAGE, library
 from zerofit.spec.errors import Problem
 from zerofit.spec.optimizers import EIGHT_BIT, EIGHT_BIT_OP, run_name
-
-PACKAGE = "bitsandbytes"
 
 
 def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Optimizer | None:
@@ -22,6 +22,7 @@ def own_optimizer(config: Mapping[str, Any], groups: list[dict[str, Any]]) -> Op
     name = run_name(str(get(config, "optimizer.type")))
     if name not in EIGHT_BIT:
         return None
+    library()
     made = getattr(importlib.import_module(f"{PACKAGE}.optim"), EIGHT_BIT[name])
     return made(groups, **get(config, "optimizer.params", {}))
 
@@ -43,11 +44,11 @@ def missing_kernels(optimizer: str, accelerator: str | None) -> Problem | None:
     if importlib.util.find_spec(PACKAGE) is None:
         message = f"{asked} needs {PACKAGE}, which is not installed"
         return Problem(kind="optimizer", message=message, hint="pip install 'zerofit[quantize]'", where="--optimizer")
-    found = importlib.import_module(PACKAGE)
+    library()
     if accelerator is None or torch._C._dispatch_has_kernel_for_dispatch_key(
         f"{PACKAGE}::{EIGHT_BIT_OP}", accelerator.upper()
     ):
         return None
-    message = f"{asked}: {PACKAGE} {found.__version__} has no kernel of it for {accelerator}"
+    message = f"{asked}: {PACKAGE} {version(PACKAGE)} has no kernel of it for {accelerator}"
     hint = f"pip install '{PACKAGE}>=0.50.2', or take --optimizer adamw"
     return Problem(kind="optimizer", message=message, hint=hint, where="--optimizer")

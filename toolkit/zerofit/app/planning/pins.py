@@ -166,6 +166,11 @@ def refuse_impossible(pins: Mapping[str, Any], knobs: Mapping[str, Any], problem
     elif stage in (0, 1) and optimizer != "none":
         message = f"the optimizer is offloaded from ZeRO stage 2 on, and this is stage {stage}"
         problems.add("combination", message, "take --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+    if knobs.get("optimizer") == "adafactor" and stage:
+        message = (
+            f"--optimizer adafactor keeps a number a row and one a column of whole matrices, and this is stage {stage}"
+        )
+        problems.add("combination", message, "take --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
         message = f"parameters go to {params} with the optimizer's states, and those stay on the device"
         problems.add("combination", message, "offload the optimizer as well", "--offload, --offload-param")
