@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from tests.train.reference import Plan, follow, relative_difference, text_windows, write_corpus
 from zerofit.checkpoint.export import export
 from zerofit.models.inputs import TextInputs
-from zerofit.spec.errors import UserError
+from zerofit.spec.errors import Problem, UserError
+from zerofit.train import optimizer
+from zerofit.train.optimizer import missing_kernels
 
 STEPS, SEQ_LEN = 10, 32
 EXACT = 1e-5  # relative, fp32
@@ -42,20 +44,20 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return made
 
 
-def options(plan: Plan, optimizer: str, **more) -> dict:
+def options(plan: Plan, name: str, **more) -> dict:
     data = {"data": f"text:{plan.corpus}", "seq_len": SEQ_LEN}  # type: ignore[attr-defined]
     how = {"steps": STEPS, "schedule": "constant", "warmup_steps": 0, "eval_samples": 8, "global_batch": 8}
-    named = {"optimizer": optimizer, "lr": RATES[optimizer]}
+    named = {"optimizer": name, "lr": RATES[name]}
     return {"model": "llama-tiny", "model_args": LLAMA, **data, **how, **named, **more}
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_losses_are_those_of_the_same_optimizer_in_plain_torch(pools, tmp_path, plan, case):
-    optimizer, layout, allowed = LAYOUTS[case]
-    if "8bit" in optimizer:
+    name, layout, allowed = LAYOUTS[case]
+    if "8bit" in name:
         pytest.importorskip("bitsandbytes")
-    trained = pools(2).train(tmp_path / "run", **options(plan, optimizer, **layout))
-    plan.optimizer, plan.lr = optimizer, RATES[optimizer]
+    trained = pools(2).train(tmp_path / "run", **options(plan, name, **layout))
+    plan.optimizer, plan.lr = name, RATES[name]
     losses, norms, weights = follow(plan)
     np.testing.assert_allclose(trained.losses, losses, rtol=allowed)
     np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=10 * allowed)
@@ -77,7 +79,8 @@ KEPT = {
 def test_a_run_goes_on_bit_for_bit_and_in_its_own_layout_alone(pools, tmp_path, plan, case):
     if "8bit" in KEPT[case]["optimizer"]:
         pytest.importorskip("bitsandbytes")
-    asked = options(plan, **KEPT[case], save_every="5")
+    how = dict(KEPT[case])
+    asked = options(plan, how.pop("optimizer"), **how, save_every="5")
     whole = pools(2).train(tmp_path / "whole", **asked)
     half = whole.folder.checkpoints / "step-00000005"
     went_on = pools(2).train(tmp_path / "on", **asked, resume=str(half))
@@ -91,3 +94,19 @@ def test_a_run_goes_on_bit_for_bit_and_in_its_own_layout_alone(pools, tmp_path, 
         other = {"precision": precision} if case.startswith("adafactor") else {"ds_config": "zero1"}
         pools(2).train(tmp_path / "other", **{**asked, **other}, resume=str(half))
     assert "optimizer.type in the checkpoint" in json.dumps([one.message for one in refused.value.problems])
+
+
+def test_what_is_missing_is_said_before_anything_starts(monkeypatch):
+    assert "zerofit[quantize]" in missing(monkeypatch, "nowhere_to_be_found").hint
+    pytest.importorskip("bitsandbytes")
+    assert missing_kernels("adamw8bit", "cpu") is None
+    no_kernel = missing_kernels("adamw8bit", "meta")
+    assert no_kernel and "has no kernel of it for meta" in no_kernel.message
+
+
+def missing(monkeypatch, package: str) -> Problem:
+    with monkeypatch.context() as changed:
+        changed.setattr(optimizer, "PACKAGE", package)
+        found = missing_kernels("adamw8bit", "cpu")
+    assert found
+    return found
