@@ -30,7 +30,7 @@ import transformers
 from torch import nn
 
 from tests.ranks.pool import RankPool
-from tests.train.reference import Plan, follow, text_windows, write_corpus
+from tests.train.reference import Plan, follow, quantise_linears, text_windows, write_corpus
 from zerofit.checkpoint.export import export
 from zerofit.models.build import build
 from zerofit.models.catalog import find
@@ -54,6 +54,7 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[[str], bool]]] 
     "orthogonal": ({"lora": RANK, "lora_init": "orthogonal"}, {**LORA, "init_lora_weights": "orthogonal"}),
     "rslora": ({"lora": RANK, "rslora": True}, {**LORA, "use_rslora": True}),
     "dora": ({"lora": RANK, "dora": True}, {**LORA, "use_dora": True}),
+    **{f"lora beside {bits}": ({"lora": RANK, "quantize": bits}, {**LORA, "beside": bits}) for bits in ("nf4", "int8")},
     "--train '*.mlp.*'": ({"train": ["*.mlp.*"]}, lambda name: ".mlp." in name),
     "--freeze model.embed_tokens": ({"freeze": ["model.embed_tokens"]}, lambda name: "embed_tokens" not in name),
 }
@@ -74,6 +75,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2 x data 2": (4, {"pipeline": 2, "micro_batch": 2}),
     "tensor 2": (2, {"tensor_parallel": 2, "ds_config": "zero1"}),
 }
+# beside quantised weights
+BITS = (*(f"stage {stage}" for stage in range(4)), "stage 3, checkpointing", "stage 2, optimizer on the host")
+BITS += ("pipeline 2, stage 1", "sequence 2, stage 2", "tensor 2")
 SOME = ("stage 1", "stage 3", "stage 3, all on the host", "pipeline 2, stage 1", "sequence 2, stage 2", "tensor 2")
 
 
@@ -95,7 +99,7 @@ def cases() -> Iterator[Case]:
     for ranks in (2, 4):
         for part in PARTS:
             for layout, (needed, _) in LAYOUTS.items():
-                if needed == ranks and (part == "lora" or layout in SOME):
+                if needed == ranks and (part == "lora" or layout in (BITS if "quantize" in PARTS[part][0] else SOME)):
                     yield Case(part, layout)
 
 
@@ -171,6 +175,9 @@ class Adapters:
 def _change(model: nn.Module, how: dict[str, Any] | Callable[[str], bool]) -> None:
     """Change a model as a user of peft, or of torch, does."""
     if isinstance(how, dict):
+        how = dict(how)
+        if bits := how.pop("beside", None):
+            quantise_linears(model, bits)
         torch.manual_seed(0)
         peft.get_peft_model(model, peft.LoraConfig(**how))  # type: ignore[arg-type]
         return

@@ -47,6 +47,7 @@ KINDS = {
     "zero3, bf16, async": [*GPT2, "--ds-config", "zero3", "--precision", "bf16", "--save-async"],
     "pipeline": [*GPT2, "--pipeline", "2"],
     "pipeline x tensor": [*LLAMA, "--pipeline", "2", "--tensor-parallel", "2"],
+    "lora beside 4 bits": [*LLAMA, "--ranks", "2", "--ds-config", "zero2", "--lora", "8", "--quantize", "nf4"],
     "pipeline x tensor x data": [*LLAMA, "--ranks", "8", "--pipeline", "2", "--tensor-parallel", "2"],
 }
 WHO = ("one rank", "all ranks", "launcher", "command")
@@ -207,7 +208,7 @@ class Run:
     def compared_with(self, other: Run) -> dict[str, Any]:
         """What of the final state is the same, bit for bit, as in the run that was left alone."""
         mine, theirs = (RunFolder(run.path) for run in (self, other))
-        weights = [load_file(folder.model / "model.safetensors") for folder in (mine, theirs)]
+        weights = [load_file(next(folder.model.glob("*model.safetensors"))) for folder in (mine, theirs)]
         records = [
             [[json.loads(line)[key] for key in EXACT] for line in f.metrics.read_text().splitlines()]
             for f in (mine, theirs)

@@ -1,6 +1,7 @@
 """How much host memory the start of a training takes, real and simulated; see README.md.
 
-python benchmarks/start_memory.py [--model NAME] [--ranks 1 2 4] [--stages 0 1 2 3] [--limit GB] [--out FILE --label L]
+python benchmarks/start_memory.py [--model NAME] [--ranks 1 2 4] [--stages 0 1 2 3] [--limit GB] [--quantize nf4]
+    [--out FILE --label L]
 
 Each start is real: ranks on CPUs under an exact allocator meter build the model in bf16, drawn from a seed or read from
 a pretrained folder, and hand it to the engine; no step is trained. The same ranks are simulated. Figures are bytes of
@@ -74,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3.2-1b", help="a preset of transformers")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--quantize", choices=["nf4", "int8"], help="keep the weights so, beside adapters of rank 8")
     parser.add_argument("--limit", type=float, default=16.0, help="GB that all ranks together may take")
     parser.add_argument("--out", type=Path, help="a JSON file to which the figures are added")
     parser.add_argument("--label", default="now", help="their name in that file")
@@ -92,7 +94,7 @@ def run(asked: argparse.Namespace, console: Console) -> Iterator[Start]:
             save(asked.model, folder / "pretrained")
             for weights, stage, count in cases:
                 model = asked.model if weights == "drawn" else str(folder / "pretrained")
-                one = target(model, stage, count, folder / f"{weights}-{stage}-{count}")
+                one = target(model, stage, count, folder / f"{weights}-{stage}-{count}", asked.quantize)
                 simulated = highest(ranks.simulated(one))
                 needed = [simulated[phase] * count / 1e9 for phase in PHASES]
                 if needed[0] > asked.limit:
@@ -111,10 +113,11 @@ def save(model: str, folder: Path) -> None:
     built.bfloat16().save_pretrained(folder)
 
 
-def target(model: str, stage: int, ranks: int, output: Path) -> SimulationTarget:
+def target(model: str, stage: int, ranks: int, output: Path, quantize: str | None) -> SimulationTarget:
     """Return the first rank of a start."""
     options = {"model": model, "data": "pysource", "tokenizer": "bytes", "seq_len": SEQ_LEN, "precision": "bf16"}
     options |= {"ds_config": f"zero{stage}", "ranks": ranks, "micro_batch": 1, "output": output}
+    options |= {"lora": 8, "quantize": quantize} if quantize else {}
     prepared = prepare(load_run(None, options), Reporter())
     inputs = open_data(prepared.job.run, prepared.job.facts.task, SEQ_LEN, Reporter()).inputs
     return SimulationTarget(job=prepared.job, rank=0, inputs=inputs, accelerator="cpu", device_bytes=64 << 30, steps=0)

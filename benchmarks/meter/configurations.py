@@ -235,12 +235,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "chunk": {"loss_chunk": 128},
     "tiles": {"mlp_chunk": 48},
     "hosted": {"activation_offload": True},
+    **{name: {"optimizer": name} for name in ("adamw8bit", "adafactor")},
 }
 DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel", "ep2": "expert_parallel"}
 
 # model, ZeRO stage, precision, micro batch, accumulation over 2 (ga2), activation checkpointing (ckpt), loss in chunks
-# (chunk), MLPs in tiles (tiles), checkpoints on the host (hosted), offload of the optimizer or of parameters too,
-# pipeline, tensor, sequence or expert parallel degree, ranks
+# (chunk), MLPs in tiles (tiles), checkpoints on the host (hosted), another optimizer than AdamW, offload of the
+# optimizer or of parameters too, pipeline, tensor, sequence or expert parallel degree, ranks
 NAMES = """
 llama zero0 fp32 mb2 ckpt x2
 llama zero1 fp32 mb2 offload x1
@@ -392,6 +393,12 @@ llama-qlora zero3 bf16 mb2 ckpt x2
 llama-qlora-int8 zero1 bf16 mb2 x2
 vit-frozen zero2 bf16 mb8 x2
 vit-frozen zero3 fp32 mb2 x2
+llama zero0 bf16 mb2 adamw8bit x2
+llama zero2 bf16 mb2 adamw8bit x2
+llama zero3 fp32 mb2 adamw8bit x2
+llama-lora zero2 bf16 mb2 adamw8bit x2
+llama zero0 fp32 mb2 adafactor x2
+llama zero0 bf16 mb2 ga2 adafactor x2
 """.strip().splitlines()
 
 

@@ -17,6 +17,9 @@ from zerofit.config.recipes import peak_lr, weight_decay
         ("cnn", "sgd", 256, 25_000_000, 0.1),
         ("cnn", "sgd", 8192, 25_000_000, 3.2),  # Goyal et al., 2017
         ("transformer", "muon", 16, 100, 0.02),
+        ("transformer", "adafactor", 1024, 8_000_000_000, 0.01),
+        ("pretrained", "adafactor", 64, 110_000_000, 1e-3),
+        ("pretrained", "adamw8bit", 16, 110_000_000, 2e-5),
         ("pretrained", "adamw", 16, 110_000_000, 2e-5),
         ("pretrained", "adamw", 64, 110_000_000, 4e-5),
         ("gan", "adamw", 128, 3_000_000, 2e-4),

@@ -111,6 +111,12 @@ def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     lr = plan.lr(0) if callable(plan.lr) else plan.lr
     if plan.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    if plan.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    if plan.optimizer.endswith("adamw8bit"):
+        import bitsandbytes as bnb
+
+        return bnb.optim.AdamW8bit(groups, lr=lr)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8)
 
 
@@ -118,6 +124,24 @@ def _loss_sum(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     out = model(x)
     logits = out if isinstance(out, Tensor) else out.logits
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+
+
+def quantise_linears(model: nn.Module, kind: str) -> None:
+    """Put bitsandbytes' layers in place of all linear ones but the head, as a user does before peft's."""
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and name != "lm_head":
+            size = (linear.in_features, linear.out_features, False)
+            if kind == "nf4":
+                made = bnb.nn.Linear4bit(
+                    *size, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
+                )
+            else:
+                made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
+            made.load_state_dict(linear.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind == "nf4", kind == "int8"
 
 
 def write_corpus(path: Path) -> Path:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import is_tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.train.reference import Plan, follow, relative_difference, text_windows, write_corpus
+from tests.train.reference import Plan, follow, quantise_linears, relative_difference, text_windows, write_corpus
 from zerofit.checkpoint import safe_load
 from zerofit.checkpoint.export import export
 from zerofit.checkpoint.store import read_manifest
@@ -101,20 +101,7 @@ def test_adapters_train_as_pefts_do(pools, tmp_path, plan, followed, layout):
 
 def quantise(model: nn.Module, kind: str) -> None:
     """What a user of peft and bitsandbytes writes."""
-    import bitsandbytes as bnb
-
-    for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and name != "lm_head":
-            size = (linear.in_features, linear.out_features, False)
-            if kind == "nf4":
-                made = bnb.nn.Linear4bit(
-                    *size, compute_dtype=torch.float32, compress_statistics=False, quant_type="nf4"
-                )
-            else:
-                made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False)
-            made.load_state_dict(linear.state_dict())
-            model.set_submodule(name, made.to("cpu"))
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind == "nf4", kind == "int8"
+    quantise_linears(model, kind)
     adapt(model)
 
 

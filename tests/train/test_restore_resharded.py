@@ -161,6 +161,13 @@ def test_obstacles_are_found_on_either_side():
     assert obstacles(plain, job({}, dp=4, zero_stage=1, tp=2)) == []
 
 
+@pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Adafactor"])
+def test_states_of_blocks_rows_and_columns_stay_in_their_layout(kind):
+    one = job({"optimizer": {"type": kind}})
+    assert obstacles(one, one) == []
+    assert {p.where for p in obstacles(one, replace(one, layout=replace(one.layout, dp=4)))} == {"optimizer.type"}
+
+
 def test_states_of_another_optimizer_do_not_fit():
     found = obstacles(job({}), job({"optimizer": {"type": "SGD"}}))
     assert [p.kind for p in found] == ["optimizer"]

@@ -30,6 +30,7 @@ PATCHES = {
     "gradients": (["torch:Tensor.register_hook"], []),
     "four_bits": ([], []),
     "eight_bits": ([], []),
+    "moments_of_eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
     "loaders": (

@@ -30,9 +30,11 @@ from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, Machine, ModelFacts, Task, is_text
+from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Job
+from zerofit.train.optimizer import missing_kernels
 from zerofit.train.probe import check_sizes, fed_with, models_say, task_of
 
 DEFAULT_EPOCHS = 1.0
@@ -150,6 +152,9 @@ def _decide(
     if document is not None:
         decision = decide(asked, document, place, machine, problems, kind)
         check_machine(decision.run, decision.layout, machine, problems)
+        if decision.run.optimizer in EIGHT_BIT:
+            missing = missing_kernels(decision.run.optimizer, machine.accelerator if local else None)
+            problems.extend([missing] if missing else [])
         if local:
             problems.extend(libaio_problems(documented_config(document.config)))
     problems.raise_if_any()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.spec.errors import Problem
+from zerofit.spec.optimizers import EIGHT_BIT, run_name
 from zerofit.spec.run_folder import Job
 
 Config = dict[str, Any]
@@ -62,6 +63,18 @@ OBSTACLES = (
         lambda c: _kind(c) in ("onebitadam", "zerooneadam", "onebitlamb"),
         "1-bit optimizers keep errors of their compression that belong to a rank",
         "AdamW",
+    ),
+    Obstacle(
+        "optimizer.type",
+        lambda c: run_name(_kind(c)) in EIGHT_BIT,
+        "moments of 8 bits have scales of blocks, which another layout cuts elsewhere: they would be rounded anew",
+        "the layout that wrote the checkpoint, or begin anew from the exported weights",
+    ),
+    Obstacle(
+        "optimizer.type",
+        lambda c: _kind(c) == "adafactor",
+        "Adafactor's states are numbers of rows and columns, which are not carried over",
+        "the layout that wrote the checkpoint, or begin anew from the exported weights",
     ),
     Obstacle(
         "data_efficiency",
@@ -122,4 +135,4 @@ def piece_by_piece(config: Config) -> bool:
 def _states(job: Job) -> str:
     """Return which optimizer's states there are; Adam's and AdamW's are the same."""
     kind = _kind(job.ds_config)
-    return "adamw" if kind in ("adam", "adamw") else kind
+    return "adamw" if kind == "adam" else run_name(kind)

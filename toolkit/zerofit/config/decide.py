@@ -23,6 +23,7 @@ from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import Machine, ModelFacts
+from zerofit.spec.optimizers import OPTIMIZERS, run_name
 from zerofit.spec.run import Run, RunRequest
 from zerofit.spec.run_folder import Batch, Layout
 
@@ -34,6 +35,8 @@ SETTLED = frozenset(
         "batch-identity",
         "batch-tensor-parallel",
         "optimizer-untested",
+        "optimizer-bitsandbytes",
+        "adafactor-partitioned",
         "muon-reduce-scatter",
         "fp16-device",
         "bf16-device",
@@ -63,7 +66,6 @@ PAIRS = {
 }
 SIZES = ("global_batch", "micro_batch", "gradient_accumulation_steps")
 DEGREES = ("tensor_parallel", "sequence_parallel", "expert_parallel")
-OPTIMIZER_TYPES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +184,7 @@ def _merge(asked: RunRequest, config: Mapping[str, Any], ds_place: str, problems
 
 def _optimizer_of(config: Mapping[str, Any]) -> str:
     """Return the run's word for the JSON's optimizer; DeepSpeed compares its own names without regard to case."""
-    kind = str(get(config, "optimizer.type", "auto"))
-    return {t.lower(): name for name, t in OPTIMIZER_TYPES.items()}.get(kind.lower(), kind)
+    return run_name(str(get(config, "optimizer.type", "auto")))
 
 
 def _precision_of(run: Run, config: Mapping[str, Any]) -> tuple[str, str]:
@@ -240,7 +241,7 @@ def _settled(
             "activation_checkpointing": run.activation_checkpointing or offloaded,
             "activation_offload": offloaded,
             "compile": run.compile or get(config, "compile.deepcompile") is True,
-            "optimizer": optimizer if optimizer in OPTIMIZER_TYPES else None,
+            "optimizer": optimizer if optimizer in OPTIMIZERS else None,
             "lr": merged.get("lr"),
             "momentum": merged.get("momentum", defaults.get("momentum")),
             "weight_decay": merged.get("weight_decay", defaults.get("weight_decay")),

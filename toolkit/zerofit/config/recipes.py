@@ -14,15 +14,22 @@ Kind = Literal["cnn", "transformer", "pretrained", "pretrained-cnn", "adapters",
 OPTIMIZER: Mapping[Kind, str] = {**dict.fromkeys(get_args(Kind), "adamw"), "cnn": "sgd", "pretrained-cnn": "sgd"}
 MOMENTUM = {"sgd": 0.9, "muon": 0.95}
 BATCH, PARAMETERS = 16, 1.2e6  # samples a step and size of the model (llama-tiny) for which the rates stand
-FROM_SCRATCH = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02}
+# 0.01 is the largest step of Adafactor, of the size of what it steps (Shazeer & Stern, 2018, algorithm 6)
+FROM_SCRATCH = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.02, "adafactor": 0.01}
 RATES: Mapping[Kind, Mapping[str, float]] = {
     "cnn": FROM_SCRATCH,
     "transformer": FROM_SCRATCH,
     # 2e-5 is the least of those that BERT was fine-tuned with (Devlin et al., 2019, A.3), and usual for language models
-    "pretrained": {"adamw": 2e-5, "sgd": 0.01, "muon": 0.002},
-    "pretrained-cnn": {"adamw": 1e-4, "sgd": 0.01, "muon": 0.002},  # a tenth of the rates from scratch
+    # 0.001 is what T5 was fine-tuned with by Adafactor (Raffel et al., 2020, section 3.1.2)
+    "pretrained": {"adamw": 2e-5, "sgd": 0.01, "muon": 0.002, "adafactor": 1e-3},
+    "pretrained-cnn": {
+        "adamw": 1e-4,
+        "sgd": 0.01,
+        "muon": 0.002,
+        "adafactor": 1e-3,
+    },  # a tenth of the rates from scratch
     # 2e-4 is what adapters of models of 7 to 13 billion parameters were trained with (Dettmers et al., 2023, table 9)
-    "adapters": {"adamw": 2e-4, "sgd": 0.1, "muon": 0.02},
+    "adapters": {"adamw": 2e-4, "sgd": 0.1, "muon": 0.02, "adafactor": 0.01},
     "gan": {**FROM_SCRATCH, "adamw": 2e-4},  # DCGAN: Radford et al., 2016, section 4
 }
 SIZE_EXPONENT = -0.22  # between 6e-4 at 125 million parameters (Brown et al., 2020) and 1.5e-4 at 70 billion (Llama 3)
@@ -39,12 +46,13 @@ def peak_lr(kind: Kind, optimizer: str, batch: int, parameters: int) -> float:
 
     For optimizers that normalise their step it grows with the square root of the batch (Malladi et al., 2022) between 4
     and 64 samples: beyond, rates of language models hardly depend on the batch. For SGD it grows linearly beyond 256
-    samples (Goyal et al., 2017). Models from scratch get less the larger they are; others have a fixed rate.
+    samples (Goyal et al., 2017). Adafactor's, a share of the weights' size, is fixed. Models from scratch get less the
+    larger they are; others have a fixed rate.
     """
     rate = RATES[kind].get(optimizer, RATES[kind]["adamw"])
     if optimizer == "sgd":
         scale = min(max(batch, SGD_LINEAR_FROM), SGD_LINEAR_TO) / SGD_LINEAR_FROM
-    elif kind == "gan":
+    elif kind == "gan" or optimizer == "adafactor":
         scale = 1.0
     else:
         scale = math.sqrt(min(max(batch / BATCH, 0.25), 4.0))

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.subject import ZERO
-from zerofit.config.decide import OPTIMIZER_TYPES, Decision
+from zerofit.config.decide import Decision
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     BUCKET_LIMIT,
@@ -18,6 +18,7 @@ from zerofit.spec.model_facts import (
     persistence_elements,
     prefetch_elements,
 )
+from zerofit.spec.optimizers import OPTIMIZER_TYPES
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
@@ -148,7 +149,7 @@ def _fill_optimizer(config: dict[str, Any], run: Run, machine: Machine, layout: 
         if value is not None:
             put(config, f"optimizer.params.{key}", value)
     for key, value in {"betas": [0.9, 0.999], "eps": 1e-8}.items():  # torch's defaults
-        if get(config, f"optimizer.params.{key}") == "auto":
+        if get(config, f"optimizer.params.{key}") == "auto" and run.optimizer != "adafactor":  # which has others
             put(config, f"optimizer.params.{key}", value)
     kind = get(config, "optimizer.type", "").lower()
     zenflow = get(config, f"{ZERO}.zenflow") is not None  # its optimizer is the C++ one

@@ -11,6 +11,8 @@ from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+PlannedOptimizer = Literal["adamw", "adamw8bit", "paged-adamw8bit", "adafactor"]  # of which plan knows the states
+PLANNED: tuple[PlannedOptimizer, ...] = get_args(PlannedOptimizer)
 # DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
 DEFAULT_BUCKET = 500_000_000
 DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000}  # at stage 3
@@ -29,6 +31,7 @@ class PlannedLayout:
     sp: int = 1
     ep: int = 1  # of the data x sequence ranks, so many hold a mixture's experts together
     precision: str = "bf16"
+    optimizer: PlannedOptimizer = "adamw"
     checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_param: Offload = "none"
@@ -44,6 +47,7 @@ class PlannedLayout:
             f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
         ]
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join([*words, "checkpointing"] if self.checkpointing else words)
@@ -53,6 +57,7 @@ class PlannedLayout:
         """Return the layout that a job has."""
         zero, layout = job.ds_config.get("zero_optimization", {}), job.layout
         zero3 = layout.zero_stage == 3
+        optimizer = job.run.optimizer if job.run.optimizer in PLANNED else "adamw"  # of others states are not known
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
@@ -68,6 +73,7 @@ class PlannedLayout:
             sp=layout.sp,
             ep=layout.ep,
             precision=job.precision,
+            optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
             ema=job.run.ema,
             **{part: (zero.get(part) or {}).get("device", "none") for part in ("offload_optimizer", "offload_param")},
@@ -128,6 +134,7 @@ class PlannedLayout:
             "ep": self.ep,
             "activation_checkpointing": self.checkpointing,
             "precision": self.precision,
+            **({"optimizer": self.optimizer} if self.optimizer != "adamw" else {}),
             "bucket_elements": self.bucket,
             "overlap_comm": self.overlap,
             "prefetch_elements": self.prefetch,

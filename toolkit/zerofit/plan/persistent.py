@@ -14,10 +14,11 @@ from operator import mul
 from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.optimizer_states import STATES_BYTES, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
 
-STATES_BYTES, MASTER_BYTES = 8, 4  # per element, whatever the precision: Adam's two states, and the master weights
+MASTER_BYTES = 4  # per element, whatever the precision: the master weights
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
 SWAP_BUFFERS = 4  # offload_optimizer.buffer_count, its default (zero/offload_config.py)
 PARAMETER_BUFFERS = 5  # offload_param.buffer_count, its default
@@ -44,23 +45,26 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
     elif layout.zero_stage:
         found = _partitioned_states(line, layout, device)
     else:
-        found = _unpartitioned(line, layout)
+        found = _unpartitioned(line, layout, device)
     kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
     if line.quantized_bytes:  # whole on each rank, beside adapters
         kept["quantised weights"] = line.quantized_bytes
     found = found._replace(device={**kept, **found.device})
-    return _with_averages(found, layout) if layout.ema else found
+    if not layout.ema:
+        return found
+    plain = replace(layout, ema=None, optimizer="adamw")
+    return _with_averages(found, persistent_memory(line, plain, device, tied), layout)
 
 
-def _with_averages(found: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
+def _with_averages(found: PersistentMemory, plain: PersistentMemory, layout: PlannedLayout) -> PersistentMemory:
     """Add float32 averages of what a rank steps on, where its optimizer's states are (train/averaging.py).
 
-    Copies of the buffers, a few numbers a channel, are left out.
+    `plain`: the memory with Adam, which has two moments of each. Copies of the buffers, a few numbers a channel, are
+    left out.
     """
     place = "device" if layout.offload_optimizer == "none" else "host"
-    kinds = getattr(found, place)
-    averages = MASTER_BYTES * kinds.get("optimizer state", 0) // STATES_BYTES
-    return found._replace(**{place: {**kinds, "averaged weights": averages}})
+    averages = MASTER_BYTES * getattr(plain, place).get("optimizer state", 0) // STATES_BYTES
+    return found._replace(**{place: {**getattr(found, place), "averaged weights": averages}})
 
 
 def partitions(line: StageTimeline, ranks: int) -> tuple[int, ...]:
@@ -159,18 +163,22 @@ def _locking(device: str) -> Callable[[int], int]:
     return int if device == "cpu" else pinned_bytes
 
 
-def _unpartitioned(line: StageTimeline, layout: PlannedLayout) -> PersistentMemory:
+def _unpartitioned(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
     """Return stage 0: fp32 steps the parameters themselves; else masters (fp16/unfused_optimizer.py:78)."""
     element, whole = layout.element_bytes, line.parameters
     if in_bf16_optimizer(layout):  # masters in parts, gradients flat and for good (bf16_optimizer.py:178, :191)
-        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), "cuda")
+        found = _partitioned_states(line, replace(layout, offload_optimizer="none"), device)
         gradients = element * sum(padded_groups(line, layout.zero_ranks))
         return found._replace(device=found.device | {"gradients": gradients})
     master = MASTER_BYTES * whole if element == 2 else 0
-    states = STATES_BYTES * whole
-    return PersistentMemory(
-        {"parameters": element * line.elements, "master weights": master, "optimizer state": states}, {}
-    )
+    states = whole_states(line, layout, device)
+    here = {"parameters": element * line.elements, "master weights": master, "optimizer state": states.device}
+    return PersistentMemory(here, _paged(states.host))
+
+
+def _paged(size: int) -> dict[str, int]:
+    """Return the states that the driver moves between host and device, where there are any."""
+    return {"optimizer state": size} if size else {}
 
 
 def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str) -> PersistentMemory:
@@ -180,8 +188,9 @@ def _partitioned_states(line: StageTimeline, layout: PlannedLayout, device: str)
     part = sum(sizes)
     parameters = {"parameters": element * (sum(padded_groups(line, ranks)) + line.elements - line.parameters)}
     if layout.offload_optimizer == "none":
-        states = {"master weights": MASTER_BYTES * part, "optimizer state": STATES_BYTES * part}
-        return PersistentMemory(parameters | states, {})
+        states = states_of(layout, sizes, device)
+        kept = {"master weights": MASTER_BYTES * part, "optimizer state": states.device}
+        return PersistentMemory(parameters | kept, _paged(states.host))
     locked = _locking(device)
     masters = sum(locked(MASTER_BYTES * size) for size in sizes)
     host = {  # "nvme" is the CPU here (:220)
@@ -214,12 +223,13 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     else:
         offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
+        steps = states_of(layout, [group.part for group in sub_groups(line, spread.shard)], device)
         here |= {
             "master weights": MASTER_BYTES * part,
-            "optimizer state": STATES_BYTES * part,
+            "optimizer state": steps.device,
             "gradients": element * part,
         }
-        return offloaded._replace(device=here)
+        return offloaded._replace(device=here, host=add_kinds(offloaded.host, _paged(steps.host)))
     states = optimizer_offloaded(line, layout, spread.shard, element, device)
     host = add_kinds(offloaded.host, states.host)
     return PersistentMemory(here, host, offloaded.nvme + states.nvme, states.momentary)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
+from zerofit.plan.optimizer_states import fits_optimizer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.model_facts import (
@@ -108,7 +109,10 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 prefetch=sizes.prefetch if stage == 3 else 0,
                 persistence=sizes.persistence if stage == 3 else 0,
                 ema=request.keep.get("ema"),
+                optimizer=request.keep.get("optimizer", "adamw"),
             )
+            if not fits_optimizer(first):
+                continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are of data parallel ranks, and in memory (config/images.py)
             kept = {name: value for name, value in request.keep.items() if name in SIZES}

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
 from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.optimizer_states import STEP_BYTES
 from zerofit.plan.passes import Passes, RankPass, StageLayers
 from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
@@ -265,7 +266,8 @@ class Timer:
         share, rates = one.trained_parameters * (self._share(layout, one) if layout.zero_stage else 1), self.rates
         gpus = self._cluster.gpus
         if layout.offload_optimizer == "none":
-            yield StepTask("compute", "Adam", ADAM_BYTES * share, ADAM_BYTES * share / rates.adam)
+            moved = STEP_BYTES.get(layout.optimizer, ADAM_BYTES) * share
+            yield StepTask("compute", "Adam", moved, moved / rates.adam)
         else:
             states = STATE_BYTES * share
             yield StepTask("device to host", "gradients in float32", 4 * share, 4 * share / rates.pcie)

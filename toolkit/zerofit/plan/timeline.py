@@ -71,6 +71,7 @@ class StageTimeline:
     sent: Point = NOTHING  # activation that goes to the next stage
     logits: Point = NOTHING  # output of the last stage
     ep: int = 1  # ranks that hold the experts together
+    factors: int = 0  # numbers that Adafactor keeps of whole parameters
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -133,6 +134,7 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=int(key.partition("/ep=")[2] or 1),
+        factors=sum(placed.layer.factors for placed in mine),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
     )

@@ -1,20 +1,18 @@
 """Transient memory: what making the engine, and the optimizer step, hold besides the persistent memory.
 
 Places are of DeepSpeed 0.19.8, below deepspeed/runtime/. Models are built on the CPU in float32 (train/build.py).
-torch's AdamW for single tensors (torch/optim/adam.py, the CPU's) holds a square root and a quotient of the tensor it
-steps; FusedAdam and CPUAdam step in place.
+FusedAdam and CPUAdam step in place; what other optimizers hold beside a tensor is in plan/optimizer_states.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.optimizer_states import step_bytes, whole_states, whole_step_bytes
 from zerofit.plan.persistent import (
     MASTER_BYTES,
-    STATES_BYTES,
     SUB_GROUP_ELEMENTS,
     in_bf16_optimizer,
     overlap_in_partition,
@@ -48,8 +46,8 @@ def init_moments(
             "parameters": 2 * line.elements,
             "master weights": MASTER_BYTES * line.parameters,
             "gradients": 4 * line.parameters,
-            "optimizer state": STATES_BYTES * line.parameters,
-            "temporaries": 8 * line.largest if device == "cpu" else 0,
+            "optimizer state": whole_states(line, layout, device).device,
+            "temporaries": step_bytes(layout, line.largest, device),
         }
 
 
@@ -88,35 +86,32 @@ class StepMemory(NamedTuple):
 
 def step_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """Yield the moments that can be the step's peak."""
-    temporaries = 8 if device == "cpu" else 0
     if in_bf16_optimizer(layout):
         # float32 gradients of all partitions at once, beside the parameters' own (bf16_optimizer.py:325)
         sizes = partitions(line, layout.zero_ranks)
         gradients = layout.element_bytes * line.parameters + MASTER_BYTES * sum(sizes)
-        yield StepMemory(gradients, temporaries * max(sizes))
+        yield StepMemory(gradients, step_bytes(layout, max(sizes), device))
     elif layout.zero_stage == 0:
-        yield from _step_whole(line, layout.element_bytes, device)
+        yield from _step_whole(line, layout, device)
     elif layout.offload_optimizer != "none":
         yield StepMemory(temporaries=_gather_copy(line, layout, device))
         ranks = layout.zero_ranks
         parts = partitions(line, ranks) if layout.zero_stage < 3 else parameter_shards(line, sharers(layout))
-        yield StepMemory(host=temporaries * min(max(parts, default=0), SUB_GROUP_ELEMENTS))
+        yield StepMemory(host=step_bytes(layout, min(max(parts, default=0), SUB_GROUP_ELEMENTS), device))
     elif layout.zero_stage == 3:
-        yield from _step_shards(line, layout, temporaries)
+        yield from _step_shards(line, layout, device)
     else:
-        yield from _step_flat_partitions(line, layout, temporaries)
+        yield from _step_flat_partitions(line, layout, device)
         yield StepMemory(temporaries=_gather_copy(line, layout, device))
 
 
-def _step_whole(line: StageTimeline, element: int, device: str) -> Iterator[StepMemory]:
+def _step_whole(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
+    element = layout.element_bytes
     gradients = element * line.parameters
-    if device == "cpu" or element == 4:
+    if device == "cpu" or element == 4 or layout.optimizer != "adamw":
         # in low precision a float32 gradient for each parameter (fp16/unfused_optimizer.py:222)
         lifted = MASTER_BYTES * line.parameters if element == 2 else 0
-        # a parameter's square root and quotient; the quotient of the one before is dropped after them
-        numels = [0, *(numel for group in line.groups for numel in group)]
-        largest = max((4 * before + 8 * numel for before, numel in pairwise(numels)), default=0)
-        yield StepMemory(gradients + lifted, largest if device == "cpu" else 0)
+        yield StepMemory(gradients + lifted, whole_step_bytes(line, layout, device))
     else:  # float32 gradients of a group, and their flat copy (fp16/fused_optimizer.py:265)
         waiting, flat = gradients, 0
         for group in line.groups:
@@ -125,7 +120,7 @@ def _step_whole(line: StageTimeline, element: int, device: str) -> Iterator[Step
             waiting, flat = waiting - element * sum(group), flat + lifted
 
 
-def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, temporaries: int) -> Iterator[StepMemory]:
+def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """Step group after group (zero/stage_1_and_2.py:3107); gradients go when the last group's are flattened."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
@@ -133,10 +128,10 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, temporarie
     for n, size in enumerate(sizes):
         lifted = MASTER_BYTES * size
         yield StepMemory(kept + lifted, element * size if element == 2 else 0)
-        yield StepMemory((kept if n < len(sizes) - 1 else 0) + lifted, temporaries * size)
+        yield StepMemory((kept if n < len(sizes) - 1 else 0) + lifted, step_bytes(layout, size, device))
 
 
-def _step_shards(line: StageTimeline, layout: PlannedLayout, temporaries: int) -> Iterator[StepMemory]:
+def _step_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[StepMemory]:
     """Step sub-groups (zero/stage3.py:2686), after isinf of all gradients (:3012, low precision only)."""
     element, parts = layout.element_bytes, parameter_shards(line, sharers(layout))
     if element == 2:
@@ -144,7 +139,8 @@ def _step_shards(line: StageTimeline, layout: PlannedLayout, temporaries: int) -
     yield StepMemory(0, NORM_BYTES * -(-line.largest // layout.zero_ranks))
     for part in parts:
         size = min(part, SUB_GROUP_ELEMENTS)
-        yield StepMemory(MASTER_BYTES * size, max(element * size if element == 2 else 0, temporaries * size))
+        low = element * size if element == 2 else 0
+        yield StepMemory(MASTER_BYTES * size, max(low, step_bytes(layout, size, device)))
 
 
 def _gather_copy(line: StageTimeline, layout: PlannedLayout, device: str) -> int:

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits in a simulation: quantised by bitsandbytes' own code, which sees shapes only."""
+"""Weights of 4 and 8 bits, and moments of 8, in a simulation: bitsandbytes' own code, which sees shapes only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofit.models.quantized import library
 from zerofit.simulate.patches import replace_in
+from zerofit.spec.optimizers import EIGHT_BIT_OP
 
 _FOUR = {
     "quant_state": None,
@@ -45,6 +46,29 @@ def eight_bits() -> None:
     """
     weight = library().Int8Params
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _EIGHT)))
+
+
+def moments_of_eight_bits(gpu: bool) -> None:
+    """Let moments that the driver pages lie on the host, as it may move them there; on a CPU take a step's memory.
+
+    The step's shape rule allocates nothing, as CUDA's kernel does; the CPU's unpacks all (backends/cpu/ops.py).
+    (bitsandbytes.functional.get_paged, fill, prefetch_tensor; torch.ops.bitsandbytes.optimizer_update_8bit_blockwise)
+    """
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        made: Any = torch.empty(shape, dtype=dtype, device="cpu")
+        made.is_paged, made.page_deviceid = True, 0
+        return made
+
+    if gpu:
+        replace_in(functional, "get_paged", get_paged)
+        replace_in(functional, "fill", lambda *_, **__: None)
+        replace_in(functional, "prefetch_tensor", lambda *_, **__: None)
+        return
+    ops: Any = importlib.import_module("bitsandbytes.backends.cpu.ops")
+    for name in (EIGHT_BIT_OP, "optimizer_update_32bit"):
+        replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
 
 
 @contextmanager

@@ -167,12 +167,21 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
         count=here.count,
         matrices=tuple(p.numel() for p in mine if p.dim() > 1),
         vectors=tuple(p.numel() for p in mine if p.dim() <= 1),
+        factors=sum(map(_factors, mine)),
         frozen=tuple(p.numel() for p in frozen),
         quantized=tuple(map(elements, bits)),
         quantized_bytes=packed,
         buffers_bytes=packed + _buffers_bytes(model, {id(p) for p in (*mine, *still)}, rest=unit == 0),
         tied_to="embedding" if here.name == "head" and _is_tied(model) else None,
     )
+
+
+def _factors(parameter: Tensor) -> int:
+    """Count the second moments that Adafactor keeps (torch/optim/_adafactor.py): along the last two dimensions."""
+    if parameter.dim() <= 1:
+        return parameter.numel()
+    *_, rows, columns = parameter.shape
+    return parameter.numel() // columns + parameter.numel() // rows
 
 
 def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> list[int]:

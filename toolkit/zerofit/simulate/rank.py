@@ -25,7 +25,7 @@ from zerofit.models.layers import RotaryBlock, as_layers
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
-from zerofit.simulate.bits import eight_bits, four_bits
+from zerofit.simulate.bits import eight_bits, four_bits, moments_of_eight_bits
 from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storages, watch_gradients
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
@@ -35,6 +35,7 @@ from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
 from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts, SimulationTarget
 from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
 
@@ -56,6 +57,8 @@ def simulate(
     apply_all(gpu, meter, are_packed(target.inputs), are_padded(target.inputs))
     if target.job.run.quantize:
         four_bits() if target.job.run.quantize == "nf4" else eight_bits()
+    if target.job.run.optimizer in EIGHT_BIT:
+        moments_of_eight_bits(gpu)
     try:
         with tempfile.TemporaryDirectory() as folder, FakeTensorMode(allow_non_fake_inputs=True), meter:
             # a process group that sends nothing

@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails
 from zerofit.spec.errors import Problem, UserError, nearest
 from zerofit.spec.image_sizes import ImageSizes
 from zerofit.spec.model_facts import Precision
+from zerofit.spec.optimizers import Optimizer
 from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialTraining, Quantization
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
@@ -171,8 +172,8 @@ class Run(BaseModel):
     seq_len: PositiveInt | None = _option(None, "tokens in one sample of text")
 
     # optimization
-    optimizer: Literal["adamw", "sgd", "muon"] | None = _option(
-        None, "optimizer (default: sgd for a CNN from scratch, else adamw)"
+    optimizer: Optimizer | None = _option(
+        None, "optimizer (default: sgd for a CNN from scratch, else adamw); those of 8 bits are bitsandbytes'"
     )
     lr: PositiveFloat | None = _option(
         None, "peak learning rate (default: by model, optimizer and batch, see docs/defaults.md)"

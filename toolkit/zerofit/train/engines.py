@@ -47,6 +47,7 @@ from zerofit.train.expert_split import build_spread
 from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import counts, one_a_sample, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
+from zerofit.train.optimizer import forget_states, own_optimizer
 from zerofit.train.process_group import rank_device
 from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
@@ -76,6 +77,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         import_muon()
     if job.layout.tp > 1:
         _count_slices()
+    more["optimizer"] = own_optimizer(job.ds_config, groups)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=job.ds_config, **more)
     check_attributes(engine)
     if job.layout.zero_stage == 0:
@@ -127,7 +129,7 @@ def _forget_dummy_step(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "fp16_groups"):
         return  # a bf16 pipeline's BF16_Optimizer, which makes none
-    optimizer.optimizer.state.clear()
+    forget_states(optimizer.optimizer)
     for group in optimizer.optimizer.param_groups:
         group.pop("step", None)  # where FusedAdam counts
     if hasattr(optimizer, "fp32_groups_flat"):

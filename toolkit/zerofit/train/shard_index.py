@@ -17,7 +17,15 @@ from zerofit.spec.run_folder import Layout
 from zerofit.train.expert_split import share_of
 from zerofit.train.tensor_split import slice_of
 from zerofit.train.trainer import EngineTrainer, persistent_buffers
-from zerofit.train.zero_layouts import ParamShard, StateSlot, Unsupported, frozen_shards, inner_optimizer, local_shards
+from zerofit.train.zero_layouts import (
+    ParamShard,
+    StateSlot,
+    Unsupported,
+    frozen_shards,
+    inner_optimizer,
+    local_shards,
+    states_of,
+)
 
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic loss scaler remembers
 
@@ -86,7 +94,7 @@ def _engine_index(trainer: EngineTrainer, engine: Any, tag: str) -> dict[str, An
 
 def _entry(engine: Any, indexed: IndexedShard) -> dict[str, Any]:
     one = indexed.shard
-    slots = one.slots(inner_optimizer(engine).state.get(one.master, {}))
+    slots = one.slots(states_of(engine, one.master))
     return {
         "name": indexed.name,
         "shape": list(indexed.shape),

@@ -124,6 +124,16 @@ def inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def states_of(engine: Any, master: Tensor) -> dict[str, Any]:
+    """Return the states of a master by kind; none of optimizers that keep numbers of blocks, rows or columns.
+
+    Those are in the engine's own files alone, for the layout that wrote them (checkpoint/compatible.py).
+    """
+    inner = inner_optimizer(engine)
+    of_blocks = isinstance(inner, torch.optim.Adafactor) or type(inner).__module__.startswith("bitsandbytes.")
+    return {} if of_blocks else inner.state.get(master, {})
+
+
 def local_shards(engine: Any, tag: str, frozen: bool = True) -> list[ParamShard]:
     """Return all that this rank has, or only what it trains; `tag` is the folder of the engine's files.
 

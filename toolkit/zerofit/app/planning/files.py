@@ -101,7 +101,7 @@ def run_fields(
         **({"task": profile.task} if has_head(profile.task) else {}),
         **({"seq_len": profile.seq_len} if profile.seq_len else {}),
         **({"image_size": int(image.rpartition("x")[2])} if image and "x" in image else {}),
-        "optimizer": "adamw",  # whose states were planned for
+        "optimizer": layout.optimizer,
         **layout_fields(layout),
     }
 

@@ -8,8 +8,9 @@ from typing import Any, Literal, TypedDict
 from zerofit.check.document import of_data
 from zerofit.check.dotted import get
 from zerofit.config.ds_json import find_config, read_document
-from zerofit.plan.layout import OFFLOADS, Offload
+from zerofit.plan.layout import OFFLOADS, PLANNED, Offload
 from zerofit.spec.errors import Problems
+from zerofit.spec.optimizers import Optimizer, run_name
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
 from zerofit.spec.run import Precision
@@ -19,6 +20,7 @@ FIELDS = {
     "micro_batch": "micro_batch",
     "accumulation": "gradient_accumulation_steps",
     "checkpointing": "activation_checkpointing",
+    "optimizer": "optimizer",
     "tp": "tensor_parallel",
     "pp": "pipeline",
     "sp": "sequence_parallel",
@@ -27,6 +29,7 @@ FIELDS = {
 KEYS = {
     "micro_batch": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
+    "optimizer": "optimizer.type",
     "tp": "tensor_parallel.autotp_size",
     "sp": "sequence_parallel_size",
     "ep": "expert_parallel.autoep_size",
@@ -56,6 +59,7 @@ class LayoutPins(TypedDict, total=False):
     task: Literal["classify", "tag", "seq2seq"] | None
     seq_len: int | None
     precision: Precision | None
+    optimizer: Optimizer | None
     global_batch: int | None
     micro_batch: int | None
     micro_batch_by_rank: str | None
@@ -94,6 +98,8 @@ def decided(given: Mapping[str, Any]) -> dict[str, Any]:
     if get(config, "expert_parallel.enabled") is not True:
         found.pop("ep")
     found |= {knob: given[field] for knob, field in FIELDS.items() if field in given}
+    if "optimizer" in found and (name := run_name(str(found.pop("optimizer")))) in PLANNED:  # others as if Adam
+        found["optimizer"] = name
     ema = {"ema": given["ema"]} if given.get("ema") else {}
     if savings_of(given, config).activation_offload:
         found["checkpointing"] = True
@@ -160,6 +166,11 @@ def refuse_impossible(pins: Mapping[str, Any], knobs: Mapping[str, Any], problem
     elif stage in (0, 1) and optimizer != "none":
         message = f"the optimizer is offloaded from ZeRO stage 2 on, and this is stage {stage}"
         problems.add("combination", message, "take --zero-stage 2 or 3, or --offload none", "--zero-stage, --offload")
+    if knobs.get("optimizer") == "adafactor" and stage:
+        message = (
+            f"--optimizer adafactor keeps a number a row and one a column of whole matrices, and this is stage {stage}"
+        )
+        problems.add("combination", message, "take --zero-stage 0", "--optimizer, --zero-stage")
     if params != "none" and optimizer == "none" and "offload_optimizer" in knobs:
         message = f"parameters go to {params} with the optimizer's states, and those stay on the device"
         problems.add("combination", message, "offload the optimizer as well", "--offload, --offload-param")

@@ -15,7 +15,7 @@ from zerofit.app.requests import PACKED, parse_input
 from zerofit.config.part import check_part
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
-from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.layout import PLANNED, PlannedLayout
 from zerofit.plan.outlook import Work
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.model_facts import gives_loss, is_text
@@ -113,6 +113,9 @@ class PlanningRequest:
 
     def __post_init__(self) -> None:
         problems = Problems()
+        if (optimizer := self.pins.get("optimizer")) and optimizer not in PLANNED:
+            message = f"--optimizer {optimizer}: plan has no formula for its states"
+            problems.add("usage", message, f"take one of {', '.join(PLANNED)}; simulate takes it", "--optimizer")
         if isinstance(self.model, Run):
             fields = {name: getattr(self.model, name) for name in self.model.model_fields_set}
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}

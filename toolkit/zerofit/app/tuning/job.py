@@ -19,6 +19,7 @@ from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import resolve_job
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.search import search
 from zerofit.plan.space import PlanRequest
 from zerofit.spec.errors import Problem, Problems, UserError, nearest
@@ -154,10 +155,11 @@ class TuneJob:
         calibration = read_calibration(cluster.device.kind)
         degrees = {"tp": run.tensor_parallel, "pp": run.pipeline, "sp": run.sequence_parallel}
         degrees["ep"] = run.expert_parallel
+        keep = {"optimizer": PlannedLayout.of(job).optimizer}
         fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
             profile = profiles[precision]
-            request = PlanRequest(precision=precision, global_batch=batch, every=True, **fixed)
+            request = PlanRequest(precision=precision, global_batch=batch, every=True, keep=keep, **fixed)
             found = search(profile, cluster, request, forecast_of(profile, cluster), calibration, top=ALL)
             considered += found.considered
             for one, compiled in product(found.layouts, allowed.get("compile") or [run.compile]):

@@ -10,6 +10,7 @@ from zerofit.check.edit import Assignment, Removal
 from zerofit.check.finding import Finding, Rule, as_number, near, plainly, unknown_parameter
 from zerofit.check.rules.precision import bf16_optimizer
 from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.spec.optimizers import EIGHT_BIT, run_name
 
 PARAMS = "optimizer.params"
 GRAD_NORM = f"{ZERO}.compute_grad_norm"
@@ -203,6 +204,17 @@ OPTIMIZER_RULES = (
         source="runtime/engine.py:2513",
     ),
     Rule(
+        code="adafactor-partitioned",
+        severity="warning",
+        path="optimizer.type",
+        when=lambda c: c.optimizer == "Adafactor" and c.stage > 0,
+        message=lambda c: f"Adafactor at ZeRO stage {c.stage}",
+        why="ZeRO gives it flat parts of all matrices together: it keeps a number a weight instead of one a row and "
+        "one a column, and the size of its steps depends on the number of ranks",
+        fix="take stage 0, or bitsandbytes' AdamW8bit, whose states can be divided",
+        source="runtime/zero/stage_1_and_2.py:560, stage3.py:1172; torch/optim/_adafactor.py",
+    ),
+    Rule(
         code="optimizer-legacy-fusion",
         severity="warning",
         path="optimizer.legacy_fusion",
@@ -230,6 +242,16 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
         return
     known = c.catalog.optimizers
     variants = known.get(c.optimizer or "")
+    if variants is None and run_name(name) in EIGHT_BIT:
+        yield Finding(
+            code="optimizer-bitsandbytes",
+            path="optimizer.type",
+            message=f"{name} is bitsandbytes' optimizer, which DeepSpeed does not make by name",
+            why=f'DeepSpeed stops once the ranks run: "{name} is not a supported DeepSpeed Optimizer"; zerofit train '
+            "makes it, and so does a script that hands it to deepspeed.initialize",
+            fix="leave the block out in a script of your own, and hand deepspeed.initialize the optimizer",
+        )
+        return
     if variants is None:
         better = near(name, ["AdamW", *known], SAME | GONE)
         yield Finding(
@@ -255,7 +277,7 @@ def optimizer(c: CheckSubject) -> Iterator[Finding]:
                 synonyms=SYNONYMS,
                 why="DeepSpeed drops it without a word" if c.optimizer == "muon" else "",
             )
-    for key in ("lr", "weight_decay", "eps", "momentum"):
+    for key in ("lr", "weight_decay", "momentum", *(() if c.optimizer == "Adafactor" else ("eps",))):  # it has two
         yield from _number(c, key, params.get(key))
     betas = params.get("betas")
     numbers = isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, int | float) for b in betas)
