@@ -34,7 +34,9 @@ def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str],
     job.write(folder / "job.json")
     with _started(job, folder, processes) as running:
         late = _wait(running, folder, show)
-    return [_report(folder, rank, process.returncode, late) for rank, process in enumerate(running)]
+        left = [process.poll() is None for process in running]
+    ended = enumerate(zip(running, left, strict=True))
+    return [_report(folder, rank, None if waits else process.returncode, late) for rank, (process, waits) in ended]
 
 
 @contextmanager
@@ -89,12 +91,14 @@ def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> 
     return False
 
 
-def _report(folder: Path, rank: int, code: int, late: bool) -> dict[str, Any]:
-    """Return the report that a process left, or how it ended."""
+def _report(folder: Path, rank: int, code: int | None, late: bool) -> dict[str, Any]:
+    """Return the report that a process left, or how it ended; `code` is None of one that was ended from here."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     if late:
         return {"error": f"process {rank} has made no step for {SILENT_S:.0f} s"}
+    if code is None:
+        return {"left": f"process {rank} waited for another one, which had ended"}
     lines = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return {"ended": f"process {rank} ended with exit code {code}: {' / '.join(lines[-LAST:])}"}
