@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.compare.ranks import Ranks
+from zerofit.app.comparing.ranks import one_server
 from zerofit.app.comparing.rows import AGREES
 from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.spec.files import write_json, write_text
@@ -70,7 +71,7 @@ def main() -> None:
     about = {"model": asked.model, "data": "digits", **sizes}
     kept = json.loads(file.read_text()) if file.exists() else {}
     rows = kept.get("rows", []) if kept.get("about") == about else []
-    with tempfile.TemporaryDirectory() as folder:
+    with one_server(), tempfile.TemporaryDirectory() as folder:
         made = Ranks(Path(folder))
         job = CompareJob(strategy="single", model=asked.model, data="digits", **sizes)
         made.row(job)

@@ -14,8 +14,6 @@ import argparse
 import heapq
 import json
 import math
-import multiprocessing
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from zerofit.app.comparing.processes import run_job
+from zerofit.app.comparing.ranks import one_server
 from zerofit.app.comparing.rows import StrategyRow, strategy_row
 from zerofit.compare.benchmark_task import BenchmarkTask
 from zerofit.compare.job import STRATEGIES, CompareJob
 from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.compare.strategies.parameter_server import gradients, set_gradients
-from zerofit.launch.host import environment
-from zerofit.launch.local import free_port
 from zerofit.spec.files import write_json
 
 OUT = Path(__file__).parent / "results" / "unequal"
@@ -41,7 +39,6 @@ NAMES = ("parameter-server", "parameter-server-async", "parameter-server-ssp", "
 RANKS, FACTORS, CHANCES = (2, 4), (1.0, 1.5, 2.0, 4.0, 8.0), (0.05, 0.2)
 REAL = (1.0, 4.0)  # factors of --processes
 JOB = CompareJob(strategy="", model="mlp", data="digits", global_batch=64, steps=60, lr=0.05, target=0.9)
-TIMEOUT_S = 600
 
 
 def cases(seeds: int) -> Iterator[CompareJob]:
@@ -60,37 +57,13 @@ def key_of(job: CompareJob) -> str:
     return f"{job.strategy} ranks {job.ranks} slow {factor:g} straggle {job.straggle:g} seed {job.seed}"
 
 
-def measured(job: CompareJob, context: Any) -> StrategyRow:
-    """Run a job's processes, forked from one that has imported everything."""
+@one_server()
+def measured(job: CompareJob) -> StrategyRow:
+    """Return the row of a job in real processes."""
     strategy = STRATEGIES[job.strategy]
-    count = strategy.processes(job.ranks)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "row"
-        folder.mkdir()
-        job.write(folder / "job.json")
-        env = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [context.Process(target=_run, args=(str(folder), env, rank)) for rank in range(count)]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(TIMEOUT_S)
-            process.kill()
-        files = [folder / f"rank-{rank}.json" for rank in range(count)]
-        reports = [json.loads(f.read_text()) if f.exists() else {"ended": "no report"} for f in files]
+    with tempfile.TemporaryDirectory() as folder:
+        reports = run_job(job, Path(folder) / "row", strategy.processes(job.ranks), lambda _: None)
     return strategy_row(strategy, job, reports, 0.0)
-
-
-def _run(folder: str, env: dict[str, str], rank: int) -> None:
-    import sys
-
-    import torch
-
-    from zerofit.compare import worker
-
-    os.environ.update(environment("cpu", 2, 2) | env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    torch.set_num_threads(1)
-    sys.argv = ["zerofit.compare.worker", folder]
-    worker.main()
 
 
 class VirtualRun:
@@ -268,11 +241,9 @@ def main() -> None:
             rows[key_of(job)] = VirtualRun(works[job.seed], job).run()
             print(key_of(job), rows[key_of(job)]["seconds_to_target"], flush=True)
     if asked.processes:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["zerofit.compare.worker", "torchvision"])
         for job in cases(1):
             if job.ranks == 2 and max(job.slow.values()) in REAL and not job.straggle and key_of(job) not in real:
-                row = measured(job, context)
+                row = measured(job)
                 assert row.status == "ok", row.reason
                 real[key_of(job)] = {"seconds_to_target": row.seconds_to_target, "accuracy": row.accuracy}
                 print("processes:", key_of(job), row.seconds_to_target, flush=True)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.compare.ranks import Ranks
+from zerofit.app.comparing.ranks import one_server
 from zerofit.compare.job import MOMENTUM, STRATEGIES, CompareJob
 from zerofit.compare.pace import PACE_S, STRAGGLER, pause_s
 from zerofit.data import Order, open_data
@@ -23,6 +24,13 @@ PARTED = [name for name, one in STRATEGIES.items() if one.synchronous and name !
 NOT_ON_A_CPU = {"device-map": "two devices", "data-parallel-threads": "two CUDA devices", "horovod": "C++20 or later"}
 BY_HAND = [name for name in PARTED if name.startswith("all-reduce-")]
 RUNNING = [name for name in PARTED if name not in (*NOT_ON_A_CPU, *BY_HAND, "hybrid")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """All rows of this file are forked from one process."""
+    with one_server():
+        yield
 
 
 @pytest.fixture(scope="module")

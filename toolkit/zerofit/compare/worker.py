@@ -1,4 +1,4 @@
-"""One process of one strategy: `python -m zerofit.compare.worker FOLDER`, with RANK and its like in the environment.
+"""One process of one strategy, with RANK and its like in its environment.
 
 It leaves `rank-N.json`: what was measured, or why it could not be. Whoever holds the whole model at the end
 evaluates it, and the weights of the single device are what others are compared with.
@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -28,9 +28,9 @@ from zerofit.spec.memory_limit import end_first, limit_memory
 REFERENCE = "single.safetensors"  # beside the strategies' folders
 
 
-def main() -> None:
-    """Measure this process's part."""
-    folder, rank = Path(sys.argv[-1]), int(os.environ["RANK"])
+def measure(folder: Path) -> NoReturn:
+    """Measure this process's part of the job in a folder, and end."""
+    rank = int(os.environ["RANK"])
     job = CompareJob.read(folder / "job.json")
     end_first()
     if job.accelerator == "cpu":
@@ -78,7 +78,3 @@ def _judged(work: BenchmarkTask, state: dict[str, Tensor], folder: Path) -> dict
         whole = load_file(reference)
         found["max_weight_difference"] = max(float((state[n].float() - whole[n].float()).abs().max()) for n in names)
     return found
-
-
-if __name__ == "__main__":
-    main()

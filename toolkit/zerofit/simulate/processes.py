@@ -1,9 +1,7 @@
 """Simulations side by side, each in a process of its own that is forked from one that has imported everything.
 
-That one, the server, is started by its own command line and not by multiprocessing, which would run the user's script
-once more in each process: simulations work from a script without `if __name__ == "__main__"`, from a notebook and from
-any thread. `python -m zerofit.simulate.processes` reads requests from its standard input, a line each with a folder and
-the modules to import for it, and ends with all that it has started when that is closed.
+That one, the server (`spec.server_process`), is `python -m zerofit.simulate.processes`. A request is a folder and the
+modules to import for it; it ends with all that it has started.
 """
 
 from __future__ import annotations
@@ -13,21 +11,21 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.server_process import ServerProcess
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
 # what every simulation imports, or changes
@@ -69,7 +67,7 @@ def simulate_all(
         (folder / REQUEST).write_bytes(pickle.dumps((path, os.getcwd(), list(targets))))
         server = _server()
         try:
-            server.ask(folder, dict.fromkeys(module for target in targets for module in _needed(target)))
+            server.tell([str(folder), list(dict.fromkeys(one for target in targets for one in _needed(target)))])
             while not all((folder / f"{n}.ended").exists() for n in range(len(targets))):
                 server.refuse_if_ended()
                 show(_progress(folder, len(targets), time.monotonic() - start))
@@ -90,37 +88,13 @@ def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
     return IMPORTED_FOR.get(find(target.job.run.model).family, ())
 
 
-class _Server:
+class _Server(ServerProcess):
     """The running server, which ends with this process."""
 
     def __init__(self) -> None:
+        super().__init__("zerofit.simulate.processes")
         self.owner = os.getpid()
         self.users = 0  # threads that wait for an answer
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
-        # what the server imports is found as it is here; a session of its own: Ctrl-C is this process's to answer
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zerofit.simulate.processes"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
-
-    def ask(self, folder: Path, modules: Iterable[str]) -> None:
-        """Hand over a request, for which these modules are to be imported."""
-        assert self.process.stdin
-        with suppress(BrokenPipeError):  # `refuse_if_ended` says why
-            self.process.stdin.write(f"{json.dumps([str(folder), list(modules)])}\n".encode())
-            self.process.stdin.flush()
-
-    def refuse_if_ended(self) -> None:
-        """Raise a RuntimeError where the server has ended by itself."""
-        if self.process.poll() is not None:
-            self._errors.seek(0)
-            last = self._errors.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"the process that simulations start from has ended ({self.process.returncode}): {last}")
 
 
 _lock = threading.Lock()
@@ -151,9 +125,7 @@ def end_server() -> None:
     with _lock:
         if _running is None or _running.owner != os.getpid() or _running.users:
             return
-        assert _running.process.stdin
-        _running.process.stdin.close()
-        _running.process.wait()
+        _running.end()
         _running = None
 
 

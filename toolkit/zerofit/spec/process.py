@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import re
 import resource
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +22,7 @@ _COUNTS_AT, _RETRANSMITS_AT = 120, 2  # bytes into tcp_info; tcpi_retransmits: s
 _QUEUED = struct.Struct("I52xQQ")  # tcpi_notsent_bytes, tcpi_bytes_sent and tcpi_bytes_retrans: Linux 4.19 and later
 _QUEUED_AT = 144
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_PAGES = Path("/proc/self/pagemap")
 
 
 class ResidentMemory(NamedTuple):
@@ -45,6 +49,34 @@ def forget_resident_peak() -> None:
     """Set the peak to what is resident now; where that is not allowed, it stays that of the whole process."""
     with suppress(OSError):
         _RESET.write_text("5")
+
+
+def mapped_pages() -> list[tuple[int, int]]:
+    """Return address and bytes of all stretches of files that this process has in memory; empty but on Linux."""
+    found: list[tuple[int, int]] = []
+    if not _PAGES.exists():
+        return found
+    with _PAGES.open("rb", buffering=0) as pages:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, mode, _, _, inode = line.split()[:5]
+            first, end = (int(address, 16) for address in span.split("-"))
+            if inode == "0" or mode[0] != "r":
+                continue
+            pages.seek(first // PAGESIZE * 8)
+            entries = array("Q", pages.read((end - first) // PAGESIZE * 8))
+            here = (first + n * PAGESIZE for n, entry in enumerate(entries) if entry >> 63)  # admin-guide/mm/pagemap
+            for address in here:
+                if found and sum(found[-1]) == address:
+                    found[-1] = (found[-1][0], found[-1][1] + PAGESIZE)
+                else:
+                    found.append((address, PAGESIZE))
+    return found
+
+
+def touch(pages: Iterable[tuple[int, int]]) -> None:
+    """Have the `mapped_pages` of the parent in memory too: on Linux a forked process begins without those of files."""
+    for address, size in pages:
+        (ctypes.c_char * size).from_address(address)[::PAGESIZE]
 
 
 class Flow(NamedTuple):

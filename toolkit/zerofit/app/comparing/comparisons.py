@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerofit.app.comparing.processes import run_job
+from zerofit.app.comparing.ranks import one_server
 from zerofit.app.comparing.room import StateGate
 from zerofit.app.comparing.rows import (
     Comparison,
@@ -51,6 +52,7 @@ COMMON = {
 STEPPED = ("ranks", "global_batch", "steps")
 
 
+@one_server()
 def compare_strategies(
     run: Run | RunRequest,
     *,
@@ -99,6 +101,7 @@ def compare_strategies(
     return Comparison(kind="strategies", about=about, rows=against_single(rows)).write(store.folder)
 
 
+@one_server()
 def compare_sizes(
     run: Run | RunRequest,
     *,
@@ -165,6 +168,7 @@ def compare_sizes(
     return compared.write(store.folder)
 
 
+@one_server()
 def compare_scaling(
     run: Run | RunRequest,
     *,

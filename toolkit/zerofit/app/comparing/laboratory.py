@@ -21,6 +21,7 @@ from zerofit.app.comparing.comparisons import (
     resolve_comparison,
     whole_epochs,
 )
+from zerofit.app.comparing.ranks import one_server
 from zerofit.app.comparing.rows import Comparison, RowStore
 from zerofit.compare.job import CompareJob
 from zerofit.report.laboratory import Section, write_laboratory
@@ -108,6 +109,7 @@ def experiments(job: CompareJob, samples: int, epochs: int, seeds: int, target: 
         yield Experiment(name="unequal", question=question, kind="strategies", options=options)
 
 
+@one_server()
 def compare_all(
     run: Run | RunRequest,
     *,

@@ -39,11 +39,9 @@ def main() -> NoReturn:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ():
         os.environ.setdefault(name, str(interface))
     threading.Thread(target=_end_with_input, daemon=True).start()
-    sys.argv = ["zerofit.compare.worker", str(folder)]
-    from zerofit.compare.worker import main as measure
+    from zerofit.compare.worker import measure
 
-    measure()
-    sys.exit(0)
+    measure(folder)
 
 
 def _end_with_input() -> None:

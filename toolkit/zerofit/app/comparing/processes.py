@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from zerofit.app.comparing.on_host import order
+from zerofit.app.comparing.ranks import Rank, start_rank
 from zerofit.compare.job import CompareJob
 from zerofit.doctor.remote import command
 from zerofit.launch.host import environment
 from zerofit.launch.local import free_port
 from zerofit.spec.local_machine import usable_cores
 
+Process = subprocess.Popen[bytes] | Rank
 ON_HOST = "zerofit.app.comparing.on_host"
 POLL_S = 0.1
 GRACE_S = 10.0  # for the others, once one process has failed
@@ -34,19 +34,20 @@ def run_job(job: CompareJob, folder: Path, processes: int, show: Callable[[str],
     job.write(folder / "job.json")
     with _started(job, folder, processes) as running:
         late = _wait(running, folder, show)
-    return [_report(folder, rank, process.returncode, late) for rank, process in enumerate(running)]
+        left = [process.poll() is None for process in running]
+    ended = enumerate(zip(running, left, strict=True))
+    return [_report(folder, rank, None if waits else process.returncode, late) for rank, (process, waits) in ended]
 
 
 @contextmanager
-def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[Process]]:
     """Start the processes; none is left afterwards."""
     first = job.hosts[0][0] if job.hosts else "127.0.0.1"
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": first, "MASTER_PORT": str(free_port())}
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Process] = []
     try:
         for rank in range(processes):
-            with (folder / f"rank-{rank}.log").open("wb") as log:
-                running.append(_start(job, folder, rank, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
+            running.append(_start(job, folder, rank, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
         yield running
     finally:
         for process in running:
@@ -54,16 +55,16 @@ def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[sub
             process.wait()
 
 
-def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Process:
     """Start one process: here, or over ssh on the host that has its rank. A server is beside the last rank."""
+    log = folder / f"rank-{rank}.log"
+    log.write_bytes(b"")
     if not job.hosts:
-        env = environment(job.accelerator, usable_cores(), job.ranks) | own
-        argv = [sys.executable, "-m", "zerofit.launch.parent_death", str(os.getpid())]
-        argv += ["zerofit.compare.worker", str(folder)]
-        return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return start_rank(folder, environment(job.accelerator, usable_cores(), job.ranks) | own, log)
     places = [(name, number, slots) for name, slots in job.hosts for number in range(slots)][: job.ranks]
     name, number, slots = places[min(rank, len(places) - 1)]
-    process = subprocess.Popen(command(name, ON_HOST, None), stdin=subprocess.PIPE, stdout=log, stderr=log)
+    with log.open("wb") as file:
+        process = subprocess.Popen(command(name, ON_HOST, None), stdin=subprocess.PIPE, stdout=file, stderr=file)
     assert process.stdin
     with suppress(BrokenPipeError):  # ssh has failed, and its log says why
         process.stdin.write(order(folder, job.accelerator, slots, own | {"LOCAL_RANK": str(number)}))
@@ -71,7 +72,7 @@ def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str], log: I
     return process
 
 
-def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Callable[[str], None]) -> bool:
+def _wait(running: list[Process], folder: Path, show: Callable[[str], None]) -> bool:
     """Wait until all have ended, or the others had their time after a failure; True where progress stopped."""
     began = moved = time.monotonic()
     done, deadline = "", float("inf")
@@ -90,12 +91,14 @@ def _wait(running: list[subprocess.Popen[bytes]], folder: Path, show: Callable[[
     return False
 
 
-def _report(folder: Path, rank: int, code: int, late: bool) -> dict[str, Any]:
-    """Return the report that a process left, or how it ended."""
+def _report(folder: Path, rank: int, code: int | None, late: bool) -> dict[str, Any]:
+    """Return the report that a process left, or how it ended; `code` is None of one that was ended from here."""
     file = folder / f"rank-{rank}.json"
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     if late:
         return {"error": f"process {rank} has made no step for {SILENT_S:.0f} s"}
+    if code is None:
+        return {"left": f"process {rank} waited for another one, which had ended"}
     lines = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return {"ended": f"process {rank} ended with exit code {code}: {' / '.join(lines[-LAST:])}"}

@@ -295,6 +295,7 @@ def status_of(reports: Sequence[Mapping[str, Any]]) -> tuple[Status, str | None]
         ("does_not_fit", "does-not-fit"),
         ("error", "failed"),
         ("ended", "failed"),
+        ("left", "failed"),
     )
     for key, status in order:
         reasons = [report[key] for report in reports if key in report]

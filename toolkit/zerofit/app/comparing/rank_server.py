@@ -1,0 +1,73 @@
+"""The process that a comparison's ranks on this machine are forked from: `python -m zerofit.app.comparing.rank_server`.
+
+It imports what every rank of every row needs before it looks at its memory for the first time, and nothing else: what a
+strategy loads, each rank loads itself. Requests and answers are lines of JSON. {"start": [folder, environment, log]}
+is answered with a process id; {"poll": id} with the exit code, or null while it runs; {"end": id} kills it first.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from zerofit.compare.worker import measure
+from zerofit.launch.parent_death import end_with_parent
+from zerofit.spec.process import mapped_pages, touch
+
+Pages = list[tuple[int, int]]
+
+
+def serve() -> None:
+    """Answer requests until standard input is closed; then the kernel ends the ranks with this process."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    gc.freeze()  # or each rank's collector would write to, and so copy, all that it shares with this process
+    pages = mapped_pages()
+    for line in sys.stdin:
+        os.write(answers, f"{json.dumps(_answer(json.loads(line), pages))}\n".encode())
+
+
+def _answer(request: dict[str, Any], pages: Pages) -> int | None:
+    match request:
+        case {"start": [folder, env, log]}:
+            server = os.getpid()
+            return os.fork() or _rank(server, Path(folder), env, log, pages)
+        case {"poll": pid}:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            return os.waitstatus_to_exitcode(status) if ended else None
+        case {"end": pid}:
+            os.kill(pid, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    raise ValueError(request)
+
+
+def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages) -> NoReturn:
+    """Be a rank as if started by its own command line: with this environment, this log, and no input."""
+    try:
+        end_with_parent(server)
+        for stream, path in enumerate((os.devnull, log, log)):
+            opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            os.dup2(opened, stream)
+            os.close(opened)
+        threads = env.get("OMP_NUM_THREADS")
+        if threads and threads != os.environ.get("OMP_NUM_THREADS"):  # which OpenMP has read when it was loaded
+            torch.set_num_threads(int(threads))
+        os.environ.clear()
+        os.environ.update(env)
+        touch(pages)
+        measure(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve()
