@@ -219,7 +219,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("zero0", {"optimizer": "adafactor", "tensor_parallel": 2, "ranks": 2}, "leave --tensor-parallel at 1"),
         ("zero0", {"optimizer": "adafactor", "momentum": 0.9}, "Adafactor takes no momentum"),
         ("zero2_offload", {"optimizer": "adamw8bit"}, "unpacks all states into float32"),
-        ("zero3_nvme", {"optimizer": "paged-adamw8bit"}, "remove offload_optimizer"),
+        ("zero3_offload", {"optimizer": "paged-adamw8bit"}, "remove offload_optimizer"),
         (
             {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
             {"optimizer": "adamw8bit"},

@@ -245,7 +245,9 @@ def pieces_of_ranks() -> None:
 
 
 # of scripts, too
-OF_LIBRARIES = (
+ALWAYS = (
+    module_apply,
+    expert_counts,
     tracing,
     foreach_types,
     order_checks,
@@ -255,7 +257,6 @@ OF_LIBRARIES = (
     cpu_vendor,
     weight_files,
 )
-ALWAYS = (module_apply, expert_counts, *OF_LIBRARIES)
 EVERYWHERE = (*ALWAYS, packed_samples, no_padding, data_setter, experts)
 
 
