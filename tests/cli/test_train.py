@@ -24,9 +24,9 @@ KEYS = {
 MLP = ("mlp", "--data", "digits", "--json")
 
 
-def zerofit(*args: str, cwd: Path) -> subprocess.Popen:
+def zerofit(*args: str, cwd: Path, behind: tuple[str, ...] = ()) -> subprocess.Popen:
     """As from a terminal: where the tests run in the background, their children would ignore Ctrl-C."""
-    argv = [sys.executable, "-m", "zerofit.cli", "train", *args]
+    argv = [*behind, sys.executable, "-m", "zerofit.cli", "train", *args]
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
@@ -120,9 +120,12 @@ def test_a_killed_rank_ends_the_run_with_exit_code_3(tmp_path):
 
 def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_rank_behind(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
-    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000", cwd=tmp_path)
+    endless = (*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000")
+    process = zerofit(*endless, cwd=tmp_path, behind=("nohup",))
     waiting_for_steps(process, metrics)
     workers = workers_of(process)
+    os.kill(process.pid, signal.SIGHUP)  # the terminal is closed, which nohup is there for
+    waiting_for_steps(process, metrics, metrics.read_text().count("\n") + 20)
     os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
@@ -142,7 +145,7 @@ def test_a_request_to_stop_saves_the_same_command_goes_on_and_ctrl_c_leaves_no_r
     assert json.loads(out.strip().splitlines()[-1])["error"]["kind"] == "checkpoint-damaged"
     damaged.write_bytes(content)
 
-    process = zerofit(*MLP, "--steps", "1000000", "--output", "run", "--log-every", "1000000", cwd=tmp_path)
+    process = zerofit(*endless, cwd=tmp_path)
     waiting_for_steps(process, metrics, step + 3)
     workers = workers_of(process)
     assert len(workers) == 2

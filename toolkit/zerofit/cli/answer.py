@@ -20,9 +20,9 @@ import click
 from zerofit.models.catalog import ModelError
 from zerofit.spec.errors import DoesNotFit, Problem, RunFailed, Stopped, UserError
 from zerofit.spec.files import cache_root
+from zerofit.spec.process import stop_requests
 
 FINDING, BAD_INPUT, FAILED, INTERNAL, RUN_AGAIN, STOPPED = 1, 2, 3, 70, 75, 130
-REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Result(Protocol):
@@ -65,7 +65,7 @@ def answer(work: Callable[[], R], as_json: bool, show: Callable[[R], None]) -> R
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """Answer a request to stop (SIGTERM, SIGUSR1, a closed terminal) as Ctrl-C is answered, within the block."""
-    former = {number: signal.signal(number, signal.default_int_handler) for number in REQUESTS}
+    former = {number: signal.signal(number, signal.default_int_handler) for number in stop_requests()}
     try:
         yield
     finally:

@@ -19,9 +19,9 @@ from types import FrameType
 from zerofit.launch.host import environment
 from zerofit.launch.parent_death import LAUNCHER
 from zerofit.spec.model_facts import Machine
+from zerofit.spec.process import stop_requests
 from zerofit.spec.run_folder import Job, RunFolder
 
-REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 HERE = "localhost"
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 GRACE_S = 10.0  # for a launcher whose ranks have ended
@@ -110,7 +110,7 @@ def _requests_handed_on(folder: RunFolder) -> Iterator[None]:
             signal.default_int_handler(number, frame)
         folder.stop_request.touch()
 
-    former = {number: signal.signal(number, hand_on) for number in REQUESTS}
+    former = {number: signal.signal(number, hand_on) for number in stop_requests()}
     try:
         yield
     finally:

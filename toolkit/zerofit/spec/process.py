@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -77,6 +78,15 @@ def touch(pages: Iterable[tuple[int, int]]) -> None:
     """Have the `mapped_pages` of the parent in memory too: on Linux a forked process begins without those of files."""
     for address, size in pages:
         (ctypes.c_char * size).from_address(address)[::PAGESIZE]
+
+
+def stop_requests() -> list[signal.Signals]:
+    """Return the signals that ask a command to stop: SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends.
+
+    What this process ignores is none of them: nohup ignores SIGHUP so that the terminal can be closed.
+    """
+    asking = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Flow(NamedTuple):
