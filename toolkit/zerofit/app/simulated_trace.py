@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +22,7 @@ from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile, Savings
+from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job
 
 
@@ -62,17 +63,8 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
 def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
     run, layout = job.run, job.layout
     image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
-    wanted = ProfileRequest(
-        model=run.model,
-        precision=job.precision,
-        device="cpu" if cluster.on_cpu else "cuda",
-        seq_len=run.seq_len,
-        image=image,
-        model_args=dict(run.model_args),
-        checkpointings=(bool(run.activation_checkpointing),),
-        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep)))),
-        savings=Savings.of(run),
-        partial=run.partial,
-        task=run.task,
-    )
-    return get_profile(wanted, report)[0]
+    device = "cpu" if cluster.on_cpu else "cuda"
+    degrees = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
+    wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
+    checkpointed = (bool(run.activation_checkpointing),)
+    return get_profile(replace(wanted, checkpointings=checkpointed), report)[0]

@@ -20,7 +20,7 @@ from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.events import Reporter
 from zerofit.spec.local_machine import Calibration
 from zerofit.spec.measured_kernels import MeasuredKernel
-from zerofit.spec.profile import Profile, Savings
+from zerofit.spec.profile import Profile
 from zerofit.spec.run_folder import Job, RunFolder
 
 FLAG = "--from-trace"
@@ -139,16 +139,7 @@ def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
         from zerofit.app.resolve import resolve_job
 
         image = input_option(resolve_job(as_request(run)).inputs)
-    request = ProfileRequest(
-        model=run.model,
-        precision=job.precision,
-        device="cpu" if cluster.on_cpu else "cuda",
-        seq_len=run.seq_len,
-        image=image,
-        model_args=dict(run.model_args),
-        degrees=tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep)))),
-        savings=Savings.of(run),
-        partial=run.partial,
-        task=run.task,
-    )
+    device = "cpu" if cluster.on_cpu else "cuda"
+    degrees = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
+    request = ProfileRequest.of_run(run, job.precision, device, image, degrees)
     return get_profile(request, report)[0]

@@ -37,16 +37,6 @@ def profile_of(
 ) -> Profile:
     """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
     run, inputs = resolved.job.run, resolved.inputs
-    request = ProfileRequest(
-        model=run.model,
-        precision=precision,
-        device="cpu" if cluster.on_cpu else "cuda",
-        seq_len=run.seq_len,
-        image=input_option(inputs),
-        model_args=dict(run.model_args),
-        degrees=degrees,
-        savings=savings,
-        partial=run.partial,
-        task=run.task,
-    )
-    return get_profile(request, report)[0]
+    device = "cpu" if cluster.on_cpu else "cuda"
+    request = ProfileRequest.of_run(run, precision, device, input_option(inputs), degrees)
+    return get_profile(replace(request, savings=savings), report)[0]

@@ -43,6 +43,24 @@ class ProfileRequest:
     partial: PartialTraining | None = None
     task: str | None = None  # of Run: what the model is trained to do, where not what its config says
 
+    @classmethod
+    def of_run(
+        cls, run: Run, precision: str, device: str, image: str | None, degrees: tuple[Degrees, ...] | None
+    ) -> ProfileRequest:
+        """Return that for a run's model and settings."""
+        return cls(
+            model=run.model,
+            precision=precision,
+            device=device,
+            seq_len=run.seq_len,
+            image=image,
+            model_args=dict(run.model_args),
+            degrees=degrees,
+            savings=Savings.of(run),
+            partial=run.partial,
+            task=run.task,
+        )
+
 
 def read_profile(path: Path) -> Profile:
     """Read a stored profile. Raises UserError."""

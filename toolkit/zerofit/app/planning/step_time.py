@@ -15,7 +15,7 @@ from zerofit.plan.time import Timer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.local_machine import read_calibration
-from zerofit.spec.profile import Profile, Savings
+from zerofit.spec.profile import Profile
 
 
 def forecast_step_s(resolved: ResolvedJob) -> float | None:
@@ -48,19 +48,8 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
     image = input_option(inputs)
     asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
     for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
-        wanted = ProfileRequest(
-            model=run.model,
-            precision=job.precision,
-            device=device,
-            seq_len=seq_len,
-            image=image,
-            model_args=dict(run.model_args),
-            degrees=degrees,
-            savings=Savings.of(run),
-            partial=run.partial,
-            task=run.task,
-        )
-        profile = kept_profile(wanted)
+        wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
+        profile = kept_profile(replace(wanted, seq_len=seq_len))
         if profile is not None and profile.seq_len == run.seq_len and key in profile.costs:
             return profile
     return None
