@@ -1,10 +1,10 @@
 """Strategies of `zerofit compare` on several hosts: network namespaces with a bandwidth and a delay between them.
 
-python benchmarks/compare_hosts.py [--hosts 2] [--slots 2] [--rate 20mbit] [--delay 5ms] [--model lenet]
+python benchmarks/compare_hosts.py [--hosts 2] [--slots 2] [--rate 20mbit] [--delay 5] [--model lenet]
 
-Needs root, iproute2 with tc, openssh and pdsh. Each host has an sshd of its own, and may send so much a second (by tbf;
-with --delay by netem, where the kernel has it). What goes between ranks of one host does not pass it. Where the network
-is this slow it decides the times, and not how many cores there are.
+Needs root, iproute2 with tc, openssh and pdsh. Each host has an sshd of its own, and may send so much a second (by
+tbf); with --delay it arrives so many milliseconds later. What goes between ranks of one host does not pass it. Where
+the network is this slow it decides the times, and not how many cores there are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--rate", default="20mbit")
-    parser.add_argument("--delay", help="of what is sent, like 5ms")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds until what is sent arrives")
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--strategies", nargs="+", default=NAMES)
@@ -38,14 +38,12 @@ def main() -> None:
     if why := missing():
         raise SystemExit(why)
     ranks, size = asked.hosts * asked.slots, f"{asked.hosts}x{asked.slots}"
-    with tempfile.TemporaryDirectory() as folder, hosts(Path(folder) / "hosts", asked.hosts) as made:
+    if asked.delay:
+        size += f", {asked.delay:g} ms"
+    with tempfile.TemporaryDirectory() as folder, hosts(Path(folder) / "hosts", asked.hosts, asked.delay / 1e3) as made:
         os.environ["PATH"] = made.env["PATH"]
         for node in made.nodes:
-            if asked.delay:
-                shape = ["netem", "delay", asked.delay, "rate", asked.rate]
-                node.inside("tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
-            else:
-                node.slow(asked.rate)
+            node.slow(asked.rate)
         sizes = {"global_batch": 64, "steps": asked.steps, "eval_samples": 100}
         run = zf.Run(model=asked.model, data="digits", ranks=ranks, **sizes, output=Path(folder) / "compared")
         hostfile = made.hostfile(asked.slots)
@@ -66,7 +64,7 @@ def table(name: str, one: dict) -> str:
     """Return the Markdown of one number of hosts."""
     about = one["about"]
     lines = [f"{about['hosts']} hosts x {about['slots']} ranks, {about['rate']} from each host"]
-    lines = [f"{lines[0]}, {about['delay']} late\n" if about["delay"] else f"{lines[0]}\n"]
+    lines = [f"{lines[0]}, {about['delay']:g} ms late\n" if about["delay"] else f"{lines[0]}\n"]
     lines += ["| strategy | ms a step | KiB sent a step | weights differ by |", "|---|---|---|---|"]
     for row in one["rows"]:
         if row["status"] != "ok":

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -123,6 +124,7 @@ class Hosts:
     place: Path
     nodes: list[Node] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)  # for commands on the machine that starts runs
+    cables: subprocess.Popen[str] | None = None  # the process that carries frames, where they are late
 
     def hostfile(self, slots: int = 1, count: int | None = None) -> Path:
         """A hostfile with the first `count` of them."""
@@ -175,8 +177,8 @@ def start_sshd(node: Node, place: Path, over: Mapping[Path, Path] | None = None)
 
 
 @contextmanager
-def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
-    """Make hosts, and take everything away afterwards."""
+def hosts(place: Path, count: int = 3, delay_s: float = 0.0) -> Iterator[Hosts]:
+    """Make hosts, what they send arriving `delay_s` later, and take everything away afterwards."""
     number = os.getpid() % 250
     bridge, net = f"zfb{os.getpid()}", f"10.77.{number}"
     made = Hosts(place)
@@ -186,11 +188,15 @@ def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
         run("ip", "link", "add", bridge, "type", "bridge")
         run("ip", "addr", "add", f"{net}.254/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
-        for i in range(1, count + 1):
-            node = Node(f"{net}.{i}", f"zf{os.getpid()}n{i}", f"zfv{os.getpid()}n{i}")
-            made.nodes.append(node)
+        made.nodes += [Node(f"{net}.{i}", f"zf{os.getpid()}n{i}", f"zfv{os.getpid()}n{i}") for i in range(1, count + 1)]
+        if delay_s:
+            made.cables = _late_cables(made.nodes, delay_s)
+        for node in made.nodes:
             run("ip", "netns", "add", node.space)
-            run("ip", "link", "add", node.wire, "type", "veth", "peer", "name", "eth0", "netns", node.space)
+            if delay_s:
+                run("ip", "link", "set", f"{node.wire}e", "netns", node.space, "name", "eth0")
+            else:
+                run("ip", "link", "add", node.wire, "type", "veth", "peer", "name", "eth0", "netns", node.space)
             run("ip", "link", "set", node.wire, "master", bridge, "up")
             node.inside("ip", "addr", "add", f"{node.name}/24", "dev", "eth0")
             node.inside("ip", "link", "set", "eth0", "up")
@@ -200,6 +206,9 @@ def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
             start_sshd(node, place)
         yield made
     finally:
+        if made.cables:
+            made.cables.kill()
+            made.cables.wait()
         for node in made.nodes:
             for pid in subprocess.run(
                 ["ip", "netns", "pids", node.space], capture_output=True, text=True
@@ -212,6 +221,15 @@ def hosts(place: Path, count: int = 3) -> Iterator[Hosts]:
             subprocess.run(["ip", "netns", "del", node.space], check=False, capture_output=True)
             subprocess.run(["ip", "link", "del", node.wire], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+def _late_cables(nodes: list[Node], delay_s: float) -> subprocess.Popen[str]:
+    """Start the process that each host's frames go through: from `...e`, to be its eth0, to its wire and back."""
+    ends = [f"{node.wire}e:{node.wire}" for node in nodes]
+    script = Path(__file__).with_name("late_cables.py")
+    process = subprocess.Popen([sys.executable, str(script), str(delay_s), *ends], stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "ready\n", "no TAP devices here"
+    return process
 
 
 def _write_ssh(made: Hosts) -> None:
