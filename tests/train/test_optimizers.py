@@ -100,8 +100,8 @@ def test_what_is_missing_is_said_before_anything_starts(monkeypatch):
     assert "zerofit[quantize]" in missing(monkeypatch, "nowhere_to_be_found").hint
     pytest.importorskip("bitsandbytes")
     assert missing_kernels("adamw8bit", "cpu") is None
-    no_kernel = missing_kernels("adamw8bit", "meta")
-    assert no_kernel and "has no kernel of it for meta" in no_kernel.message
+    no_kernel = missing_kernels("adamw8bit", "mps")
+    assert no_kernel and "has no kernel of it for mps" in no_kernel.message
 
 
 def missing(monkeypatch, package: str) -> Problem:
