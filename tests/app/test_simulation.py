@@ -66,9 +66,9 @@ def test_a_simulation_that_is_killed_says_so():
     deadline = time.monotonic() + 300  # importing torch from a cold disk included
     while time.monotonic() < deadline and thread.is_alive() and not answers:
         for process in psutil.Process().children(recursive=True):
-            grandparent = process.parent() and process.parent().parent()
-            if grandparent and grandparent.parent() and grandparent.parent().pid == os.getpid():
-                with suppress(psutil.NoSuchProcess):  # killed a moment ago
+            with suppress(psutil.NoSuchProcess):  # killed a moment ago
+                grandparent = process.parent() and process.parent().parent()
+                if grandparent and grandparent.parent() and grandparent.parent().pid == os.getpid():
                     process.send_signal(signal.SIGKILL)
         time.sleep(0.05)
     thread.join(60)

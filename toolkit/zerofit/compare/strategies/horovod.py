@@ -1,21 +1,29 @@
 """Horovod: ring all-reduce behind an optimizer that wraps the user's own."""
 
+import os
+
+import torch.distributed as dist
+
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
 HOW = """horovod cannot be imported ({error}). Its last release, 0.28.1, does not build with torch 2.14.1 as it is:
 horovod/torch/CMakeLists.txt:23 wants the CUDA toolkit wherever torch is built for CUDA, and CMakeLists.txt:19 sets
-C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md names the lines with which more of it compiles"""
+C++14, which torch/all.h:5 refuses (C++20 or later). docs/compare.md names the lines with which it builds and trains"""
 
 
 def train(work: BenchmarkTask):
-    """Train on ranks that find each other through the variables that horovodrun sets."""
+    """Train on ranks that find each other at a server beside rank 0, as under horovodrun."""
     try:
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports] - seldom installed: see HOW
+        from horovod.runner.http.http_server import RendezvousServer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise NotHereError(" ".join(HOW.format(error=error).split())) from None
+    first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(first, port, work.job.ranks, work.rank == 0)
+    if work.rank == 0:
+        store.set("server", str(RendezvousServer().start()))
+    os.environ |= _place(work.rank, work.job.ranks, first, store.get("server").decode())
     hvd.init()
-    if hvd.size() != work.job.ranks:
-        raise NotHereError(f"horovod finds {hvd.size()} of {work.job.ranks} ranks: horovodrun has not started them")
     model = work.model()
     optimizer = hvd.DistributedOptimizer(work.optimizer(model.parameters()), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -24,3 +32,12 @@ def train(work: BenchmarkTask):
         work.loss(model(x), y).backward()
         optimizer.step()
     return whole_state(model) if hvd.rank() == 0 else None
+
+
+def _place(rank: int, ranks: int, server: str, port: str) -> dict[str, str]:
+    """Return what horovodrun sets for a rank, each on a host of its own (horovod/runner/gloo_run.py:66 and 203)."""
+    place = {"HOSTNAME": f"rank-{rank}", "RANK": rank, "SIZE": ranks, "CROSS_RANK": rank, "CROSS_SIZE": ranks}
+    place |= {"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    place |= {"GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    place |= {"GLOO_RENDEZVOUS_ADDR": server, "GLOO_RENDEZVOUS_PORT": port}
+    return {f"HOROVOD_{name}": str(value) for name, value in place.items()}
