@@ -21,6 +21,7 @@ from zerofit.simulate.streams import Streams
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
+NORMS = "torch.nn.modules._functions"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
@@ -89,16 +90,13 @@ PATCHES = {
         ],
     ),
     "synchronized_norms": (
-        [],
+        [f"{NORMS}:SyncBatchNorm.forward"],
         [
-            Reason(
-                "torch.nn.modules._functions",
-                "SyncBatchNorm.forward",
-                "self input weight bias running_mean running_var eps momentum process_group world_size",
-                "mean, invstd = torch.batch_norm_stats(input, eps)",
-            )
+            Reason(NORMS, "SyncBatchNorm.forward", "self input weight bias running_mean running_var", line)
+            for line in ("mean, invstd = torch.batch_norm_stats(input, eps)", "count_all = count_all[mask]")
         ],
     ),
+    "autocast_types": (["torch:autocast.__enter__"], []),
     "flash_attention_package": ([], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),

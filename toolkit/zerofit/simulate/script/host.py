@@ -145,6 +145,18 @@ def compiling(meter: ScriptTracker) -> None:
     replace_in(nn.Module, "compile", compile_module)
 
 
+def autocast_types(meter: ScriptTracker) -> None:
+    """Note the type that autocast casts to in training: users take it for the precision. (torch.autocast.__enter__)"""
+    original = torch.autocast.__enter__
+
+    def enter(self: Any) -> Any:
+        if self._enabled and self.device == meter.device and torch.is_grad_enabled():
+            meter.autocast = self.fast_dtype
+        return original(self)
+
+    replace_in(torch.autocast, "__enter__", enter)
+
+
 def missing_triton(meter: ScriptTracker) -> None:
     """Note what a script has imported that takes plain torch where Triton is missing, as beside CPU builds of torch."""
     if importlib.util.find_spec("triton") is None:

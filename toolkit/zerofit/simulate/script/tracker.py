@@ -50,6 +50,8 @@ class ScriptTracker(AllocationTracker):
         self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
         self.without_rule = ""  # the last op whose outputs' shapes nobody knows
         self.unseen = False  # ops that only find out shapes
+        self.all_true = False  # what is asked of other ranks' data holds: they are like this one
+        self.autocast: torch.dtype | None = None  # what it has cast to in training
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
 
     def note(self, text: str, *, bound: bool = False) -> None:
@@ -142,7 +144,8 @@ class ScriptTracker(AllocationTracker):
         known = known_value(index)
         with unset_fake_temporarily():
             if known is None:
-                self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
+                if not self.all_true:
+                    self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
                 known = torch.ones(index.shape, dtype=torch.bool)
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]
