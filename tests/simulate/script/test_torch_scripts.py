@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulate.script.scripts import facts, refused, simulated
+from tests.simulate.script.scripts import facts, simulated
+from zerofit.app.script_simulation import simulate_script
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
 TORCH = """\
@@ -128,9 +131,21 @@ def test_fully_sharded_models_keep_their_part(folder):
     assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
 
 
-def test_flat_sharding_is_refused(folder):
-    problem = refused(sharded("model = FullyShardedDataParallel(model)"))
-    assert (
-        problem.message.startswith("a model under FullyShardedDataParallel (FSDP 1)") and problem.where == "train.py:9"
-    )
-    assert "fully_shard" in problem.hint
+@pytest.mark.parametrize("options", ["", ", ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True"])
+def test_flat_sharding_keeps_its_part(folder, options):
+    model = f"model = FullyShardedDataParallel(model, None{options})"
+    result = simulated(sharded(model), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    part = 4 * (256 * 256 + 256) // 4
+    last = {p.name: p for p in result.phases if p.step == 1}
+    assert last["step"].end_bytes - 2 * CUBLAS_HOPPER_BYTES == pytest.approx(4 * part, rel=0.01)
+    assert last["backward"].peak_bytes - 2 * CUBLAS_HOPPER_BYTES > 7 * part
+    assert not facts(result).is_upper_bound
+
+
+def test_flat_sharding_with_original_parameters_is_refused_on_cpus(folder):
+    text = TORCH.replace("DistributedDataParallel(torch", "(torch").replace(".cuda(local)", "")
+    wrapped = "from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, use_orig_params=True)"
+    (folder / "train.py").write_text(text.replace(", device_ids=[local])\n", f")\n{wrapped}\n"))
+    with pytest.raises(UserError, match="use_orig_params=True on CPUs cannot be simulated") as caught:
+        simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
+    assert "use_orig_params=False" in caught.value.problems[0].hint

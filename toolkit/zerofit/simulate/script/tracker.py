@@ -80,13 +80,14 @@ class ScriptTracker(AllocationTracker):
                 out = func(*args, **kwargs)
                 if name.startswith("c10d::"):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
-        if name.startswith("c10d::"):
+        sends = name.startswith("c10d::")
+        if sends:
             self._note_collective(name, args)
-        overwrites_real = faked and func._schema.is_mutable and (is_real(out) or is_real(next(iter(args), None)))
-        if (
-            is_counted(func) and not overwrites_real and not self.unseen
-        ):  # a fake that stood in for it is no memory of its own
-            self._note_storages(name, func, args, kwargs, out)
+        written = (out, next(iter(leaves), None)) if faked and (sends or func._schema.is_mutable) else ()
+        overwritten = any(map(is_real, written))
+        if is_counted(func) and not self.unseen and (sends or not overwritten):
+            # a fake that stood in for a real tensor that was overwritten is no memory of its own
+            self._note_storages(name, func, args, kwargs, None if overwritten else out)
         return out
 
     def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
