@@ -118,7 +118,7 @@ def addresses() -> None:
 
     def of_tensor(self: FakeTensor) -> int:
         start = of_storage(self.untyped_storage())
-        return start and start + self.storage_offset() * self.element_size()
+        return start and int(start + self.storage_offset() * self.element_size())
 
     replace_in(torch.UntypedStorage, "data_ptr", of_storage)
     replace_in(FakeTensor, "data_ptr", of_tensor)
