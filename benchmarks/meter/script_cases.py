@@ -16,6 +16,11 @@ CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
 ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
+FLAT = {
+    "full": (),
+    "half": ("--strategy", "SHARD_GRAD_OP"),
+    "mixed": ("--mixed",),
+}
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
 
@@ -23,7 +28,7 @@ Words = Callable[[Path, str], tuple[str, ...]]
 def names() -> list[str]:
     """All cases: a kind of script and how DeepSpeed divides its state."""
     divided = [f"{kind} {stage}" for kind in KINDS for stage in STAGES if (kind, stage) not in IMPOSSIBLE]
-    return ["plain zero1", *divided, *ALONE]
+    return ["plain zero1", *divided, *ALONE, *(f"fsdp1 {how}" for how in FLAT)]
 
 
 def task(name: str, folder: Path) -> ScriptTask:
@@ -133,6 +138,10 @@ def _torch(folder: Path, stage: str) -> tuple[str, ...]:
     return (str(SCRIPTS / "plain_torch.py"), *(() if stage == "plain" else (f"--{stage}",)))
 
 
+def _fsdp1(folder: Path, how: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "flat_fsdp.py"), *FLAT[how])
+
+
 def _llama(folder: Path) -> str:
     """A pretrained folder of a tiny Llama, made once, with a tokenizer of bytes."""
     path = folder.parent / "llama"
@@ -181,4 +190,5 @@ _WORDS: dict[str, Words] = {
     "reward": _of_llama("preferences.py", "reward"),
     "gan": _gan,
     "torch": _torch,
+    "fsdp1": _fsdp1,
 }

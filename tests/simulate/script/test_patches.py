@@ -21,6 +21,7 @@ from zerofit.simulate.streams import Streams
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
+FLAT, NORMS = "torch.distributed.fsdp._flat_param", "torch.nn.modules._functions"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
@@ -33,6 +34,10 @@ PATCHES = {
     "moments_of_eight_bits": ([], []),
     "tensor_values": (["torch:Tensor.numpy", "torch:Tensor.tolist", "torch:Tensor.__format__"], []),
     "equality": (["torch:equal"], []),
+    "addresses": (
+        ["torch:UntypedStorage.data_ptr", "torch._subclasses.fake_tensor:FakeTensor.data_ptr"],
+        [Reason(FLAT, "_same_storage", "a b", "a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()")],
+    ),
     "loaders": (
         ["torch.utils.data:DataLoader.__init__"],
         [
@@ -89,16 +94,13 @@ PATCHES = {
         ],
     ),
     "synchronized_norms": (
-        [],
+        [f"{NORMS}:SyncBatchNorm.forward"],
         [
-            Reason(
-                "torch.nn.modules._functions",
-                "SyncBatchNorm.forward",
-                "self input weight bias running_mean running_var eps momentum process_group world_size",
-                "mean, invstd = torch.batch_norm_stats(input, eps)",
-            )
+            Reason(NORMS, "SyncBatchNorm.forward", "self input weight bias running_mean running_var", line)
+            for line in ("mean, invstd = torch.batch_norm_stats(input, eps)", "count_all = count_all[mask]")
         ],
     ),
+    "autocast_types": (["torch:autocast.__enter__"], []),
     "flash_attention_package": ([], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
+from tests.simulate.script.scripts import CONFIG, facts, refused, simulated
 from zerofit.app.script_simulation import simulate_script
-from zerofit.simulate.result import SimulatedScript
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import Problem, UserError
-from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
+from zerofit.spec.errors import UserError
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 2},
-}
 WIDTH = 64
 BEGIN = """\
 import json, os, sys
@@ -115,53 +106,6 @@ class Scale(torch.nn.Module):
 
 model = Scale()
 """ + LOOP.removeprefix(BEGIN)  # fmt: skip
-TORCH = """\
-import os
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-torch.distributed.init_process_group("nccl")
-local = int(os.environ["LOCAL_RANK"])
-model = DistributedDataParallel(torch.nn.Linear(256, 256).cuda(local), device_ids=[local])
-optimizer = torch.optim.AdamW(model.parameters(), foreach=None)
-for i in range(50):
-    loss = model(torch.randn(8, 256, device="cuda")).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-CLOSURE = """\
-import os
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
-        self.norm = nn.SyncBatchNorm(64)
-
-    def forward(self, *, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.norm(x)
-
-torch.distributed.init_process_group("nccl")
-net = Net().cuda()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-rows = iter(range(8, 99))
-
-def computed():
-    optimizer.zero_grad()
-    for _ in range(3):
-        loss = net(x=torch.randn(next(rows), 64, device="cuda")).square().mean()
-        loss.backward()
-    return loss
-
-for _ in range(50):
-    optimizer.step(computed)
-"""
 FLASH = """\
 import torch
 from torch import nn
@@ -188,30 +132,6 @@ for _ in range(50):
     assert project.weight.grad.shape == project.weight.shape
     optimizer.step()
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def simulated(text: str, words: str = "python train.py", gpus: int = 2, **settings):
-    Path("train.py").write_text(text)
-    nodes = settings.pop("nodes", 1)
-    return simulate_script(words.split(), Cluster("h100-80gb", gpus=gpus, nodes=nodes), **settings)
-
-
-def refused(text: str, words: str = "python train.py", **settings) -> Problem:
-    with pytest.raises(UserError) as caught:
-        simulated(text, words, **settings)
-    return caught.value.problems[0]
-
-
-def facts(result) -> SimulatedScript:
-    assert isinstance(result.run, SimulatedScript)
-    return result.run
 
 
 def test_a_loop_is_stopped_and_writes_nothing(folder):
@@ -273,27 +193,6 @@ def test_a_gradient_that_is_summed_up_on_the_host(folder):
     (folder / "train.py").write_text(BY_HAND)
     result = simulate_script(["python", "train.py"], Cluster("cpu", gpus=2))
     assert result.breakdown["gradients"] >= 2 * WIDTH
-
-
-def test_plain_torch(folder):
-    result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
-    size = 4 * (256 * 256 + 256)
-    assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
-    assert result.breakdown["parameters"] == pytest.approx(2 * size, rel=0.01)  # and buckets of their gradients
-    assert result.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
-    assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
-
-
-def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):
-    result = simulated(CLOSURE, "torchrun --nproc_per_node 2 train.py")
-    seen = facts(result).facts
-    assert seen.accumulation == 3 and seen.shapes == tuple((n, 64) for n in range(8, 14))
-    order = [p.name for p in result.phases]
-    assert order == ["build", *2 * ["forward", "backward", "step"]]
-    assert {row.op for row in result.comm} >= {
-        "allgather_base",
-        "allreduce",
-    }  # of the norm: statistics, their gradients
 
 
 def test_flash_attn_keeps_what_its_kernels_keep(folder):
@@ -370,31 +269,6 @@ def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
 def test_refusals(folder, text, said, hint):
     problem = refused(text)
     assert said in problem.message and hint in problem.hint
-
-
-def sharded(wrapped: str) -> str:
-    text = TORCH.replace("DistributedDataParallel(torch", "(torch")
-    return text.replace(", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\n{wrapped}\n")
-
-
-def test_fully_sharded_models_keep_their_part(folder):
-    result = simulated(sharded("fully_shard(model)"), "torchrun --nproc_per_node 4 train.py", gpus=4)
-    part = 4 * (256 * 256 + 256) // 4
-    last = {p.name: p for p in result.phases if p.step == 1}
-    beside = 2 * CUBLAS_HOPPER_BYTES  # forward's thread and backward's
-    # weights, gradients, both moments
-    assert last["forward"].start_bytes - beside == pytest.approx(4 * part, rel=0.01)
-    assert last["step"].end_bytes - beside == pytest.approx(4 * part, rel=0.01)
-    assert last["backward"].peak_bytes - beside > 7 * part  # gathered weights beside
-    assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
-
-
-def test_flat_sharding_is_refused(folder):
-    problem = refused(sharded("model = FullyShardedDataParallel(model)"))
-    assert (
-        problem.message.startswith("a model under FullyShardedDataParallel (FSDP 1)") and problem.where == "train.py:9"
-    )
-    assert "fully_shard" in problem.hint
 
 
 PIPELINE = (

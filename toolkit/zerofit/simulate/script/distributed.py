@@ -140,18 +140,22 @@ def sharded_shapes(meter: ScriptTracker) -> None:
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
 
 
-def flat_sharding() -> None:
-    """Refuse FSDP 1, whose flat parameters are written by C++ code that looks at memory.
+def flat_sharding(target: ScriptTarget) -> None:
+    """Refuse FSDP 1 with the original parameters on CPUs: they are views of real host tensors, and lose their memory.
 
     (torch.distributed.fsdp.FullyShardedDataParallel)
     """
-    from torch.distributed import fsdp
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        hint = "fully_shard (FSDP 2) and DeepSpeed's ZeRO-3 divide a model alike, and can be simulated"
-        raise not_simulated("a model under FullyShardedDataParallel (FSDP 1)", hint)
+    original = FullyShardedDataParallel.__init__
 
-    replace_in(fsdp.FullyShardedDataParallel, "__init__", refuse)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not target.on_gpu and kwargs.get("use_orig_params"):
+            hint = "use_orig_params=False needs the same memory but for alignment; on a GPU both can be simulated"
+            raise not_simulated("FullyShardedDataParallel with use_orig_params=True on CPUs", hint)
+        original(self, *args, **kwargs)
+
+    replace_in(FullyShardedDataParallel, "__init__", init)
 
 
 def _replace(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
-_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_PRECISIONS: dict[Any, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class BatchShapes:
@@ -63,7 +63,7 @@ def script_facts(
         pipeline_stages=stages,
         trainer=lengths.has_trainer,
         zero_stage=engine.zero_optimization_stage() if engine else 0,
-        precision=_precision(engine, parameters),
+        precision=_precision(engine, parameters, meter.autocast),
         optimizer=_optimizer(engine, phases),
         micro_batch=engine.train_micro_batch_size_per_gpu() if engine else shapes.micro_batch,
         accumulation=engine.gradient_accumulation_steps() if engine else max(1, phases.micro_batches // steps),
@@ -89,11 +89,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-def _precision(engine: Any, parameters: Any) -> str:
+def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> str:
+    """Return the type of what is computed, and whether autocast is what casts to it."""
     if engine is not None:
-        return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
-    kinds = Counter(p.dtype for p in parameters)
-    return _PRECISIONS.get(kinds.most_common(1)[0][0], "fp32") if kinds else "fp32"
+        weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
+        autocast = autocast if engine.torch_autocast_enabled() else None  # else it switches off what is around it
+    else:
+        kinds = Counter(p.dtype for p in parameters)
+        weights = kinds.most_common(1)[0][0] if kinds else None
+    by_autocast = autocast is not None and autocast != weights
+    return _PRECISIONS.get(autocast if by_autocast else weights, "fp32") + " autocast" * by_autocast
 
 
 def _optimizer(engine: Any, phases: ScriptPhases) -> str:

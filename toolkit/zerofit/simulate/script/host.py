@@ -104,6 +104,26 @@ def equality() -> None:
     torch.equal = equal
 
 
+def addresses() -> None:
+    """Give fakes addresses as tensors with memory have them: libraries ask by these whether two share it.
+
+    (FakeTensor.data_ptr, torch.UntypedStorage.data_ptr; torch/distributed/fsdp/_flat_param.py, _same_storage)
+    """
+    original = torch.UntypedStorage.data_ptr
+
+    def of_storage(self: torch.UntypedStorage) -> int:
+        if self.device.type != "meta":
+            return original(self)
+        return self._cdata if self.nbytes() else 0
+
+    def of_tensor(self: FakeTensor) -> int:
+        start = of_storage(self.untyped_storage())
+        return start and int(start + self.storage_offset() * self.element_size())
+
+    replace_in(torch.UntypedStorage, "data_ptr", of_storage)
+    replace_in(FakeTensor, "data_ptr", of_tensor)
+
+
 def loaders() -> None:
     """Load batches in this process: workers know nothing of fakes, and a rank's tensors are the same.
 
@@ -143,6 +163,18 @@ def compiling(meter: ScriptTracker) -> None:
 
     torch.compile = compile
     replace_in(nn.Module, "compile", compile_module)
+
+
+def autocast_types(meter: ScriptTracker) -> None:
+    """Note the type that autocast casts to in training: users take it for the precision. (torch.autocast.__enter__)"""
+    original = torch.autocast.__enter__
+
+    def enter(self: Any) -> Any:
+        if self._enabled and self.device == meter.device and torch.is_grad_enabled():
+            meter.autocast = self.fast_dtype
+        return original(self)
+
+    replace_in(torch.autocast, "__enter__", enter)
 
 
 def missing_triton(meter: ScriptTracker) -> None:

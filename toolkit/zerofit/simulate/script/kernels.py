@@ -11,18 +11,29 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_impls
 from torch.nn.functional import pad
+from torch.nn.modules._functions import SyncBatchNorm
 
+from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
 
 _ROWS = 128  # to which flash_attn's backward rounds lengths
 _NARROW, _WIDE = 32, 64  # and to which it rounds heads, up to 128 and above
 
 
-def synchronized_norms() -> None:
+def synchronized_norms(meter: ScriptTracker) -> None:
     """Give torch.nn.SyncBatchNorm's kernels, which only CUDA has, the shapes of what they make.
 
-    (torch/nn/modules/_functions.py; aten/src/ATen/native/cuda/Normalization.cu)
+    It leaves out ranks without samples by a mask, and there are none: other ranks are like this one.
+    (torch/nn/modules/_functions.py: SyncBatchNorm.forward; aten/src/ATen/native/cuda/Normalization.cu)
     """
+    original = SyncBatchNorm.forward
+
+    def forward(*args: Any) -> Any:
+        meter.all_true = True
+        try:
+            return original(*args)
+        finally:
+            meter.all_true = False
 
     def statistics(mode: Any, func: Any, x: Tensor, *_: Any, **__: Any) -> Any:
         with mode:
@@ -47,6 +58,7 @@ def synchronized_norms() -> None:
         (aten.batch_norm_backward_elemt, like),
     ):
         fake_impls.op_implementations_dict[op.default] = rule
+    replace_in(SyncBatchNorm, "forward", staticmethod(forward))
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -95,7 +95,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patches.record_stream(meter)
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
-        kernels.synchronized_norms()
+        kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
     else:
         install(False, meter, target.device.memory_bytes)
@@ -106,14 +106,16 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patch()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
+    host.autocast_types(meter)
     host.equality()
+    host.addresses()
     host.loaders()
     distributed.process_groups(target)
     distributed.barriers()
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
-    distributed.flat_sharding()
+    distributed.flat_sharding(target)
     distributed.resized_storages(meter)
     distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)

@@ -50,6 +50,8 @@ class ScriptTracker(AllocationTracker):
         self._adopted: dict[int, int] = {}  # address of a real storage -> index of its fake's
         self.without_rule = ""  # the last op whose outputs' shapes nobody knows
         self.unseen = False  # ops that only find out shapes
+        self.all_true = False  # what is asked of other ranks' data holds: they are like this one
+        self.autocast: torch.dtype | None = None  # what it has cast to in training
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
 
     def note(self, text: str, *, bound: bool = False) -> None:
@@ -78,13 +80,14 @@ class ScriptTracker(AllocationTracker):
                 out = func(*args, **kwargs)
                 if name.startswith("c10d::"):
                     replicate(name, args, self.reduction == dist.ReduceOp.SUM)
-        if name.startswith("c10d::"):
+        sends = name.startswith("c10d::")
+        if sends:
             self._note_collective(name, args)
-        overwrites_real = faked and func._schema.is_mutable and (is_real(out) or is_real(next(iter(args), None)))
-        if (
-            is_counted(func) and not overwrites_real and not self.unseen
-        ):  # a fake that stood in for it is no memory of its own
-            self._note_storages(name, func, args, kwargs, out)
+        written = (out, next(iter(leaves), None)) if faked and (sends or func._schema.is_mutable) else ()
+        overwritten = any(map(is_real, written))
+        if is_counted(func) and not self.unseen and (sends or not overwritten):
+            # a fake that stood in for a real tensor that was overwritten is no memory of its own
+            self._note_storages(name, func, args, kwargs, None if overwritten else out)
         return out
 
     def _holds_nothing(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -142,7 +145,8 @@ class ScriptTracker(AllocationTracker):
         known = known_value(index)
         with unset_fake_temporarily():
             if known is None:
-                self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
+                if not self.all_true:
+                    self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
                 known = torch.ones(index.shape, dtype=torch.bool)
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]

@@ -1,0 +1,151 @@
+"""Scripts of plain torch, without DeepSpeed: its loops, autocast, DistributedDataParallel and FSDP."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulate.script.scripts import facts, simulated
+from zerofit.app.script_simulation import simulate_script
+from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
+
+TORCH = """\
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("nccl")
+local = int(os.environ["LOCAL_RANK"])
+model = DistributedDataParallel(torch.nn.Linear(256, 256).cuda(local), device_ids=[local])
+optimizer = torch.optim.AdamW(model.parameters(), foreach=None)
+for i in range(50):
+    loss = model(torch.randn(8, 256, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CLOSURE = """\
+import os
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+        self.norm = nn.SyncBatchNorm(64)
+
+    def forward(self, *, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.norm(x)
+
+torch.distributed.init_process_group("nccl")
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+rows = iter(range(8, 99))
+
+def computed():
+    optimizer.zero_grad()
+    for _ in range(3):
+        loss = net(x=torch.randn(next(rows), 64, device="cuda")).square().mean()
+        loss.backward()
+    return loss
+
+for _ in range(50):
+    optimizer.step(computed)
+"""
+AUTOCAST = """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda", enabled=KIND == torch.float16)
+x = torch.randn(8, 256, device="cuda")
+taken, cast, sample = torch.cuda.memory_allocated, 2 * 257 * 256, 2 * 8 * 256
+for i in range(50):
+    y = loss = None
+    before = taken()
+    with torch.autocast("cuda", dtype=KIND):
+        y = model[0](x)
+        assert i == 0 or taken() - before == cast + 2 * sample  # weights; input and output
+        assert y.dtype == KIND and model[1](y).dtype == torch.float32  # by the list of a GPU's ops
+        before = taken()
+        loss = model(x).square().mean()
+        assert taken() - before < cast  # weights are cast once
+    assert taken() - before < 0  # and that is gone
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_plain_torch(folder):
+    result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
+    size = 4 * (256 * 256 + 256)
+    assert facts(result).facts.engines == 0 and result.layout.zero_stage == 0
+    assert result.breakdown["parameters"] == pytest.approx(2 * size, rel=0.01)  # and buckets of their gradients
+    assert result.breakdown["optimizer state"] == pytest.approx(2 * size, rel=0.01)
+    assert any(row.op == "allreduce" and row.bytes == size for row in result.comm)
+
+
+def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder):
+    result = simulated(CLOSURE, "torchrun --nproc_per_node 2 train.py")
+    seen = facts(result).facts
+    assert seen.accumulation == 3 and seen.shapes == tuple((n, 64) for n in range(8, 14))
+    order = [p.name for p in result.phases]
+    assert order == ["build", *2 * ["forward", "backward", "step"]]
+    assert not facts(result).is_upper_bound
+    assert {row.op for row in result.comm} >= {
+        "allgather_base",
+        "allreduce",
+    }  # of the norm: statistics, their gradients
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_autocast_is_the_precision_and_casts_by_the_gpus_list(folder, kind):
+    seen = facts(simulated(AUTOCAST.replace("KIND", f"torch.{kind}"), gpus=1)).facts
+    assert seen.precision == {"bfloat16": "bf16 autocast", "float16": "fp16 autocast"}[kind] and not seen.notes
+
+
+def sharded(wrapped: str) -> str:
+    text = TORCH.replace("DistributedDataParallel(torch", "(torch")
+    return text.replace(", device_ids=[local])\n", f")\nfrom torch.distributed.fsdp import *\n{wrapped}\n")
+
+
+def test_fully_sharded_models_keep_their_part(folder):
+    result = simulated(sharded("fully_shard(model)"), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    part = 4 * (256 * 256 + 256) // 4
+    last = {p.name: p for p in result.phases if p.step == 1}
+    beside = 2 * CUBLAS_HOPPER_BYTES  # forward's thread and backward's
+    # weights, gradients, both moments
+    assert last["forward"].start_bytes - beside == pytest.approx(4 * part, rel=0.01)
+    assert last["step"].end_bytes - beside == pytest.approx(4 * part, rel=0.01)
+    assert last["backward"].peak_bytes - beside > 7 * part  # gathered weights beside
+    assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
+
+
+@pytest.mark.parametrize("options", ["", ", ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True"])
+def test_flat_sharding_keeps_its_part(folder, options):
+    model = f"model = FullyShardedDataParallel(model, None{options})"
+    result = simulated(sharded(model), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    part = 4 * (256 * 256 + 256) // 4
+    last = {p.name: p for p in result.phases if p.step == 1}
+    assert last["step"].end_bytes - 2 * CUBLAS_HOPPER_BYTES == pytest.approx(4 * part, rel=0.01)
+    assert last["backward"].peak_bytes - 2 * CUBLAS_HOPPER_BYTES > 7 * part
+    assert not facts(result).is_upper_bound
+
+
+def test_flat_sharding_with_original_parameters_is_refused_on_cpus(folder):
+    text = TORCH.replace("DistributedDataParallel(torch", "(torch").replace(".cuda(local)", "")
+    wrapped = "from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, use_orig_params=True)"
+    (folder / "train.py").write_text(text.replace(", device_ids=[local])\n", f")\n{wrapped}\n"))
+    with pytest.raises(UserError, match="use_orig_params=True on CPUs cannot be simulated") as caught:
+        simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
+    assert "use_orig_params=False" in caught.value.problems[0].hint
