@@ -2,7 +2,7 @@
 
 import os
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - torch documents it
 
 from zerofit.compare.benchmark_task import BenchmarkTask, NotHereError, whole_state
 
@@ -19,7 +19,7 @@ def train(work: BenchmarkTask):
     except ImportError as error:
         raise NotHereError(" ".join(HOW.format(error=error).split())) from None
     first, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(first, port, work.job.ranks, work.rank == 0)
+    store = TCPStore(first, port, work.job.ranks, work.rank == 0)
     if work.rank == 0:
         store.set("server", str(RendezvousServer().start()))
     os.environ |= _place(work.rank, work.job.ranks, first, store.get("server").decode())
