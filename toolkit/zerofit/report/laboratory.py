@@ -24,6 +24,9 @@ Made with {{ versions }}. Below each question stands the command that answers it
 {% for row in one.rows -%}
 | {{ row | join(" | ") }} |
 {% endfor %}
+{% for name, reason in one.missing -%}
+- `{{ name }}` {{ reason }}
+{% endfor %}
 ![{{ one.question }}]({{ one.folder.relative_to(home) }}/comparison.png)
 
 [page]({{ one.folder.relative_to(home) }}/comparison.html), [figures]({{ one.folder.relative_to(home) }}/results.json)
@@ -38,6 +41,7 @@ class Section(NamedTuple):
     folder: Path  # of its comparison
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    missing: Sequence[tuple[str, str]]  # name and reason of each row without figures
 
 
 def write_laboratory(folder: Path, title: str, sections: Sequence[Section]) -> Path:

@@ -13,7 +13,7 @@ from zerofit.check.dotted import get
 from zerofit.models.build import build
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
-from zerofit.simulate.traced_experts import expert_places, spread
+from zerofit.spec.process import deepspeed_quiet
 
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
 MAX_LIVE, SUB_GROUP, BUCKET = 1_000_000_000, 1_000_000_000, 500_000_000
@@ -57,6 +57,8 @@ def _rank_model(target: SimulationTarget) -> nn.Module:
     with torch.device("meta"):
         model = build(replace(source_of(run), pretrained=None), target.inputs, dict(run.model_args))
     if target.job.layout.ep > 1:
+        with deepspeed_quiet():
+            from zerofit.simulate.traced_experts import spread
         spread(model, target.job.layout.ep)
     return model
 
@@ -71,5 +73,5 @@ def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterato
 
 
 def _trained(model: Any, spread_ones: bool) -> list[int]:
-    experts = set(expert_places(model))
-    return [p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and (n in experts) == spread_ones]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [p.numel() for p in trained if (getattr(p, "allreduce", True) is False) == spread_ones]  # DeepSpeed's mark

@@ -1,4 +1,4 @@
-"""This process: how it ends, what it has resident, and what has gone through its TCP connections."""
+"""This process: how it is stopped and ends, what it prints and has resident, what has gone through its connections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import socket
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +87,21 @@ def stop_requests() -> list[signal.Signals]:
     """
     asking = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def deepspeed_quiet() -> Iterator[None]:
+    """Tell DeepSpeed that there is no GPU: else it says so on standard output when it is imported."""
+    import torch
+
+    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
+    if not told:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        yield
+    finally:
+        if not told:
+            del os.environ["DS_ACCELERATOR"]
 
 
 class Flow(NamedTuple):

@@ -151,8 +151,8 @@ def compare_all(
         compared = COMPARISONS[one.kind](mine, **options, **shared, anyway=anyway, on_event=on_event)
         done.append(Done(one, command(one, common | shared), compared))
     sections = [
-        Section(one.experiment.question, one.command, store.folder_of(one.experiment.name), *one.compared.short_table())
-        for one in done
+        Section(one.question, command, store.folder_of(one.name), *compared.short_table(), missing=compared.missing())
+        for one, command, compared in done
     ]
     devices = "GPUs" if job.accelerator == "cuda" else "CPU ranks"
     title = f"{job.model} on {job.data}: up to {job.ranks} {devices}, seed {job.seed}"

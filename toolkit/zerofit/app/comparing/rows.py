@@ -374,6 +374,10 @@ class Comparison(Generic[AnyRow]):
             rows.append(first + [_shown_spread(found, form) for found, form in figures])
         return [*names, "test accuracy", "noise scale"], rows
 
+    def missing(self) -> list[tuple[str, str]]:
+        """Return name and reason of each row that has no figures."""
+        return [(self.name_of(row), row.reason or row.status) for row in self.rows if row.status != "ok"]
+
     def name_of(self, row: AnyRow) -> str:
         """Return the first cell of a row."""
         return str(getattr(row, FIRST[self.kind]))

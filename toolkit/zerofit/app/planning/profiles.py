@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from zerofit.spec.events import Reporter
 from zerofit.spec.files import write_json
 from zerofit.spec.model_facts import DEFAULT_SEQ_LEN, EXPERT_TYPES, Task, has_head, is_image
 from zerofit.spec.partial_training import PartialTraining
+from zerofit.spec.process import deepspeed_quiet
 from zerofit.spec.profile import NOTHING_SAVED, Profile, Savings
 from zerofit.spec.run import Run
 
@@ -104,7 +102,7 @@ def kept_profile(wanted: ProfileRequest) -> Profile | None:
 
 def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
     """Run the model without memory; note the degrees that it does not take. Raises UserError and ModelError."""
-    with _deepspeed_quiet():
+    with deepspeed_quiet():
         from zerofit.simulate.profile import TraceSetting, profile_model
     from zerofit.train.probe import models_say, task_of
 
@@ -133,21 +131,6 @@ def trace(wanted: ProfileRequest, report: Reporter) -> Profile:
                     raise
                 report.note(f"left out: {error.message}")
                 degrees.remove(ordered[0])
-
-
-@contextmanager
-def _deepspeed_quiet() -> Iterator[None]:
-    """Tell DeepSpeed that there is no GPU: else it says so on standard output when it is imported."""
-    import torch
-
-    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
-    if not told:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        yield
-    finally:
-        if not told:
-            del os.environ["DS_ACCELERATOR"]
 
 
 def _inputs_and_degrees(wanted: ProfileRequest, source: ModelSource, task: Task) -> tuple[Inputs, list[Degrees]]:
