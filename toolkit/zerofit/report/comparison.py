@@ -6,7 +6,7 @@ import base64
 import csv
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import compress, cycle
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +255,11 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
 
 def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
     """Draw accuracy over the epochs, of each size's first seed."""
-    for size, colour in zip(sizes, cycle((BLUE, GREEN, RED, SAND, GRAY)), strict=False):
+    from matplotlib import colormaps
+
+    for place, size in enumerate(sizes):
         curve = next(row["curve"] for row in rows if row["batch_size"] == size)
+        colour = colormaps["viridis"](0.9 * place / max(1, len(sizes) - 1))
         axes.plot([p["epoch"] for p in curve], [p["accuracy"] for p in curve], "-", color=colour, label=str(size))
     axes.set(xlabel="epoch", ylabel="accuracy")
     axes.legend(fontsize=8, title="batch size", title_fontsize=8)
@@ -272,7 +275,7 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     there = [size for size in sizes if any(size == one for one, _ in known)]
     axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may lie close
     axes.minorticks_off()
     axes.set(xlabel="batch size", ylabel=label)
     _plain(axes)
