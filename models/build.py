@@ -307,6 +307,11 @@ def parameter_count(model: nn.Module) -> int:
     return sum(map(elements, model.parameters()))
 
 
+def expert_places(model: nn.Module) -> list[int]:
+    """Return the places in model.parameters() of weights of experts that are spread, by DeepSpeed's mark of them."""
+    return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
+
+
 def count_parameters(source: ModelSource) -> int:
     """Count the parameters of a named model in its published shape, on the meta device."""
     with torch.device("meta"):

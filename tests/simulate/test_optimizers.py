@@ -17,7 +17,7 @@ from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.overhead import blas_workspace_bytes
 
-H100, SEQ_LEN, ROUNDED = "h100-80gb", 64, 512
+H100, SEQ_LEN = "h100-80gb", 64
 WIDTH, INNER, LAYERS, WORDS = 512, 1280, 3, 2048
 SHAPE = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": SEQ_LEN}

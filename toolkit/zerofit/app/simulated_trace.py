@@ -63,8 +63,7 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
 def _profile(job: Job, inputs: Inputs, cluster: Cluster, report: Reporter) -> Profile:
     run, layout = job.run, job.layout
     image = input_option(inputs) if isinstance(inputs, ImageInputs | TableInputs) else None
-    device = "cpu" if cluster.on_cpu else "cuda"
-    degrees = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
-    wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    wanted = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
     checkpointed = (bool(run.activation_checkpointing),)
     return get_profile(replace(wanted, checkpointings=checkpointed), report)[0]

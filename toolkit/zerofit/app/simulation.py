@@ -50,7 +50,7 @@ class PreparedSimulation:
             job=self.job,
             inputs=self.inputs,
             rank=rank,
-            accelerator="cpu" if self.cluster.on_cpu else "cuda",
+            accelerator=self.cluster.accelerator,
             device_bytes=self.cluster.device.memory_bytes,
             workspace_bytes=blas_workspace_bytes(self.cluster.device.kind),
             alloc_conf=self.alloc_conf,

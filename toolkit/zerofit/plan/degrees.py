@@ -38,6 +38,10 @@ class Degrees(NamedTuple):
         """Return the key of their setting in `Profile.costs`."""
         return setting(precision, checkpointing, self.tp, self.sp, self.ep)
 
+    def beside_plain(self) -> tuple[Degrees, ...]:
+        """Return what a profile is traced for: the plain model and, where they differ, these, within a stage."""
+        return tuple(dict.fromkeys((Degrees(), self._replace(pp=1))))
+
     def alone(self) -> Iterator[Degrees]:
         """Yield each degree above 1 that takes ranks by itself: pipeline, tensor, sequence."""
         found = (Degrees(pp=self.pp), Degrees(tp=self.tp), Degrees(sp=self.sp))

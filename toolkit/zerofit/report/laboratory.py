@@ -25,7 +25,7 @@ Made with {{ versions }}. Below each question stands the command that answers it
 | {{ row | join(" | ") }} |
 {% endfor %}
 {% for name, reason in one.missing -%}
-- `{{ name }}` {{ reason }}
+- `{{ name }}` {{ reason.split() | join(" ") | replace("<", "&lt;") }}
 {% endfor %}
 ![{{ one.question }}]({{ one.folder.relative_to(home) }}/comparison.png)
 

@@ -18,9 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofit.models.build import expert_places
 from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
-from zerofit.simulate.traced_experts import STAND_INS, expert_places
+from zerofit.simulate.traced_experts import STAND_INS
 from zerofit.simulate.traced_model import TracedModel
 from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear
 

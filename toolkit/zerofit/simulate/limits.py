@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from zerofit.check.dotted import get
-from zerofit.models.build import build
+from zerofit.models.build import build, expert_places
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.process import deepspeed_quiet
@@ -72,6 +71,6 @@ def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterato
             yield _Partitioned(before=sum(few) - layer, layer=layer, largest=max(more), ranks=dividing)
 
 
-def _trained(model: Any, spread_ones: bool) -> list[int]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [p.numel() for p in trained if (getattr(p, "allreduce", True) is False) == spread_ones]  # DeepSpeed's mark
+def _trained(model: nn.Module, spread_ones: bool) -> list[int]:
+    experts = set(expert_places(model))
+    return [p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and (n in experts) == spread_ones]

@@ -46,11 +46,6 @@ def spread(model: nn.Module, degree: int) -> None:
         layer.tokens_per_expert = torch.zeros(layer.num_experts, device="meta")
 
 
-def expert_places(model: nn.Module) -> list[int]:
-    """Return the places in model.parameters() of spread experts' weights."""
-    return [place for place, p in enumerate(model.parameters()) if getattr(p, "allreduce", True) is False]
-
-
 @contextmanager
 def without_ranks(device: str, sent: Callable[[int], None]) -> Iterator[None]:
     """Run AutoEP's layers as a kind of device does, "cpu" or "cuda", alone; `sent` gets the bytes of each exchange."""

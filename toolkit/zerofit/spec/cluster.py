@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from zerofit.spec.devices import DEVICES, Device, by_name, cpu_device, find_device
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -108,6 +109,11 @@ class Cluster:
     def on_cpu(self) -> bool:
         """Whether devices are host processes."""
         return self.device.kind == "cpu"
+
+    @property
+    def accelerator(self) -> Literal["cpu", "cuda"]:
+        """What torch calls the devices."""
+        return "cpu" if self.on_cpu else "cuda"
 
     @cached_property
     def device(self) -> Device:

@@ -58,8 +58,8 @@ def _started(job: CompareJob, folder: Path, processes: int) -> Iterator[list[Pro
 def _start(job: CompareJob, folder: Path, rank: int, own: dict[str, str]) -> Process:
     """Start one process: here, or over ssh on the host that has its rank. A server is beside the last rank."""
     log = folder / f"rank-{rank}.log"
-    log.write_bytes(b"")
     if not job.hosts:
+        log.write_bytes(b"")
         return start_rank(folder, environment(job.accelerator, usable_cores(), job.ranks) | own, log)
     places = [(name, number, slots) for name, slots in job.hosts for number in range(slots)][: job.ranks]
     name, number, slots = places[min(rank, len(places) - 1)]

@@ -139,7 +139,6 @@ def _profile(job: Job, cluster: Cluster, report: Reporter) -> Profile:
         from zerofit.app.resolve import resolve_job
 
         image = input_option(resolve_job(as_request(run)).inputs)
-    device = "cpu" if cluster.on_cpu else "cuda"
-    degrees = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
-    request = ProfileRequest.of_run(run, job.precision, device, image, degrees)
+    degrees = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
+    request = ProfileRequest.of_run(run, job.precision, cluster.accelerator, image, degrees)
     return get_profile(request, report)[0]

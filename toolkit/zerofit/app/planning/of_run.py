@@ -37,6 +37,5 @@ def profile_of(
 ) -> Profile:
     """Return the kept profile of a run's model at its inputs, or trace it now. Raises UserError and ModelError."""
     run, inputs = resolved.job.run, resolved.inputs
-    device = "cpu" if cluster.on_cpu else "cuda"
-    request = ProfileRequest.of_run(run, precision, device, input_option(inputs), degrees)
+    request = ProfileRequest.of_run(run, precision, cluster.accelerator, input_option(inputs), degrees)
     return get_profile(replace(request, savings=savings), report)[0]

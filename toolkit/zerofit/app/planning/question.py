@@ -13,7 +13,6 @@ from zerofit.app.planning.pins import DEGREES, batch_and_precision, knobs_of, sa
 from zerofit.app.planning.profiles import ProfileRequest, get_profile, read_profile
 from zerofit.app.planning.request import PlanningRequest
 from zerofit.config.shares import solve_by_rank
-from zerofit.plan.degrees import Degrees
 from zerofit.plan.fit import Forecast
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.search import Correct
@@ -64,11 +63,11 @@ def _uncalibrated(cluster: Cluster, request: PlanningRequest, report: Reporter) 
     assert isinstance(request.model, str)
     degrees = None  # all that are worth it
     if (wanted.tp or wanted.sp or wanted.ep) and not request.measured:  # the asked ones beside the plain model
-        degrees = tuple(dict.fromkeys((Degrees(), wanted.degrees._replace(pp=1))))
+        degrees = wanted.degrees.beside_plain()
     traced = ProfileRequest(
         model=request.model,
         precision=wanted.precision,
-        device="cpu" if cluster.on_cpu else "cuda",
+        device=cluster.accelerator,
         seq_len=pins.get("seq_len"),
         image=request.image,
         model_args=pins.get("model_args") or {},
@@ -149,7 +148,7 @@ def _by_rank(
 def forecast_of(profile: Profile, cluster: Cluster) -> Forecast:
     """Return the memory forecast for this kind of device."""
     device = cluster.device.kind
-    return Forecaster(profile, "cpu" if cluster.on_cpu else "cuda", blas_workspace_bytes(device)).memory
+    return Forecaster(profile, cluster.accelerator, blas_workspace_bytes(device)).memory
 
 
 def _precision(asked: str | None, cluster: Cluster, stored: Profile | None) -> str:

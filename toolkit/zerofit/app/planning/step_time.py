@@ -32,7 +32,7 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     except UserError:  # a GPU that is not in the catalogue
         return None
     calibration = read_calibration(cluster.device.kind)
-    profile = _profile(resolved, "cpu" if cluster.on_cpu else "cuda")
+    profile = _profile(resolved, cluster.accelerator)
     if profile is None or (cluster.on_cpu and calibration is None):
         return None
     timer = Timer(profile, cluster, rates_of(cluster, job.precision, calibration))
@@ -46,7 +46,7 @@ def _profile(resolved: ResolvedJob, device: str) -> Profile | None:
     layout, run = job.layout, job.run
     key = PlannedLayout.of(job).setting
     image = input_option(inputs)
-    asked = tuple(dict.fromkeys((Degrees(), Degrees(layout.tp, 1, layout.sp, layout.ep))))
+    asked = Degrees(layout.tp, layout.pp, layout.sp, layout.ep).beside_plain()
     for seq_len, degrees in product({run.seq_len, None}, (None, asked)):
         wanted = ProfileRequest.of_run(run, job.precision, device, image, degrees)
         profile = kept_profile(replace(wanted, seq_len=seq_len))
