@@ -23,6 +23,7 @@ from zerofit.models.deferred import Stored, as_parameter, store_parameters
 from zerofit.models.hf_config import first_line, make_config
 from zerofit.models.inputs import Inputs
 from zerofit.spec.local_machine import is_older
+from zerofit.spec.process import collector_off
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,9 +81,10 @@ def transformers_model(
 
 
 def _auto_class(task: str):
-    import transformers
+    with collector_off():
+        import transformers
 
-    return getattr(transformers, AUTO_CLASSES[task])
+        return getattr(transformers, AUTO_CLASSES[task])
 
 
 def _from_config(source: ModelSource, config: Any) -> nn.Module:

@@ -25,8 +25,14 @@ class _StandIn(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def _disable(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-    """Return the function: where nothing is compiled there is nothing to keep from being compiled."""
+def _disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
+    """Return the function, or what does: where nothing is compiled there is nothing to keep from being compiled."""
+    return fn or _disable
+
+
+def _assume_constant_result(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the function as the real one does, for whoever compiles later (transformers/integrations/deepgemm.py)."""
+    vars(fn)["_dynamo_marked_constant"] = True
     return fn
 
 
@@ -49,8 +55,20 @@ def _get_optimize_ddp_mode() -> str:
     return "ddp_optimizer"
 
 
+def _transform_get_item_to_index() -> Any:
+    """Return the real mode, which masks made with vmap run in (transformers/masking_utils.py)."""
+    _leave()
+    return importlib.import_module(f"{NAME}._trace_wrapped_higher_order_op").TransformGetItemToIndex()
+
+
 STAND_INS: dict[str, dict[str, Any]] = {
-    NAME: {"disable": _disable, "graph_break": _graph_break},
+    NAME: {
+        "allow_in_graph": _disable,
+        "assume_constant_result": _assume_constant_result,
+        "disable": _disable,
+        "graph_break": _graph_break,
+    },
+    f"{NAME}._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _transform_get_item_to_index},
     f"{NAME}.config": FLAGS,
     f"{NAME}.trace_rules": {"clear_lru_cache": _clear_lru_cache},
     f"{NAME}.utils": {

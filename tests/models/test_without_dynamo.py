@@ -42,7 +42,7 @@ assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
 torch._dynamo.trace_rules.clear_lru_cache()
 """
 INSIDE = [
-    "pass",
+    "import transformers.models.llama.modeling_llama; assert 'torch._dynamo.eval_frame' not in sys.modules",
     "assert torch.equal(torch.compile(lambda t: t + 1, backend='eager')(x), x + 1)",
     "from torch._dynamo.utils import counters; assert len(counters) >= 0",
     "import torch._dynamo as dynamo; dynamo.reset()",

@@ -109,8 +109,9 @@ class RankPool:
         self._number = 0
         machine = this_machine()
         with (self._inbox / "log").open("wb") as log:
+            served = ["--module", "zerofit.spec.server_process", "tests.ranks.server", str(self._inbox)]
             self._process = subprocess.Popen(
-                [*launcher(self.ranks, free_port()), "--module", "tests.ranks.server", str(self._inbox)],
+                [*launcher(self.ranks, free_port()), *served],
                 cwd=ROOT,
                 env=environment(machine.accelerator, machine.cores, self.ranks) | {"PYTHONPATH": PATHS},
                 stdout=log,

@@ -1,7 +1,7 @@
 """One rank of a pool: joins the process group once, then trains every job that is put before it.
 
-`python -m tests.ranks.server FOLDER`, started by the deepspeed launcher. A job is FOLDER/NNNN.job, which holds the path
-of a run folder; each rank answers with FOLDER/NNNN.rankR: "ok" or a traceback.
+`python -m zerofit.spec.server_process tests.ranks.server FOLDER`, started by the deepspeed launcher. A job is
+FOLDER/NNNN.job, which holds the path of a run folder; each rank answers with FOLDER/NNNN.rankR: "ok" or a traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zerofit.train.run import train
 MODULES = (groups, parallel_state_sp)
 
 
-def main() -> None:
+def serve() -> None:
     end_with_parent()
     inbox = Path(sys.argv[-1])
     engines.SAMPLE_TOKENS = 4  # else the sample of a language model takes longer than its training
@@ -55,6 +55,7 @@ def main() -> None:
         for group in set(c10d._world.pg_map) - mine:  # else threads of each would look for work 100 times a second
             dist.destroy_process_group(group)
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    os._exit(0)  # as zerofit.worker ends: quickly
 
 
 def _do(folder: RunFolder, rank: int) -> str:
@@ -65,8 +66,3 @@ def _do(folder: RunFolder, rank: int) -> str:
     except BaseException:
         return traceback.format_exc()
     return "ok"
-
-
-if __name__ == "__main__":  # not in processes that an optimizer starts
-    main()
-    os._exit(0)  # as zerofit.worker ends: quickly

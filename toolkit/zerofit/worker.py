@@ -21,6 +21,7 @@ from zerofit.spec.errors import DOES_NOT_FIT, Problem, RunFailed, UserError
 from zerofit.spec.files import write_json
 from zerofit.spec.memory_limit import end_first, limit_memory, out_of_memory
 from zerofit.spec.overhead import CPU_LIBRARY_BYTES
+from zerofit.spec.process import collector_off
 from zerofit.spec.reservations import free_for, gpus_free_for, needed_by, read_forecast
 from zerofit.spec.run_folder import RunFolder
 from zerofit.spec.units import shown_bytes
@@ -121,12 +122,16 @@ def _refuse_less(needed: int, free: int, what: str) -> None:
 
 def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> None:
     from zerofit.spec.run_folder import Job
-    from zerofit.train.process_group import start, stop
+
+    with collector_off():
+        from zerofit.train.process_group import start, stop
 
     job = Job.read(folder)
     start(timeout=timedelta(minutes=30))
     from zerofit.models.without_dynamo import without_dynamo
-    from zerofit.train.run import train
+
+    with collector_off():
+        from zerofit.train.run import train
 
     with nullcontext() if job.run.compile else without_dynamo():
         train(job, folder, signals, progress)

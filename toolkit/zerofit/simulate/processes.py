@@ -1,11 +1,12 @@
 """Simulations side by side, each in a process of its own that is forked from one that has imported everything.
 
-That one, the server (`spec.server_process`), is `python -m zerofit.simulate.processes`. A request is a folder and the
+That one, the server (`spec.server_process`), runs `serve`. A request is a folder and the
 modules to import for it; it ends with all that it has started.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ from zerofit.models.catalog import ModelError, find
 from zerofit.simulate.record import RankRecord, SimulationTarget
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.process import collector_off
 from zerofit.spec.server_process import ServerProcess
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
@@ -152,15 +154,11 @@ def serve() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed must not look for a GPU: the simulated one takes its place
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in IMPORTED:
-        importlib.import_module(name)
+    _import(IMPORTED)
     groups: list[int] = []
     for line in sys.stdin:
         folder, modules = json.loads(line)
-        for name in modules:
-            # torchvision may be missing, or made for another torch: who needs it hears so in its own words
-            with suppress(*((Exception,) if name == "torchvision" else ())):
-                importlib.import_module(name)
+        _import(modules)
         groups = [pid for pid in groups if os.waitpid(pid, os.WNOHANG) == (0, 0)]
         pid = os.fork()
         if pid == 0:
@@ -169,6 +167,16 @@ def serve() -> None:
     for pid in groups:
         if os.waitpid(pid, os.WNOHANG) == (0, 0):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import what processes that are forked from now on share, and leave it out of their garbage collections."""
+    with collector_off():
+        for name in names:
+            # torchvision may be missing, or made for another torch: who needs it hears so in its own words
+            with suppress(*((Exception,) if name == "torchvision" else ())):
+                importlib.import_module(name)
+        gc.freeze()
 
 
 def _answer(folder: Path) -> NoReturn:
@@ -216,7 +224,3 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
         result = RuntimeError(traceback.format_exc())
     (folder / f"{n}.result").write_bytes(pickle.dumps(result))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    serve()

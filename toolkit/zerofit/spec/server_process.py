@@ -7,6 +7,7 @@ requests from its standard input, a line of JSON each, and ends when that is clo
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,17 +16,19 @@ import tempfile
 from contextlib import suppress
 from typing import IO, Any
 
+from zerofit.spec.process import collector_off
+
 
 class ServerProcess:
     """A running server, which ends with this process."""
 
     def __init__(self, module: str, answers: bool = False):
-        """Start `python -m module`; `answers` says that it writes a line of JSON for each request."""
+        """Start a process that runs `serve` of this module; `answers`: it writes a line of JSON for each request."""
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # open while the server runs
         # what the server imports is found as it is here; a session of its own: Ctrl-C is this process's to answer
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
+            [sys.executable, "-P", "-m", __name__, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
             stderr=self._errors,
@@ -63,3 +66,14 @@ class ServerProcess:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()
+
+
+def main() -> None:
+    """Be the server: `python -m zerofit.spec.server_process MODULE`."""
+    with collector_off():
+        module = importlib.import_module(sys.argv[1])
+    module.serve()
+
+
+if __name__ == "__main__":
+    main()

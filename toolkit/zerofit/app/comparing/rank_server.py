@@ -1,4 +1,4 @@
-"""The process that a comparison's ranks on this machine are forked from: `python -m zerofit.app.comparing.rank_server`.
+"""The process that a comparison's ranks on this machine are forked from (`spec.server_process`).
 
 It imports what every rank of every row needs before it looks at its memory for the first time, and nothing else: what a
 strategy loads, each rank loads itself. Requests and answers are lines of JSON. {"start": [folder, environment, log]}
@@ -67,7 +67,3 @@ def _rank(server: int, folder: Path, env: dict[str, str], log: str, pages: Pages
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-if __name__ == "__main__":
-    serve()
