@@ -314,12 +314,16 @@ def test_the_routers_loss_is_the_same_where_experts_are_spread(pools, tmp_path, 
     assert whole.steps[0]["router_loss"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "lenet", "resnet-whole", "vit"])
-def test_pipeline_of_models(pools, tmp_path, corpus, references, name):
+USUAL = {"gradient_accumulation_steps": 1}
+DUAL = {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, USUAL) for name in ("gpt2", "bert", "lenet", "resnet-whole", "vit")), ("lenet", DUAL)]
+)
+def test_pipeline_of_models(pools, tmp_path, corpus, references, name, how):
     plans, get = references
-    trained = pools(2).train(
-        tmp_path / "run", **options(plans[name], corpus, pipeline=2, gradient_accumulation_steps=1)
-    )
+    trained = pools(2).train(tmp_path / "run", **options(plans[name], corpus, pipeline=2, **how))
     agree(trained, get(name))
 
 
