@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
 from zerofit.simulate import bits
 from zerofit.simulate.ledger import Ledger
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lengths, pretrained, writes
 from zerofit.simulate.streams import Streams
 
 pytestmark = pytest.mark.versions
@@ -102,6 +102,7 @@ PATCHES = {
     ),
     "autocast_types": (["torch:autocast.__enter__"], []),
     "flash_attention_package": ([], []),
+    "launchers_inside": (["subprocess:Popen.__init__", "os:execv", "os:execve"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
     "watch_files": ([], []),
@@ -160,10 +161,11 @@ def test_every_patch_is_listed():
         "quantizer_of",
         "quantize",
         "missing_triton",
+        "environment",
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, lengths):
+    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

@@ -7,7 +7,8 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
@@ -33,10 +34,11 @@ from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
 from zerofit.simulate.script import phases as script_phases
+from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
-from zerofit.simulate.script.launchers import environment
+from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
@@ -120,6 +122,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)
     pretrained.flash_attention(meter)
+    launchers_inside()
     writes.saving(meter)
     writes.tracking()
     writes.watch_files(meter)
@@ -163,16 +166,9 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
-    """Run the script as `__main__`; return how it ended. Raises UserError where it fails."""
-    command = target.command
-    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
-    sys.argv = [command.script, *local, *command.arguments]
-    sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
+    """Run the script; return how it ended. Raises UserError where it fails."""
     try:
-        if command.is_module:
-            runpy.run_module(command.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(command.script, run_name="__main__")
+        _run_as_main(target)
     except ScriptStop:
         return f"stopped after {target.steps} optimizer steps"
     except SystemExit as error:
@@ -181,7 +177,27 @@ def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
         raise UserError(refused.problem) from None
     except Exception as error:  # a script can raise anything
         raise UserError(_failure(target, meter, error)) from error
+    except LaunchedInside as launched:
+        meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {launched}")
+        problems = rank_problems(launched.command, target.gpus, target.nodes)
+        if problems:
+            raise UserError(*problems) from None
+        target = replace(target, command=launched.command)
+        os.environ |= {**launched.variables, **environment(target)}
+        return _run(target, meter)
     return "ended by itself"
+
+
+def _run_as_main(target: ScriptTarget) -> None:
+    """Run the script's file or module as `__main__`, with its arguments."""
+    command = target.command
+    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
+    sys.argv = [command.script, *local, *command.arguments]
+    sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
+    if command.is_module:
+        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command.script, run_name="__main__")
 
 
 def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Problem:

@@ -56,6 +56,7 @@ class ScriptTracker(AllocationTracker):
 
     def note(self, text: str, *, bound: bool = False) -> None:
         """Count a stand-in; with `bound`, one that makes the figures an upper bound."""
+        text = text.removesuffix(", at ")  # no line of the script's own runs
         self.notes[text] += 1
         if bound:
             self.inexact.add(text)
