@@ -15,13 +15,14 @@ from torch.torch_version import TorchVersion
 from tests.simulate.test_patches import C10D, Reason, definition, value_of
 from zerofit.simulate import bits
 from zerofit.simulate.ledger import Ledger
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, launchers, lazy, lengths, pretrained, writes
 from zerofit.simulate.streams import Streams
 
 pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
 FLAT, NORMS = "torch.distributed.fsdp._flat_param", "torch.nn.modules._functions"
+PARAMETER = "torch.nn.parameter"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
@@ -102,6 +103,13 @@ PATCHES = {
     ),
     "autocast_types": (["torch:autocast.__enter__"], []),
     "flash_attention_package": ([], []),
+    "lazy_modules": (
+        [f"{PARAMETER}:UninitializedParameter.__new__", f"{PARAMETER}:UninitializedBuffer.__new__"],
+        [
+            Reason(PARAMETER, "UninitializedTensorMixin.materialize", "self shape device dtype", line)
+            for line in ("self.data = torch.empty(shape, device=device", "self.__class__ = self.cls_to_become")
+        ],
+    ),
     "launchers_inside": (["subprocess:Popen.__init__", "os:execv", "os:execve"], []),
     "saving": ([], []),
     "tracking": (["torch.utils.tensorboard:SummaryWriter"], []),
@@ -165,7 +173,7 @@ def test_every_patch_is_listed():
         "traced_bits",
     }  # of the same modules
     found = set()
-    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lengths):
+    for module in (host, distributed, kernels, pretrained, bits, writes, gpu, cuda, launchers, lazy, lengths):
         functions = [
             f for f in vars(module).values() if isinstance(f, FunctionType) and f.__module__ == module.__name__
         ]

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
@@ -17,22 +18,23 @@ import deepspeed  # noqa: F401
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.parameter import is_lazy
 
 from zerofit.simulate import patches
-from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradients
+from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.device import install
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
 from zerofit.simulate.script import phases as script_phases
 from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
@@ -108,6 +110,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patch()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
+    lazy.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
     host.addresses()
@@ -132,10 +135,16 @@ def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]
     def learn(model: nn.Module) -> None:
         seen.learn_model(model)
         meter.learn_names(model)
-        watch_gradients(meter.tag, model)
-        host.gradients(meter, model)
+        for parameter in model.parameters():
+            if not is_lazy(parameter):
+                _watch(meter, parameter)
 
     return learn
+
+
+def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
+    watch_gradient(meter.tag, parameter)
+    host.gradients(meter, parameter)
 
 
 def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
@@ -178,14 +187,16 @@ def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
     except Exception as error:  # a script can raise anything
         raise UserError(_failure(target, meter, error)) from error
     except LaunchedInside as launched:
-        meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {launched}")
-        problems = rank_problems(launched.command, target.gpus, target.nodes)
-        if problems:
-            raise UserError(*problems) from None
-        target = replace(target, command=launched.command)
-        os.environ |= {**launched.variables, **environment(target)}
-        return _run(target, meter)
-    return "ended by itself"
+        inside = launched
+    else:
+        return "ended by itself"
+    meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {inside}")
+    problems = rank_problems(inside.command, target.gpus, target.nodes)
+    if problems:
+        raise UserError(*problems)
+    target = replace(target, command=inside.command)
+    os.environ |= {**inside.variables, **environment(target)}
+    return _run(target, meter)
 
 
 def _run_as_main(target: ScriptTarget) -> None:
@@ -211,6 +222,10 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
         message = f"the configuration of {missing} is not in the cache"
         hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
         return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
+    if isinstance(error, torch.AcceleratorError):
+        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} asks the GPU's driver, and there is none"
+        hint = "a kernel that is called past torch's ops has no shape rule: switch it off where the script lets you"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if not _touches_fakes(error) or _is_plain_bug(error, meter):
         shown = traceback.TracebackException(type(error), error, _from_script(error))
         shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != _PASSED_THROUGH])
