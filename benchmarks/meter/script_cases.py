@@ -16,6 +16,7 @@ CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
 ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
+ALONE += ("liger zero2", "liger zero3")
 FLAT = {
     "full": (),
     "half": ("--strategy", "SHARD_GRAD_OP"),
@@ -177,6 +178,7 @@ _WORDS: dict[str, Words] = {
     "autocast": _plain(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "trainer": _of_llama("trainer.py"),
     "peft": _of_llama("trainer.py", "--lora", "True"),
+    "liger": _of_llama("trainer.py", "--use_liger_kernel", "True"),
     "seq2seq": _seq2seq,
     "image": _image(),
     "cnn": _image("--cnn", "True", "--bf16", "False"),
