@@ -15,8 +15,8 @@ STAGES = ("zero2", "zero3", "offload")
 CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
-ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
-ALONE += ("liger zero2", "liger zero3")
+ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
+ALONE += ("torch plain", "torch ddp", "torch fsdp")
 FLAT = {
     "full": (),
     "half": ("--strategy", "SHARD_GRAD_OP"),

@@ -1,7 +1,7 @@
 """on_cpu.py SCRIPT ARGS: run a script that was written for GPUs in a group of CPU ranks.
 
-Accelerate under DeepSpeed takes each CPU rank for the only one, unless it is told of the group beforehand. Triton's kernels
-(Liger's) are not run, since CPUs have none: what they would write stays as it was, what their callers allocate counts.
+Accelerate under DeepSpeed takes each CPU rank for the only one, unless it is told of the group beforehand. Kernels of
+Triton (Liger's) are not run, a CPU has none: what they would write stays as it was, what their callers allocate counts.
 """
 
 import os
