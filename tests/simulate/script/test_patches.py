@@ -78,7 +78,6 @@ PATCHES = {
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],
         [],
     ),
-    "flat_sharding": (["torch.distributed.fsdp:FullyShardedDataParallel.__init__"], []),
     "pretrained": (
         [f"{HF}:PreTrainedModel.from_pretrained", f"{HF}:PreTrainedModel._from_config"],
         [Reason(HF, "PreTrainedModel._from_config", "cls config", "deepspeed.zero.Init(")],

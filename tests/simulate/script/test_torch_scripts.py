@@ -7,7 +7,6 @@ import pytest
 from tests.simulate.script.scripts import facts, simulated
 from zerofit.app.script_simulation import simulate_script
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
 TORCH = """\
@@ -171,10 +170,13 @@ def test_flat_sharding_keeps_its_part(folder, options):
     assert not facts(result).is_upper_bound
 
 
-def test_flat_sharding_with_original_parameters_is_refused_on_cpus(folder):
+def test_flat_sharding_with_original_parameters_on_cpus(folder):
     text = TORCH.replace("DistributedDataParallel(torch", "(torch").replace(".cuda(local)", "")
-    wrapped = "from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, use_orig_params=True)"
-    (folder / "train.py").write_text(text.replace(", device_ids=[local])\n", f")\n{wrapped}\n"))
-    with pytest.raises(UserError, match="use_orig_params=True on CPUs cannot be simulated") as caught:
-        simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
-    assert "use_orig_params=False" in caught.value.problems[0].hint
+    options = "use_orig_params=True, device_id=torch.device('cpu')"
+    wrapped = f"from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, {options})"
+    text = text.replace(", device_ids=[local])\n", f")\n{wrapped}\n").replace(', device="cuda"', "")
+    (folder / "train.py").write_text(text)
+    result = simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
+    (last,) = [p for p in result.phases if (p.name, p.step) == ("step", 1)]
+    # weights, their gradients, both moments
+    assert last.end_bytes == pytest.approx(4 * 4 * (256 * 256 + 256) // 2, rel=0.02)

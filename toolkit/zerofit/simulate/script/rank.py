@@ -120,7 +120,6 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
-    distributed.flat_sharding(target)
     distributed.resized_storages(meter)
     distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)
