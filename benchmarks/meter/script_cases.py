@@ -15,11 +15,13 @@ STAGES = ("zero2", "zero3", "offload")
 CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
-ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "torch plain", "torch ddp", "torch fsdp")
+ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
+ALONE += ("torch plain", "torch ddp", "torch fsdp")
 FLAT = {
     "full": (),
     "half": ("--strategy", "SHARD_GRAD_OP"),
     "mixed": ("--mixed",),
+    "originals": ("--originals",),
 }
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
@@ -93,6 +95,12 @@ def _of_llama(*script: str) -> Words:
         return _on_cpu(*script, "--model", _llama(folder), *_arguments(folder, stage), *CHECKPOINTING)
 
     return words
+
+
+def _liger(folder: Path, stage: str) -> tuple[str, ...]:
+    """In fp32: of bf16, Liger adds up gradients on a CPU in another way than on a GPU."""
+    options = ("--use_liger_kernel", "True", "--from_config", "True")
+    return (*_of_llama("trainer.py", *options)(folder, stage), "--bf16", "False")
 
 
 def _on_cpu(script: str, *words: str) -> tuple[str, ...]:
@@ -177,6 +185,7 @@ _WORDS: dict[str, Words] = {
     "autocast": _plain(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
     "trainer": _of_llama("trainer.py"),
     "peft": _of_llama("trainer.py", "--lora", "True"),
+    "liger": _liger,
     "seq2seq": _seq2seq,
     "image": _image(),
     "cnn": _image("--cnn", "True", "--bf16", "False"),

@@ -18,6 +18,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--originals", action="store_true")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
@@ -29,6 +30,7 @@ def main():
         device_id=device,
         sharding_strategy=ShardingStrategy[args.strategy],
         mixed_precision=mixed if args.mixed else None,
+        use_orig_params=args.originals,
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=100_000),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

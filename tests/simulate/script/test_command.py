@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.command import ScriptCommand, read_command, started_inside
 from zerofit.spec.errors import UserError
 
 CONFIG = """\
@@ -93,11 +93,38 @@ def test_another_interpreter_is_said(tmp_path: Path):
     assert str(other) in note and sys.executable in note
 
 
+@pytest.mark.parametrize("first", [f"#!{sys.executable}", f"#!/bin/sh\n'''exec' {sys.executable} \"$0\" \"$@\""])
+def test_programs_that_pip_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str):
+    program = tmp_path / "trainer-cli"
+    program.write_text(f"{first}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = read("trainer-cli train x.yaml")
+    assert (found.launcher, found.script, found.arguments) == ("python", str(program), ("train", "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "launcher"),
+    [
+        ("/bin/torchrun --nproc_per_node 8 x.py", "torchrun"),
+        (f"{sys.executable} -m torch.distributed.run -m pkg.x", "torchrun"),
+        ("accelerate launch -m pkg.train x.yaml", "accelerate launch"),
+        ("accelerate env", None),
+        ("git describe", None),
+        (f"{sys.executable} x.py -m", None),
+    ],
+)
+def test_launchers_that_a_program_starts(text, launcher):
+    found = started_inside(text.split())
+    assert (found and found.launcher) == launcher
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "no command after --"),
-        ("bash run.sh", "'bash' is none of python, torchrun, deepspeed and accelerate launch"),
+        ("bash run.sh", "'bash' is none of python, torchrun, deepspeed, accelerate launch and programs"),
+        ("no-such-program train x.yaml", "'no-such-program' is none of python"),
         ("python", "names no script"),
         ("python -c pass", "names no script"),
         ("torchrun --nproc_per_node", "torchrun: "),

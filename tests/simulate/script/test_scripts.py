@@ -262,6 +262,7 @@ def test_an_error_inside_of_a_module_comes_out_as_it_is(folder):
             "mine::twice in code outside of the model has no shape rule",
             "register_fake",
         ),
+        (ENGINE + "torch._C._cuda_getCurrentRawStream(0)\n", "train.py:7 asks the GPU's driver, and", "switch it off"),
         (ENGINE + "torch.ones(3, device='cuda') @ torch.ones(4, device='cuda')\n", "train.py fails at", "own error"),
         (ENGINE + "(torch.rand(9, device='cuda') > 0).nonzero()\n", "depends on values that only a GPU has", "masks"),
     ],

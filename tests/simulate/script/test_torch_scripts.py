@@ -7,7 +7,6 @@ import pytest
 from tests.simulate.script.scripts import facts, simulated
 from zerofit.app.script_simulation import simulate_script
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import CUBLAS_HOPPER_BYTES
 
 TORCH = """\
@@ -85,6 +84,24 @@ for i in range(50):
     optimizer.zero_grad()
 """
 
+LAZY = """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(512), nn.LazyLinear(10))
+if "WHERE" == "host":
+    model(torch.randn(2, 3, 16, 16))
+model.cuda()
+for i in range(50):
+    loss = model(torch.randn(16, 3, 16, 16, device="cuda")).square().mean()
+    if i == 0:
+        optimizer = torch.optim.AdamW(model.parameters())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+KNOWN = {"LazyConv2d(8": "Conv2d(3, 8", "LazyBatchNorm2d(": "BatchNorm2d(8", "LazyLinear(512": "Linear(1568, 512"}
+
 
 def test_plain_torch(folder):
     result = simulated(TORCH, "torchrun --nproc_per_node 2 train.py")
@@ -112,6 +129,17 @@ def test_steps_by_a_closure_with_several_micro_batches_and_recomputation(folder)
 def test_autocast_is_the_precision_and_casts_by_the_gpus_list(folder, kind):
     seen = facts(simulated(AUTOCAST.replace("KIND", f"torch.{kind}"), gpus=1)).facts
     assert seen.precision == {"bfloat16": "bf16 autocast", "float16": "fp16 autocast"}[kind] and not seen.notes
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_lazy_modules_become_what_they_would_be_with_known_shapes(folder, where):
+    known = LAZY.replace("LazyLinear(10", "Linear(512, 10")
+    for lazy, plain in KNOWN.items():
+        known = known.replace(lazy, plain)
+    one, other = (simulated(text.replace("WHERE", where), gpus=1) for text in (LAZY, known))
+    assert "Lazy" not in known and facts(one).facts.parameters == facts(other).facts.parameters
+    assert [p for p in one.phases if p.step == 1] == [p for p in other.phases if p.step == 1]
+    assert one.breakdown == other.breakdown and one.breakdown["gradients"] > 4 * 1568 * 512
 
 
 def sharded(wrapped: str) -> str:
@@ -142,10 +170,13 @@ def test_flat_sharding_keeps_its_part(folder, options):
     assert not facts(result).is_upper_bound
 
 
-def test_flat_sharding_with_original_parameters_is_refused_on_cpus(folder):
+def test_flat_sharding_with_original_parameters_on_cpus(folder):
     text = TORCH.replace("DistributedDataParallel(torch", "(torch").replace(".cuda(local)", "")
-    wrapped = "from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, use_orig_params=True)"
-    (folder / "train.py").write_text(text.replace(", device_ids=[local])\n", f")\n{wrapped}\n"))
-    with pytest.raises(UserError, match="use_orig_params=True on CPUs cannot be simulated") as caught:
-        simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
-    assert "use_orig_params=False" in caught.value.problems[0].hint
+    options = "use_orig_params=True, device_id=torch.device('cpu')"
+    wrapped = f"from torch.distributed.fsdp import *\nmodel = FullyShardedDataParallel(model, {options})"
+    text = text.replace(", device_ids=[local])\n", f")\n{wrapped}\n").replace(', device="cuda"', "")
+    (folder / "train.py").write_text(text)
+    result = simulate_script(["torchrun", "--nproc_per_node", "2", "train.py"], Cluster("cpu", gpus=2))
+    (last,) = [p for p in result.phases if (p.name, p.step) == ("step", 1)]
+    # weights, their gradients, both moments
+    assert last.end_bytes == pytest.approx(4 * 4 * (256 * 256 + 256) // 2, rel=0.02)

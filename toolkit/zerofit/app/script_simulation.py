@@ -13,7 +13,7 @@ from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation
-from zerofit.simulate.script.command import ScriptCommand, read_command
+from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
 from zerofit.simulate.script.knobs import script_knobs
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.spec.cluster import Cluster
@@ -134,13 +134,7 @@ def check_command(read: ScriptCommand, cluster: Cluster, *, rank: int, steps: in
     problems = Problems()
     if not read.is_module and not Path(read.script).is_file():
         problems.add("command", f"there is no script {read.script}", "name a file as seen from this folder", "COMMAND")
-    if read.gpus is not None and (read.gpus, read.nodes or 1) != (cluster.gpus, cluster.nodes):
-        asked = f"--gpus says {cluster.gpus}" + (f" on --nodes {cluster.nodes}" if cluster.nodes > 1 else "")
-        on = f" on {read.nodes} nodes" if (read.nodes or 1) > 1 else ""
-        problems.add("ranks", f"the command starts {read.ranks} ranks{on}, {asked}", "name one of them", "--gpus")
-    elif read.gpus is None and read.nodes is not None and read.nodes != cluster.nodes:
-        message = f"the command starts ranks on {read.nodes} nodes, --nodes says {cluster.nodes}"
-        problems.add("ranks", message, "name one of them", "--nodes")
+    problems.extend(rank_problems(read, cluster.gpus, cluster.nodes))
     if not 0 <= rank < cluster.ranks:
         problems.add("bad-value", f"rank {rank} of {cluster.ranks} ranks", f"take 0 to {cluster.ranks - 1}", "--rank")
     if steps < 1:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.ledger import Storage
@@ -65,11 +64,10 @@ ALLOCATED_BY: dict[str, dict[str, str]] = {
 }
 
 
-def watch_gradients(tag: Tag, model: nn.Module) -> None:
-    """Tag each parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
+def watch_gradient(tag: Tag, parameter: torch.Tensor) -> None:
+    """Tag a parameter's gradient as soon as autograd has finished it, before DeepSpeed takes it away."""
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(lambda p: tag(p.grad, GRADIENTS))
 
 
 def tag_owned_storages(tag: Tag, engine: Any) -> None:

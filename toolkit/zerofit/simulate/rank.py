@@ -26,7 +26,7 @@ from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.bits import eight_bits, four_bits, moments_of_eight_bits
-from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storages, watch_gradients
+from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storages, watch_gradient
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
@@ -124,7 +124,8 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
     def built(model: torch.nn.Module) -> None:
         meter.learn_names(model)
-        watch_gradients(meter.tag, model)
+        for parameter in model.parameters():
+            watch_gradient(meter.tag, parameter)
 
     def begin(name: str, step: int) -> None:
         for one in drivers:

@@ -70,8 +70,44 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
         return {"torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, tuple(words))
     if name.endswith(".py"):
         return _python(list(words), tuple(words), ())
-    message = f"{program!r} is none of python, torchrun, deepspeed and accelerate launch"
+    installed = _installed_program(program)
+    if installed:
+        return _python([installed, *rest], tuple(words), ())
+    message = f"{program!r} is none of python, torchrun, deepspeed, accelerate launch and programs that pip installs"
     raise _refused(message, "write the command that starts the training script itself, without shell or job scripts")
+
+
+def started_inside(words: Sequence[str]) -> ScriptCommand | None:
+    """Return what a program starts with a launcher, as llamafactory-cli and axolotl do; None where it is another."""
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if os.path.basename(words[0]) in ("torchrun", "deepspeed", "accelerate") or module in _AS_MODULE:
+        found = read_command(words)
+        return None if found.launcher == "python" else found
+    return None
+
+
+def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
+    """Return what is wrong with the number of ranks that a command starts on so many devices."""
+    if command.gpus is not None and (command.gpus, command.nodes or 1) != (gpus, nodes):
+        asked = f"--gpus says {gpus}" + (f" on --nodes {nodes}" if nodes > 1 else "")
+        on = f" on {command.nodes} nodes" if (command.nodes or 1) > 1 else ""
+        message, where = f"the command starts {command.ranks} ranks{on}, {asked}", "--gpus"
+    elif command.gpus is None and command.nodes is not None and command.nodes != nodes:
+        message, where = f"the command starts ranks on {command.nodes} nodes, --nodes says {nodes}", "--nodes"
+    else:
+        return []
+    return [Problem(kind="ranks", message=message, hint="name one of them", where=where)]
+
+
+def _installed_program(program: str) -> str | None:
+    """Return the file of a program in Python that pip has installed beside this one's interpreter, or on the PATH."""
+    beside = str(Path(sys.executable).parent)
+    found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        first, second = file.readline(), file.readline()  # of a long path the first one starts a shell
+    return found if first.startswith(b"#!") and b"python" in first + second else None
 
 
 def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> ScriptCommand:

@@ -15,32 +15,38 @@ from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.streams import Streams
 from zerofit.spec.devices import Device
 
-# compute capability by the beginning of a kind (docs.nvidia.com/cuda: CUDA GPUs; AMD's: gfx942, gfx950, gfx90a)
-_CAPABILITY = {
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "rtx5090": (12, 0),
-    "rtx-pro-6000": (12, 0),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "h20": (9, 0),
-    "h800": (9, 0),
-    "a100": (8, 0),
-    "a800": (8, 0),
-    "a6000": (8, 6),
-    "l20": (8, 9),
-    "a10": (8, 6),
-    "l4": (8, 9),
-    "t4": (7, 5),
-    "v100": (7, 0),
-    "rtx4090": (8, 9),
-    "rtx3090": (8, 6),
-    "mi300": (9, 4),
-    "mi325": (9, 4),
-    "mi355": (9, 5),
-    "mi250": (9, 0),
+# compute capability and multiprocessors by the beginning of a kind; kernels share their work, and partial sums, among
+# these (docs.nvidia.com/cuda: CUDA GPUs; NVIDIA's architecture whitepapers; AMD's data sheets: gfx942, gfx950, gfx90a,
+# compute units of a device)
+_MADE = {
+    "gb200": ((10, 0), 152),
+    "b200": ((10, 0), 148),
+    "b300": ((10, 3), 148),
+    "rtx5090": ((12, 0), 170),
+    "rtx-pro-6000": ((12, 0), 188),
+    "h100": ((9, 0), 132),
+    "h100-pcie": ((9, 0), 114),
+    "h200": ((9, 0), 132),
+    "h20": ((9, 0), 78),
+    "h800": ((9, 0), 132),
+    "a100": ((8, 0), 108),
+    "a800": ((8, 0), 108),
+    "a6000": ((8, 6), 84),
+    "l20": ((8, 9), 92),
+    "a10": ((8, 6), 72),
+    "a10g": ((8, 6), 80),
+    "l40": ((8, 9), 142),
+    "l4": ((8, 9), 58),
+    "t4": ((7, 5), 40),
+    "v100": ((7, 0), 80),
+    "rtx4090": ((8, 9), 128),
+    "rtx3090": ((8, 6), 82),
+    "mi300": ((9, 4), 304),
+    "mi325": ((9, 4), 304),
+    "mi355": ((9, 5), 256),
+    "mi250": ((9, 0), 110),
 }
+_UNKNOWN = ((8, 0), 108)  # a device of a file: as the A100
 _STATE_BYTES = 16  # of a CUDA generator
 
 
@@ -94,10 +100,10 @@ def autocast(meter: ScriptTracker, target: ScriptTarget) -> None:
     autocast_as_cuda("AutocastCUDA", "cuda")
 
 
-def capability(device: Device) -> tuple[int, int]:
-    """Return the compute capability of a device of the catalogue."""
-    known = [kind for kind in _CAPABILITY if device.kind.startswith(kind)]
-    return _CAPABILITY[max(known, key=len)] if known else (8, 0)
+def capability(device: Device) -> tuple[tuple[int, int], int]:
+    """Return the compute capability of a device of the catalogue, and its number of multiprocessors."""
+    known = [kind for kind in _MADE if device.kind.startswith(kind)]
+    return _MADE[max(known, key=len)] if known else _UNKNOWN
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -105,13 +111,13 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _devices(target: ScriptTarget) -> dict[str, Any]:
-    name, (major, minor) = f"NVIDIA {target.device.name}", capability(target.device)
+    name, ((major, minor), multiprocessors) = f"NVIDIA {target.device.name}", capability(target.device)
     properties = SimpleNamespace(
         name=name,
         total_memory=target.device.memory_bytes,
         major=major,
         minor=minor,
-        multi_processor_count=132,
+        multi_processor_count=multiprocessors,
         warp_size=32,
         is_integrated=False,
         is_multi_gpu_board=False,

@@ -12,7 +12,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerofit.simulate.patches import replace_in
-from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 
@@ -138,24 +137,6 @@ def sharded_shapes(meter: ScriptTracker) -> None:
             meter.unseen = False
 
     replace_in(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
-
-
-def flat_sharding(target: ScriptTarget) -> None:
-    """Refuse FSDP 1 with the original parameters on CPUs: they are views of real host tensors, and lose their memory.
-
-    (torch.distributed.fsdp.FullyShardedDataParallel)
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    original = FullyShardedDataParallel.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not target.on_gpu and kwargs.get("use_orig_params"):
-            hint = "use_orig_params=False needs the same memory but for alignment; on a GPU both can be simulated"
-            raise not_simulated("FullyShardedDataParallel with use_orig_params=True on CPUs", hint)
-        original(self, *args, **kwargs)
-
-    replace_in(FullyShardedDataParallel, "__init__", init)
 
 
 def _replace(name: str, value: Any) -> None:

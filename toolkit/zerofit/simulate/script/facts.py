@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zerofit.simulate.record import Note, ScriptFacts
@@ -46,7 +47,7 @@ def script_facts(
     allowed, allowed_by = lengths.limit() if shapes.longest else (0, "")
     engine = next(filter(has_optimizer, phases.engines), None)
     models = [engine.module] if engine else phases.models or [nn.Module()]
-    parameters = {id(p): p for model in models for p in model.parameters()}.values()
+    parameters = {id(p): p for model in models for p in model.parameters() if not is_lazy(p)}.values()
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())

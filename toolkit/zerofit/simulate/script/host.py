@@ -51,7 +51,7 @@ def parameter_data(meter: ScriptTracker) -> None:
     replace_in(FakeTensor, "data", property(lambda self: data.__get__(self), set_data))
 
 
-def gradients(meter: ScriptTracker, model: nn.Module) -> None:
+def gradients(meter: ScriptTracker, parameter: Tensor) -> None:
     """Let a gradient that a script computed into a small tensor of its own on the host hold nothing, as its parameter.
 
     DeepSpeed lets `grad.data` be a part of its buffers, and a real tensor's cannot be one of a fake. (Tensor hooks)
@@ -64,9 +64,8 @@ def gradients(meter: ScriptTracker, model: nn.Module) -> None:
         meter.adopt(gradient, fake)
         return fake
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(faked)
+    if parameter.requires_grad:
+        parameter.register_hook(faked)
 
 
 def tensor_values(meter: ScriptTracker) -> None:

@@ -1,16 +1,65 @@
-"""The environment in which a launcher would start the rank of a script."""
+"""The environment in which a launcher would start the rank of a script, and launchers that a program starts itself."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 from unittest.mock import patch
 
+from zerofit.simulate.patches import replace_in
+from zerofit.simulate.script.command import ScriptCommand, started_inside
+from zerofit.simulate.script.errors import NotSimulated
 from zerofit.simulate.script.target import ScriptTarget
+from zerofit.spec.errors import UserError
 
 _STARTERS = ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher", "tpu_launcher")  # of accelerate
 _PLACED = ("RANK", "WORLD_SIZE", "MASTER_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")  # not taken from accelerate
+
+
+class LaunchedInside(BaseException):
+    """A program would now start ranks by a launcher: it has nothing more to do than to wait for them."""
+
+    def __init__(self, command: ScriptCommand, variables: Mapping[str, str]):
+        super().__init__(" ".join(command.words))
+        self.command, self.variables = command, variables
+
+
+def launchers_inside() -> None:
+    """Start no ranks from inside, as llamafactory-cli and axolotl would: one of them is run in this process instead.
+
+    (subprocess.Popen.__init__, os.execv, os.execve, by which os' other functions of this kind go)
+    """
+    original = subprocess.Popen.__init__
+
+    def init(self: Any, args: Any, *more: Any, **named: Any) -> None:
+        _raise_if_launched(shlex.split(args) if isinstance(args, str) else args, named.get("env"))
+        original(self, args, *more, **named)
+
+    def replaced(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(file: Any, args: Any, *variables: Mapping[str, str]) -> Any:
+            _raise_if_launched(args, *variables)
+            return execute(file, args, *variables)
+
+        return run
+
+    replace_in(subprocess.Popen, "__init__", init)
+    for name in ("execv", "execve"):
+        replace_in(os, name, replaced(getattr(os, name)))
+
+
+def _raise_if_launched(args: Any, variables: Mapping[str, str] | None = None) -> None:
+    words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
+    try:
+        command = started_inside(words) if words else None
+    except UserError as error:
+        raise NotSimulated(error.problems[0]) from None
+    if command is not None:
+        raise LaunchedInside(command, variables or {})
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:

@@ -7,7 +7,9 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
@@ -16,27 +18,29 @@ import deepspeed  # noqa: F401
 import torch
 import torch._dynamo  # zero.Init replaces Tensor.__new__: imported later, dynamo would fail in it
 import transformers.integrations.deepspeed  # noqa: F401
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn.parameter import is_lazy
 
 from zerofit.simulate import patches
-from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradients
+from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.device import install
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lengths, pretrained, writes
+from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
 from zerofit.simulate.script import phases as script_phases
+from zerofit.simulate.script.command import rank_problems
 from zerofit.simulate.script.errors import NotSimulated, ScriptStop, ended
 from zerofit.simulate.script.evaluation import evaluate, gather_to_save
 from zerofit.simulate.script.facts import BatchShapes, script_facts
-from zerofit.simulate.script.launchers import environment
+from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
 from zerofit.simulate.script.target import ScriptTarget
@@ -106,6 +110,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patch()
     for on_host in (host.parameters, host.parameter_data, host.tensor_values, host.compiling, host.triton_kernels):
         on_host(meter)
+    lazy.lazy_modules(meter, partial(_watch, meter))
     host.autocast_types(meter)
     host.equality()
     host.addresses()
@@ -115,11 +120,11 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
     distributed.object_lists(target)
     distributed.reductions(meter)
     distributed.data_parallel(meter)
-    distributed.flat_sharding(target)
     distributed.resized_storages(meter)
     distributed.sharded_shapes(meter)
     pretrained.pretrained(meter)
     pretrained.flash_attention(meter)
+    launchers_inside()
     writes.saving(meter)
     writes.tracking()
     writes.watch_files(meter)
@@ -129,10 +134,16 @@ def _learner(meter: ScriptTracker, seen: Lengths) -> Callable[[nn.Module], None]
     def learn(model: nn.Module) -> None:
         seen.learn_model(model)
         meter.learn_names(model)
-        watch_gradients(meter.tag, model)
-        host.gradients(meter, model)
+        for parameter in model.parameters():
+            if not is_lazy(parameter):
+                _watch(meter, parameter)
 
     return learn
+
+
+def _watch(meter: ScriptTracker, parameter: Tensor) -> None:
+    watch_gradient(meter.tag, parameter)
+    host.gradients(meter, parameter)
 
 
 def _after(seen: Lengths, log: PhaseLog, meter: ScriptTracker) -> Callable[[list[Any]], None]:
@@ -163,16 +174,9 @@ def _tag(meter: ScriptTracker, phases: ScriptPhases) -> None:
 
 
 def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
-    """Run the script as `__main__`; return how it ended. Raises UserError where it fails."""
-    command = target.command
-    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
-    sys.argv = [command.script, *local, *command.arguments]
-    sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
+    """Run the script; return how it ended. Raises UserError where it fails."""
     try:
-        if command.is_module:
-            runpy.run_module(command.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(command.script, run_name="__main__")
+        _run_as_main(target)
     except ScriptStop:
         return f"stopped after {target.steps} optimizer steps"
     except SystemExit as error:
@@ -181,7 +185,29 @@ def _run(target: ScriptTarget, meter: ScriptTracker) -> str:
         raise UserError(refused.problem) from None
     except Exception as error:  # a script can raise anything
         raise UserError(_failure(target, meter, error)) from error
-    return "ended by itself"
+    except LaunchedInside as launched:
+        inside = launched
+    else:
+        return "ended by itself"
+    meter.note(f"{PurePath(target.command.script).name} starts ranks itself: {inside}")
+    problems = rank_problems(inside.command, target.gpus, target.nodes)
+    if problems:
+        raise UserError(*problems)
+    target = replace(target, command=inside.command)
+    os.environ |= {**inside.variables, **environment(target)}
+    return _run(target, meter)
+
+
+def _run_as_main(target: ScriptTarget) -> None:
+    """Run the script's file or module as `__main__`, with its arguments."""
+    command = target.command
+    local = (f"--local_rank={target.rank % target.gpus}",) if command.local_rank_argument else ()
+    sys.argv = [command.script, *local, *command.arguments]
+    sys.path.insert(0, os.getcwd() if command.is_module else str(Path(command.script).resolve().parent))
+    if command.is_module:
+        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(command.script, run_name="__main__")
 
 
 def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Problem:
@@ -195,6 +221,10 @@ def _failure(target: ScriptTarget, meter: ScriptTracker, error: Exception) -> Pr
         message = f"the configuration of {missing} is not in the cache"
         hint = f"hf download {missing} --include 'config.json' 'tokenizer*' (weights are not needed)"
         return Problem(kind="not-in-cache", message=message, hint=hint, where=where)
+    if isinstance(error, torch.AcceleratorError):
+        message = f"{os.path.relpath(frames[-1].filename)}:{frames[-1].lineno} asks the GPU's driver, and there is none"
+        hint = "a kernel that is called past torch's ops has no shape rule: switch it off where the script lets you"
+        return Problem(kind="not-simulated", message=message, hint=hint, where=where)
     if not _touches_fakes(error) or _is_plain_bug(error, meter):
         shown = traceback.TracebackException(type(error), error, _from_script(error))
         shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename != _PASSED_THROUGH])

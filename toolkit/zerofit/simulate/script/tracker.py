@@ -56,6 +56,7 @@ class ScriptTracker(AllocationTracker):
 
     def note(self, text: str, *, bound: bool = False) -> None:
         """Count a stand-in; with `bound`, one that makes the figures an upper bound."""
+        text = text.removesuffix(", at ")  # no line of the script's own runs
         self.notes[text] += 1
         if bound:
             self.inexact.add(text)
@@ -204,14 +205,21 @@ class ScriptTracker(AllocationTracker):
 
     def adopt(self, real: Tensor, fake: Tensor) -> None:
         """Let a fake take the place of a real tensor: it is the same memory."""
-        storage = real.untyped_storage()
+        storage, taken = real.untyped_storage(), fake.untyped_storage()
         index = self._index.pop(storage._cdata, None)
         if index is None:
             self.track(fake, "parameter")
             return
-        self._watch(fake.untyped_storage(), index)
-        self._adopted[storage._cdata] = index
+        self._index[taken._cdata], self._adopted[storage._cdata] = index, index
+        weakref.finalize(taken, self._left, taken._cdata, storage._cdata, index).atexit = False
         weakref.finalize(storage, self._adopted.pop, storage._cdata, None).atexit = False
+
+    def _left(self, address: int, real: int, index: int) -> None:
+        """Note the release of a fake's storage: the real tensor whose place it took keeps the memory while it lives."""
+        if self._adopted.pop(real, None) == index == self._index.get(address):
+            self._index[real] = self._index.pop(address)
+        else:
+            self._released(address, index)
 
     def resized(self, storage: Any) -> None:
         """Note that a storage, or the one whose place a fake has taken, has another size now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ TRACKERS_OFF = {
     "SWANLAB_MODE": "disabled",
 }
 _CACHES = ("HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")  # variables that name folders of copies
-_PASSED_OVER = (os.path.expanduser("~/.cache"), "/tmp", "/dev", "/proc")
+_PASSED_OVER = (os.path.expanduser("~/.cache"), tempfile.gettempdir(), "/tmp", "/dev", "/proc")
 
 
 class SilentWriter:
