@@ -102,6 +102,12 @@ LONG: dict[str, dict[str, Any]] = {  # for long sequences; none of these sizes d
 }
 LONG["all three"] = LONG["loss in chunks"] | LONG["MLPs in tiles"] | LONG["checkpoints on the host"]
 LONG_DEGREES = [(1, 1, 1, 2), (1, 1, 2, 1)]
+DUAL_PIPE = {
+    2: [(2, 1, 1, 1)],
+    3: [(3, 1, 1, 1)],
+    4: [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)],
+    8: [(2, 2, 1, 2)],
+}
 AXES = ("PP", "TP", "SP", "DP")
 
 
@@ -132,6 +138,20 @@ def cases() -> Iterator[Case]:
             for word, options in {**MORE, "all three": LONG["all three"]}.items():
                 yield _case(ranks, degrees, 1, "qwen3 tied", "SGD", word, options)
         yield from _spread(ranks)
+    for ranks, layouts in DUAL_PIPE.items():
+        for degrees in layouts:
+            yield from _dual_pipe(ranks, degrees)
+
+
+def _dual_pipe(ranks: int, degrees: tuple[int, ...]) -> Iterator[Case]:
+    """Yield DualPipeV with weights that are tied and not, then with what changes a step; two micro batches a stage."""
+    stages, _, _, data = degrees
+    micro_batch = GLOBAL_BATCH // data // (2 * stages)
+    schedule = {"pipeline_schedule": "dualpipev", "micro_batch": micro_batch}
+    for model, optimizer in product(("llama", "qwen3 tied"), OPTIMIZERS):
+        yield _case(ranks, degrees, 1, model, optimizer, "dualpipev", schedule)
+    for word, options in {"checkpointing": MORE["checkpointing"], "all three": LONG["all three"]}.items():
+        yield _case(ranks, degrees, 1, "qwen3 tied", "SGD", f"dualpipev, {word}", schedule | options)
 
 
 def _spread(ranks: int) -> Iterator[Case]:
@@ -326,7 +346,7 @@ def _seen(name: str, wrong: tuple, right: tuple) -> dict[str, Any]:
 def main() -> None:
     """Run faults and cases, print each, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ranks = (2, *DEGREES)
+    ranks = sorted({2, *DEGREES, *DUAL_PIPE})
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], choices=ranks, help="(default: 2 4 8)")
     parser.add_argument("--only", default="", help="only cases whose name this regular expression finds")
     parser.add_argument("--output", type=Path, help="write the table as JSON; cases that it has already are kept")

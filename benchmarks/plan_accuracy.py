@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from zerofit.plan.memory import Forecaster
 from zerofit.simulate.assess import assess
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.simulate.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import Run, RunRequest
 
 MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
+PRECISION = 0.01  # of the smallest device that fits
 AT_ONCE = 3  # simulations that share a process
 
 # widths as published, few layers: what a layer takes is what counts
@@ -64,7 +66,9 @@ class Found:
     gpu: str
     planned_bytes: int
     simulated_bytes: int
-    denied: bool  # simulate refuses the smallest device that plan calls large enough
+    planned_device_bytes: int  # of the smallest device that plan calls large enough
+    simulated_device_bytes: int  # of the smallest with which simulate says that it fits, to PRECISION
+    denied: bool  # simulate does not say so of plan's smallest device
 
     @property
     def error(self) -> float:
@@ -118,6 +122,18 @@ def forecast(prepared: PreparedSimulation) -> tuple[int, Cluster, PlannedLayout]
     return memory.peak_bytes, smallest, layout
 
 
+def smallest_that_fits(rank: SimulatedRank, cluster: Cluster) -> int:
+    """Return the bytes of the smallest device with which simulate says that the rank fits."""
+    too_small, enough = rank.record.peaks[0].bytes, 2 * cluster.device.memory_bytes
+    while enough - too_small > PRECISION * enough:
+        middle = (too_small + enough) // 2
+        if assess(rank, replace(cluster, device_memory=middle)).verdict == FITS:
+            enough = middle
+        else:
+            too_small = middle
+    return enough
+
+
 def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
     """Forecast and simulate these."""
     ranks = simulate([one.target(0) for one in several], show, exact=True)
@@ -133,6 +149,8 @@ def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
             gpu=one.cluster.device.kind,
             planned_bytes=planned,
             simulated_bytes=rank.record.peaks[0].bytes,
+            planned_device_bytes=smallest.device.memory_bytes,
+            simulated_device_bytes=smallest_that_fits(rank, smallest),
             denied=verdict.reserved_bytes > 0 and not verdict.fits and verdict.host_node_bytes <= smallest.host_bytes,
         )
 
@@ -154,7 +172,9 @@ def main() -> int:
         for one in found_of(several, lambda text: None):
             found.append(one)
             print(
-                f"{one.error:+8.3%} {'DENIED ' if one.denied else ''}{one.model} on {one.gpu} {one.layout}", flush=True
+                f"{one.error:+8.3%} {one.simulated_device_bytes / one.planned_device_bytes - 1:+8.2%} "
+                f"{'DENIED ' if one.denied else ''}{one.model} on {one.gpu} {one.layout}",
+                flush=True,
             )
     errors = sorted(abs(one.error) for one in found)
     result = {"triples": len(found), "seed": asked.seed, "median": statistics.median(errors), "most": errors[-1]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ IDLE_S = 30
 POOLS: dict[int, RankPool] = {}  # of this worker
 LONG = ("launch", "cli", "app", "train", "test_docs_python.py", "compare")  # first, so that workers end together
 SIMULATED = [f"tests/simulate/test_{name}.py" for name in ("memory", "patches", "traffic")]  # the fixture `simulated`
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait would slow a second worker down
 

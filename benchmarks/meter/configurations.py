@@ -235,6 +235,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "chunk": {"loss_chunk": 128},
     "tiles": {"mlp_chunk": 48},
     "hosted": {"activation_offload": True},
+    "dualpipev": {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4},
     **{name: {"optimizer": name} for name in ("adamw8bit", "adafactor")},
 }
 DEGREES = {"pp2": "pipeline", "tp2": "tensor_parallel", "sp2": "sequence_parallel", "ep2": "expert_parallel"}

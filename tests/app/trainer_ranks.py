@@ -80,6 +80,8 @@ def main(folder: Path, config: str | None) -> None:
     trainer(arguments(folder, deepspeed=config), [watch, nan, memory]).train()
     found = {"measured": memory.measured_bytes > 0, "hung": watch.file}
     (folder / f"found-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():  # else gloo's threads may outlive the interpreter, which then aborts
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

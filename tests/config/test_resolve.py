@@ -306,6 +306,33 @@ def test_with_more_than_one_dimension_the_groups_are_zerofits():
     assert not {"train_batch_size", "tensor_parallel", "sequence_parallel_size"} & set(plain)
 
 
+DUAL = {"pipeline": 2, "pipeline_schedule": "dualpipev", "ranks": 4}
+
+
+def test_dualpipev_fills_its_parts_and_sends_whole_activations():
+    decision, plain = resolved("pipeline", tensor_parallel=2, global_batch=8, **DUAL)
+    assert (decision.batch.micro, decision.batch.accumulation) == (2, 4)
+    assert plain["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    assert resolved("pipeline", **DUAL)[0].batch.accumulation == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "knob"),
+    [
+        ("pipeline", {"pipeline": 1}, "--pipeline 2"),
+        ("zero0", {}, "stage 1"),
+        ("pipeline", {"gradient_accumulation_steps": 3}, "--gradient-accumulation-steps 4"),
+        ({"zero_optimization": {"stage": 1}, "pipeline": {"grad_partitioned": True}}, {"tensor_parallel": 2}, "remove"),
+        ("pipeline", {"compile": True}, "leave one of them out"),
+        ("pipeline", {"facts": replace(LLAMA, layers=3)}, "leave --pipeline-schedule out"),
+        ("pipeline", {"facts": replace(LLAMA, layers=6), "pipeline": 4}, "take --pipeline 3 or less"),
+    ],
+)
+def test_what_dualpipev_does_not_take(config, flags, knob):
+    (problem,) = refused(config, **{**DUAL, **flags})
+    assert knob in problem.hint
+
+
 def test_beside_another_dimension_tensor_parallelism_follows_transformers_plan():
     bert = replace(LLAMA, model_type="bert")
     resolved("zero1", facts=bert, tensor_parallel=2)

@@ -92,8 +92,9 @@ def test_kinds_of_names(name, kind):
 def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(UserError, match="no trace of steps"):
-        read_trace(path)
+    with pytest.raises(UserError, match="no trace of steps") as found:
+        read_trace(path, "--from-trace")
+    assert [problem.where for problem in found.value.problems] == ["--from-trace"]
 
 
 @pytest.mark.parametrize("words", [[], ["run", "--trace", "a.json"], ["--trace", "a.json", "--trace", "b.json"]])

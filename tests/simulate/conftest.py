@@ -18,6 +18,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "zero3 last": {"config": "zero3", "gpus": 8, "rank": 7},
     "pipeline first": {"config": "pipeline", "pipeline": 2, "gradient_accumulation_steps": 4},
     "pipeline last": {"config": "pipeline", "pipeline": 2, "gradient_accumulation_steps": 4, "rank": 1},
+    "dualpipev first": {"config": "pipeline", "pipeline": 2, "pipeline_schedule": "dualpipev"},
+    "dualpipev last": {"config": "pipeline", "kind": "l4", "rank": 1, "pipeline": 2, "pipeline_schedule": "dualpipev"},
     "tensor parallel": {"config": "tensor_parallel", "tensor_parallel": 2},
     "sequence parallel": {"config": "sequence_parallel", "sequence_parallel": 2},
     "pipeline and tensor": {"config": "pipeline", "gpus": 4, "pipeline": 2, "tensor_parallel": 2},

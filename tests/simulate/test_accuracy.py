@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.meter import configurations
-from benchmarks.meter.comparison import compare
+from benchmarks.meter.comparison import compare, real_and_simulated
 from benchmarks.meter.configurations import MODELS
 from benchmarks.meter.pool import Ranks
 from zerofit.models.build import build
@@ -68,6 +68,13 @@ def test_simulated_peaks_of_spread_experts_are_the_real_ones(name, ranks):
     assert statistics.median(errors) <= 0.001
     assert max(errors) <= 0.01
     assert abs(found.worst("planned")) <= 0.05
+
+
+def test_simulated_peaks_of_dualpipev_are_the_real_ones(ranks):
+    peaks = real_and_simulated(target("llama zero1 bf16 mb2 ckpt dualpipev pp2 x2"), ranks)
+    errors = [abs(peak.error("with_kernels")) for peak in peaks if peak.step >= 0]
+    assert len(errors) == 4  # both stages, two steps
+    assert max(errors) <= 0.001
 
 
 @pytest.mark.parametrize("name", ["llama zero2 bf16 mb2 x2", "llama zero3 bf16 mb2 x2", "llama zero1 bf16 mb2 pp2 x2"])

@@ -117,6 +117,10 @@ PATCHES = {
             Reason(C10D, "all_gather_object", "object_list obj", "_object_to_tensor("),
         ],
     ),
+    "sends_in_batches": (
+        ["torch.distributed:batch_isend_irecv"],
+        [Reason(C10D, "batch_isend_irecv", "p2p_op_list", "group._get_backend(device)")],
+    ),
     "compiled_ops": (
         [f"{BUILDER}:OpBuilder.load"],
         [Reason(BUILDER, "OpBuilder.load", "self verbose", "importlib.import_module(self.absolute_name())")],

@@ -47,6 +47,14 @@ def test_a_pipeline_sends_activations_and_gradients(simulated):
     assert sent(simulated["pipeline last"], "backward")["send"] == 4 * activation
 
 
+def test_dualpipev_sends_each_activation_twice(simulated):
+    """The first stage sends out and gets back; four micro batches, one activation each way and its gradient."""
+    activation = 4 * TOKENS * 32
+    for end in ("first", "last"):
+        rows = [row for row in simulated[f"dualpipev {end}"].sent if row.step == 1]
+        assert sum(row.bytes for row in rows if row.op == "send") == 2 * 4 * activation
+
+
 def test_flops_are_those_of_the_products(simulated):
     """2 x tokens x weights for each product (the embedding is none), attention 4 x tokens x length x width a layer."""
     weights = MATRICES - 64 * 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
+from deepspeed.pipe import DualPipeVModule, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 
@@ -15,6 +16,8 @@ from zerofit.spec.mesh import (
     expert_ranks,
     first_of_stages,
     mesh_table,
+    parts_of_stage,
+    pipeline_parts,
     ranks_along,
 )
 from zerofit.spec.run_folder import Layout
@@ -33,6 +36,21 @@ def test_ranks_are_where_deepspeeds_pipelines_have_them(layout):
     assert ranks_along(layout, "tp") == topology.get_axis_comm_lists("model")
     assert sorted(ranks_along(layout, "dp", "sp")) == sorted(topology.get_axis_comm_lists("data"))
     assert first_of_stages(layout) == sorted(topology.filter_match(data=0, model=0))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_parts_of_the_layers_are_where_dualpipev_has_them(stages, monkeypatch):
+    monkeypatch.setattr(PipelineModule, "_partition_layers", lambda self, method: None)
+    for stage in range(stages):
+        module = DualPipeVModule.__new__(DualPipeVModule)
+        vars(module).update(num_stages=stages, stage_id=stage, parts=range(2 * stages + 1), _num_layers=2 * stages)
+        vars(module).update(_local_start=stage, _local_stop=stage + 1)
+        module._partition_layers()
+        own = parts_of_stage(stage, stages, "dualpipev")
+        assert [(part, part + 1) for part in own] == module.phase_bounds
+        assert {module.stage_owner(part) for part in own} == {stage}
+        assert parts_of_stage(stage, stages, "1f1b") == (stage,)
+    assert pipeline_parts(stages, "dualpipev") == module.num_stages
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

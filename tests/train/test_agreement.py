@@ -17,6 +17,7 @@ from tests.train.reference import Plan, follow, relative_difference, text_window
 from zerofit.config.ds_json import bundled
 from zerofit.config.validate import TENSOR_PARALLEL_TYPES
 from zerofit.data import Order, open_data
+from zerofit.data.loader import eval_indices
 from zerofit.models.build import build
 from zerofit.models.catalog import find
 from zerofit.models.inputs import ImageInputs, TextInputs
@@ -222,6 +223,8 @@ DIMENSIONS = {
     "TP2 x SP2, stage 3": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
     "TP2 x SP2, stage 3, long sequences": {"tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3", **LONG},
     "PP4, stage 0": {"pipeline": 4, "ds_config": "zero0"},
+    "PP2, DualPipeV": {"ranks": 2, "pipeline": 2, "pipeline_schedule": "dualpipev"},
+    "PP2 x TP2, DualPipeV": {"pipeline": 2, "tensor_parallel": 2, "pipeline_schedule": "dualpipev", **LONG},
 }
 
 
@@ -241,10 +244,25 @@ def qwen(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
 def test_more_than_one_dimension(pools, tmp_path, corpus, qwen, layout):
     plan, (losses, norms, weights) = qwen
     how = {"steps": plan.steps, "micro_batch": 2, "gradient_clipping": plan.clip, "eval_samples": 8}
-    trained = pools(4).train(tmp_path / "run", **options(plan, corpus, **DIMENSIONS[layout]) | how)
+    asked = options(plan, corpus, **{"ranks": 4} | DIMENSIONS[layout]) | how
+    trained = pools(asked["ranks"]).train(tmp_path / "run", **asked)
     np.testing.assert_allclose(trained.losses, losses, rtol=1e-5)
     np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=1e-6)
     assert relative_difference(load(trained), weights) < 1e-6
+
+
+def test_dualpipev_evaluates_in_rounds(pools, tmp_path, corpus, qwen):
+    """Seven micro batches where training accumulates four."""
+    plan, _ = qwen
+    how = {"pipeline": 2, "pipeline_schedule": "dualpipev", "micro_batch": 2, "steps": 1, "eval_samples": 14}
+    trained = pools(2).train(tmp_path / "run", **options(plan, corpus, **how))
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained.folder.model, dtype="auto")
+    valid = open_data(trained.job.run, "causal-lm", SEQ_LEN, Reporter()).valid
+    batch = valid.batch(eval_indices(len(valid), 14), range(14))
+    with torch.no_grad():
+        logits = model(batch["inputs"]).logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+    assert trained.result["eval"]["loss"] == pytest.approx(float(loss), rel=1e-6)
 
 
 # benchmarks/layouts.py has these at all stages, with Qwen3-MoE and on 4 ranks too
@@ -296,12 +314,16 @@ def test_the_routers_loss_is_the_same_where_experts_are_spread(pools, tmp_path, 
     assert whole.steps[0]["router_loss"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "lenet", "resnet-whole", "vit"])
-def test_pipeline_of_models(pools, tmp_path, corpus, references, name):
+USUAL = {"gradient_accumulation_steps": 1}
+DUAL = {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, USUAL) for name in ("gpt2", "bert", "lenet", "resnet-whole", "vit")), ("lenet", DUAL)]
+)
+def test_pipeline_of_models(pools, tmp_path, corpus, references, name, how):
     plans, get = references
-    trained = pools(2).train(
-        tmp_path / "run", **options(plans[name], corpus, pipeline=2, gradient_accumulation_steps=1)
-    )
+    trained = pools(2).train(tmp_path / "run", **options(plans[name], corpus, pipeline=2, **how))
     agree(trained, get(name))
 
 

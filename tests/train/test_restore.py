@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, bf16": {**GPT2, "ds_config": "zero3", "precision": "bf16"},
     "stage 3, offload": {**LLAMA, "ds_config": "zero3_offload"},
     "pipeline": {**GPT2, "pipeline": 2, "gradient_accumulation_steps": 2},
+    "DualPipeV": {**GPT2, "pipeline": 2, "pipeline_schedule": "dualpipev", "precision": "bf16"},
     "tensor parallel": {**LLAMA, "tensor_parallel": 2},
     "sequence parallel": {**LLAMA, "sequence_parallel": 2},
     "PP2 x TP2, bf16": {**WIDE, "pipeline": 2, "tensor_parallel": 2, "precision": "bf16"},

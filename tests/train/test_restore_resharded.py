@@ -27,6 +27,7 @@ COUNTED = ("step", "global_steps", "skipped_steps", "lr_scheduler")
 RUN = {"data": "synthetic:64", "seq_len": 16, "global_batch": 4, "steps": STEPS, "lr": 3e-3, "weight_decay": 0.1}
 RUN |= {"eval_samples": 4, "warmup_steps": 2}
 TENSOR, PIPE = {"tensor_parallel": 2}, {"pipeline": 2, "micro_batch": 2}
+DUAL = {"pipeline": 2, "pipeline_schedule": "dualpipev", "micro_batch": 1}
 SEQUENCE, EXPERTS = {"sequence_parallel": 2}, {"expert_parallel": 2}
 TIED = {**LLAMA["model_args"], "num_attention_heads": 4, "tie_word_embeddings": True}
 WIDE = {**LLAMA, "model_args": TIED}
@@ -37,6 +38,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "tensor parallel to offload": (LLAMA, {"ranks": 2, **TENSOR}, {"ranks": 1, "ds_config": "zero2_offload"}),
     "pipeline to stage 3": (GPT2, {"ranks": 2, **PIPE}, {"ranks": 2, "ds_config": "zero3"}),
     "one rank to a pipeline": (GPT2, {"ranks": 1, "ds_config": "zero2"}, {"ranks": 2, **PIPE}),
+    "DualPipeV to the usual schedule": (WIDE, {"ranks": 2, **DUAL}, {"ranks": 2, **PIPE}),
+    "stage 3 to DualPipeV": (GPT2, {"ranks": 2, "ds_config": "zero3"}, {"ranks": 2, **DUAL}),
     "PP2 x TP2 to one rank": (WIDE, {"ranks": 4, **PIPE, **TENSOR}, {"ranks": 1, "ds_config": "zero2"}),
     "stage 3 to PP2 x SP2": (WIDE, {"ranks": 2, "ds_config": "zero3"}, {"ranks": 4, **PIPE, **SEQUENCE}),
     "spread experts to one rank": (

@@ -94,7 +94,8 @@ def same_storage(old: Job, new: Job) -> bool:
 
     def storage(job: Job) -> tuple[Any, ...]:
         kind = job.ds_config.get("optimizer", {}).get("type")
-        return (job.layout, job.run.precision, kind, [job.ds_config.get(key) for key in STORAGE])
+        kept = [job.ds_config.get(key) for key in STORAGE]
+        return (job.layout, job.run.pipeline_schedule, job.run.precision, kind, kept)
 
     measured = "time" in (old.run.pipeline_balance, new.run.pipeline_balance)  # bounds of stages may move
     return storage(old) == storage(new) and not (measured and new.layout.pp > 1)

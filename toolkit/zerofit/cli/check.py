@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the checker's grammar takes a tenth of a second, which `zer
 RUN_FIELDS = (
     *("model_args", "steps", "micro_batch", "gradient_accumulation_steps", "global_batch", "seq_len", "optimizer"),
     *("lr", "schedule", "warmup_steps", "min_lr", "weight_decay", "momentum", "gradient_clipping", "precision"),
-    *("ranks", "tensor_parallel", "pipeline", "sequence_parallel", "expert_parallel"),
+    *("ranks", "tensor_parallel", "pipeline", "pipeline_schedule", "sequence_parallel", "expert_parallel"),
     *PART_FIELDS,
 )
 MIGRATE_HELP = "carry an old file to the installed DeepSpeed, written beside the old one"

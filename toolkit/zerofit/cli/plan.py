@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 FINDING = 1
 RUN_FIELDS = (
     *("model_args", "task", "micro_batch", "micro_batch_by_rank", "gradient_accumulation_steps", "global_batch"),
-    *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "sequence_parallel"),
-    *("expert_parallel", "ds_config"),
+    *("seq_len", "optimizer", "activation_checkpointing", "ema", "tensor_parallel", "pipeline", "pipeline_schedule"),
+    *("sequence_parallel", "expert_parallel", "ds_config"),
     *Savings._fields,
     *PART_FIELDS,
 )

@@ -11,20 +11,20 @@ from zerofit.spec.run_folder import Batch
 DEFAULT_MICRO = 8  # samples; a size that small models fill a device with and that large ones lower
 
 
-def solve(given: Mapping[str, Any], dp: int, pp: int, where: str, problems: Problems) -> Batch:
+def solve(given: Mapping[str, Any], dp: int, least: int, where: str, problems: Problems) -> Batch:
     """Return the batch that the given ones of micro_batch, gradient_accumulation_steps and global_batch determine.
 
-    What is not given is chosen: accumulation 1 (one micro batch a stage under pipeline parallelism) and the largest
+    What is not given is chosen: accumulation over `least` micro batches (as a pipeline needs them) and the largest
     micro batch up to DEFAULT_MICRO that divides. What does not multiply out is noted in `problems`.
     """
     micro, steps, total = (given.get(k) for k in ("micro_batch", "gradient_accumulation_steps", "global_batch"))
     if total is None:
-        return Batch(micro=micro or DEFAULT_MICRO, accumulation=steps or pp, dp=dp)
+        return Batch(micro=micro or DEFAULT_MICRO, accumulation=steps or least, dp=dp)
     if micro is None and steps is not None:
         micro = max(1, total // (dp * steps))
     elif micro is None:
         share = total // dp  # samples a data parallel rank takes in one step
-        fit = [m for m in range(1, DEFAULT_MICRO + 1) if share and share % m == 0 and share // m >= pp]
+        fit = [m for m in range(1, DEFAULT_MICRO + 1) if share and share % m == 0 and share // m >= least]
         micro = max(fit, default=1)
     if steps is None:
         steps = max(1, total // (dp * micro))

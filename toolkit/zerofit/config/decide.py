@@ -18,10 +18,12 @@ from zerofit.check.subject import TargetHardware
 from zerofit.config.batch import solve
 from zerofit.config.images import check_averages
 from zerofit.config.part import check_part
+from zerofit.config.pipelines import check_schedule
 from zerofit.config.recipes import MOMENTUM, OPTIMIZER, WEIGHT_DECAY, Kind, peak_lr, weight_decay
 from zerofit.config.shares import check_shares, solve_by_rank
 from zerofit.config.validate import check_combination, check_optimizer
 from zerofit.spec.errors import Problems
+from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import Machine, ModelFacts
 from zerofit.spec.optimizers import OPTIMIZERS, run_name
 from zerofit.spec.run import Run, RunRequest
@@ -100,12 +102,14 @@ def decide(
     if by_rank and layout.world_size == layout.dp:
         batch = solve_by_rank(by_rank, merged, layout.dp, asked.place("micro_batch_by_rank"), places, problems)
     else:
-        batch = solve(merged, layout.dp, layout.pp, places, problems)
+        least = pipeline_parts(layout.pp, asked.run.pipeline_schedule)
+        batch = solve(merged, layout.dp, least, places, problems)
     run = _settled(asked.run, merged, config, layout, batch, kind)
     if warnings is not None:
         check_combination(layout, config, problems)
         check_optimizer(run, layout, config, problems)
         check_shares(run, layout, problems)
+        check_schedule(run, layout, config, problems)
         check_part(run, layout, config, problems)
         check_averages(run, layout, config, problems)
     if "scheduler" in config:

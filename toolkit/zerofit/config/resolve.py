@@ -9,6 +9,7 @@ from typing import Any
 from zerofit.check.dotted import autos, drop, get, leaves, put
 from zerofit.check.subject import ZERO
 from zerofit.config.decide import Decision
+from zerofit.config.pipelines import PIPE_PARTITIONED
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
     BUCKET_LIMIT,
@@ -43,7 +44,6 @@ SIZES: dict[str, tuple[Callable[[ModelFacts], int], str]] = {
         "the largest parameter must fit into one swap buffer",
     ),
 }
-PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
 # why a value that the file left open is what it is
 REASONS = {
     "train_batch_size": "micro batch {micro} x accumulation {accumulation} x data parallel degree {dp}",

@@ -10,6 +10,7 @@ from typing import Any
 
 from zerofit.check.dotted import get
 from zerofit.config.images import check_images
+from zerofit.config.pipelines import check_layers
 from zerofit.config.shares import check_weighted
 from zerofit.spec.errors import Problems
 from zerofit.spec.model_facts import (
@@ -170,13 +171,7 @@ def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems)
     if layout.ep > 1:
         _check_expert_model(layout, run, facts, problems)
     check_images(run, layout, facts, problems)
-    if layout.pp > 1 and facts.layers is not None and layout.pp > facts.layers:
-        problems.add(
-            "layout",
-            f"--pipeline {layout.pp} needs at least as many layers, and {run.model} has {facts.layers}",
-            f"take --pipeline {facts.layers} or less",
-            "--pipeline",
-        )
+    check_layers(run, layout, facts, problems)
     if has_head(facts.task) or facts.task == "seq2seq-lm":
         _check_pairs(run, layout, facts, problems)
     check_weighted(run, facts, problems)

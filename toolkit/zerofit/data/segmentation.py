@@ -13,7 +13,7 @@ import numpy as np
 
 from zerofit.data.base import Data, Integers, LabelledDataset
 from zerofit.data.cache import cache_errors, waiting_lock
-from zerofit.data.hashing import held_out_limit, name_hash, sample_hashes, text_digest
+from zerofit.data.hashing import held_out_limit, name_hash, text_digest
 from zerofit.data.image_sources import Scaling
 from zerofit.data.imagefolder import IMAGENET, NAMED, SUFFIXES, VALID_NAMES, VALID_SHARE
 from zerofit.models.inputs import SegmentationInputs
@@ -201,35 +201,3 @@ def _looked_at(root: Path, pair: MaskedImage) -> tuple[int, str]:
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
         return -1, " ".join(str(error).split())[:120] or type(error).__name__
     return int(values[values != UNLABELLED].max(initial=0)), ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticMasks(LabelledDataset):
-    """A rectangle of one colour a class on a background of class 0, under noise; a pure function of (seed, number)."""
-
-    n: int
-    first: int  # where this split begins in the endless row of samples
-    classes: int
-    size: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    def batch(self, indices: Integers, keys: Integers) -> dict:
-        """See Dataset.batch; there is no augmentation, `keys` are not used."""
-        import torch
-
-        colours = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
-        numbers, size = np.asarray(indices) + self.first, self.size
-        labels = np.zeros((len(numbers), size, size), dtype=np.int64)
-        images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
-        for one, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
-            draw = np.random.Generator(np.random.Philox(key=int(key)))
-            for _ in range(3):
-                top, left = draw.integers(0, size - size // 4, 2)
-                high, wide = draw.integers(size // 4, size // 2 + 1, 2)
-                labels[one, top : top + high, left : left + wide] = draw.integers(1, self.classes)
-            noise = 0.5 * draw.standard_normal((3, size, size))
-            images[one] = colours[labels[one]].transpose(2, 0, 1) + noise
-        return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}

@@ -11,7 +11,6 @@ import numpy as np
 
 from zerofit.data.base import Data, Dataset, Integers, LabelledDataset
 from zerofit.data.hashing import cell_hashes, sample_hashes
-from zerofit.data.segmentation import SyntheticMasks
 from zerofit.data.table import TableRows
 from zerofit.data.text import mask_tokens, masked_count
 from zerofit.models.catalog import find
@@ -119,8 +118,8 @@ def _size(name: str, default: int, what: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyntheticImages(LabelledDataset):
-    """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
+class MadePictures(LabelledDataset):
+    """Pictures that are drawn when they are asked for."""
 
     n: int
     first: int  # where this split begins in the endless row of samples
@@ -130,6 +129,11 @@ class SyntheticImages(LabelledDataset):
 
     def __len__(self) -> int:
         return self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticImages(MadePictures):
+    """A coarse picture for each class under noise; sample i is a pure function of (seed, first + i)."""
 
     def batch(self, indices: Integers, keys: Integers) -> dict:
         """See Dataset.batch; there is no augmentation, `keys` are not used."""
@@ -148,6 +152,29 @@ class SyntheticImages(LabelledDataset):
             "inputs": images.add_(interpolate(coarse, size=(self.size, self.size), mode="nearest")),
             "labels": torch.from_numpy(labels),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticMasks(MadePictures):
+    """Three rectangles in their classes' colours on a background of class 0 and noise; by (seed, first + i) alone."""
+
+    def batch(self, indices: Integers, keys: Integers) -> dict:
+        """See Dataset.batch; there is no augmentation, `keys` are not used."""
+        import torch
+
+        colours = np.random.Generator(np.random.Philox(key=self.seed)).standard_normal((self.classes, 3))
+        numbers, size = np.asarray(indices) + self.first, self.size
+        labels = np.zeros((len(numbers), size, size), dtype=np.int64)
+        images = np.empty((len(numbers), 3, size, size), dtype=np.float32)
+        for one, key in enumerate(sample_hashes(numbers, 2 * self.seed + 1)):
+            draw = np.random.Generator(np.random.Philox(key=int(key)))
+            for _ in range(3):
+                top, left = draw.integers(0, size - size // 4, 2)
+                high, wide = draw.integers(size // 4, size // 2 + 1, 2)
+                labels[one, top : top + high, left : left + wide] = draw.integers(1, self.classes)
+            noise = 0.5 * draw.standard_normal((3, size, size))
+            images[one] = colours[labels[one]].transpose(2, 0, 1) + noise
+        return {"inputs": torch.from_numpy(images), "labels": torch.from_numpy(labels)}
 
 
 @lru_cache(maxsize=2)

@@ -20,6 +20,7 @@ from zerofit.spec.overhead import (
     NCCL_NVLINK_BYTES,
     NCCL_PCIE_BYTES,
     NCCL_PCIE_CHANNELS,
+    REPLAYED,
     context_figure,
 )
 from zerofit.spec.units import shown_bytes
@@ -87,7 +88,13 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> fl
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
-    return share * peak_bytes + _process_bytes(layout, cluster)
+    fragmentation = share * peak_bytes
+    if not cluster.on_cpu:
+        if layout.zero_stage in (1, 2):
+            # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
+            fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
+        fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
+    return fragmentation + _process_bytes(layout, cluster)
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:

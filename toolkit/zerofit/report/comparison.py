@@ -247,7 +247,7 @@ def _sizes(figure: Any, about: dict[str, Any], rows: Rows) -> None:
     _epoch_curves(second[0], sizes, rows)
     _spread(second[1], sizes, rows, "test_accuracy", "accuracy on the test samples, best epoch", GREEN, "linear")
     _spread(third[0], sizes, rows, "seconds_per_epoch", "seconds an epoch", RED)
-    if any(row["noise_scale"] for row in rows):
+    if len({row["batch_size"] for row in rows if row["noise_scale"]}) > 1:
         _spread(third[1], sizes, rows, "noise_scale", "gradient noise scale (samples)", SAND)
     else:  # measured on one rank alone
         third[1].set_axis_off()
@@ -268,6 +268,8 @@ def _epoch_curves(axes: Any, sizes: Sequence[int], rows: Rows) -> None:
 
 def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, colour: str, scale: str = "log") -> None:
     """Draw each run as a dot, medians joined."""
+    from matplotlib.ticker import LogFormatter
+
     known = [(row["batch_size"], row[key]) for row in rows if row.get(key) is not None]
     if known:
         axes.plot(*zip(*known, strict=True), "o", color=colour, alpha=0.5, markersize=5)
@@ -276,7 +278,10 @@ def _spread(axes: Any, sizes: Sequence[int], rows: Rows, key: str, label: str, c
     axes.plot(there, [statistics.median(v for s, v in known if s == size) for size in there], "-", color=colour)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)  # the last two may lie close
-    axes.minorticks_off()
+    axes.xaxis.minorticks_off()
+    if scale == "log":
+        for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            part(LogFormatter(labelOnlyBase=False))  # plain numbers, between the powers of ten, too
     axes.set(xlabel="batch size", ylabel=label)
     _plain(axes)
 

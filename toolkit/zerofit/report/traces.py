@@ -59,25 +59,25 @@ class ReadTrace:
     parts: Mapping[Part, float]
 
 
-def read_trace(path: Path) -> ReadTrace:
-    """Read either kind of trace. Raises UserError."""
+def read_trace(path: Path, flag: str = "--trace") -> ReadTrace:
+    """Read either kind of trace. Raises UserError, in which `flag` is what named the file."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}") from None
+        raise _unreadable(path, flag, f"{type(error).__name__}: {error}") from None
     if trace.get("otherData", {}).get("made_by") == "zerofit":
         return _read_forecast(events, trace["otherData"])
     steps = [event for event in events if event["name"].startswith(STEP_MARK)]
     if not steps:
-        raise _unreadable(path, "it has no steps that `zerofit train --profile` has marked")
+        raise _unreadable(path, flag, "it has no steps that `zerofit train --profile` has marked")
     return _read_measured(events, steps)
 
 
-def _unreadable(path: Path, why: str) -> UserError:
+def _unreadable(path: Path, flag: str, why: str) -> UserError:
     message = f"{path} is no trace of steps: {why}"
     hint = "name what --trace of `zerofit plan` or `simulate` wrote, and traces/rank-0-step-3.json of a run folder"
-    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where="--trace"))
+    return UserError(Problem(kind="bad-trace", message=message, hint=hint, where=flag))
 
 
 def _read_forecast(events: Iterable[Event], about: Mapping[str, Any]) -> ReadTrace:

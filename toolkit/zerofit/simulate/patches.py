@@ -366,7 +366,19 @@ def autocast() -> None:
     autocast_as_cuda("AutocastPrivateUse1", NAME)
 
 
-OF_GPUS = (constants, backend_keys, attention, list_indices)  # of scripts, too
+def sends_in_batches() -> None:
+    """Make the sends and receives of a batch one by one: torch looks for the device's own backend, which is none.
+
+    (torch.distributed.batch_isend_irecv, DualPipeV)
+    """
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        return [one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in p2p_op_list]
+
+    torch.distributed.batch_isend_irecv = batch_isend_irecv
+
+
+OF_GPUS = (constants, backend_keys, attention, list_indices, sends_in_batches)  # of scripts, too
 ON_GPU = (*OF_GPUS, state_space, tensor_constructor, autocast, expert_rows)
 
 

@@ -22,7 +22,7 @@ from zerofit.train.pipeline import PipelineTrainer
 
 Driver = ZeroTrainer | PipelineTrainer
 
-INSTRUCTIONS: dict[type, str] = {
+INSTRUCTIONS: dict[type, str] = {  # CommitP2P, for sends and receives of both ways, belongs to the phase that lasts
     schedule.LoadMicroBatch: "forward",
     schedule.RecvActivation: "forward",
     schedule.ForwardPass: "forward",
@@ -139,7 +139,8 @@ def announce_phases(engine: Any, begin: Callable[[str], None]) -> None:
     """Let an engine say what it begins."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         engine._INSTRUCTION_MAP = {
-            kind: _announced(function, begin, INSTRUCTIONS[kind]) for kind, function in engine._INSTRUCTION_MAP.items()
+            kind: _announced(function, begin, INSTRUCTIONS[kind]) if kind in INSTRUCTIONS else function
+            for kind, function in engine._INSTRUCTION_MAP.items()
         }
         return
     for name in ("backward", "step"):

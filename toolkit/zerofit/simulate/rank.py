@@ -147,19 +147,24 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Give a pipeline stage's engine the shape that the stage before it would send.
+    """Give a pipeline stage's engine the shape that the stage before it would send, or on the way back after it.
 
     DeepSpeed sends it as numbers ahead of the first activation (runtime/pipe/engine.py, `_recv_tensor_meta`), which are
     zeros in a process group that sends nothing.
     """
     engine: Any = driver.engine
-    shape, dtype = _stage_input(driver, inputs)
-    engine._recv_tensor_meta = lambda send_stage: engine._allocate_or_extend_buffers(0, list(shape), dtype)
+    found = [_part_input(driver, inputs, part.start) for part in driver.parts]
+
+    def received(send_stage: int) -> torch.Tensor:
+        shape, dtype = found[send_stage > driver.coords.pp_rank]
+        return engine._allocate_or_extend_buffers(0, list(shape), dtype)
+
+    engine._recv_tensor_meta = received
 
 
 @torch.no_grad()
-def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and type of the activation that enters the stage, by running the layers before it on meta.
+def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and type of the activation that enters a layer, by running the layers before it on meta.
 
     They are built once more, since the driver's may share weights with layers of this stage. Decoder blocks, whose
     attention may exchange heads between ranks by now, leave shape and type as they are.
@@ -171,7 +176,7 @@ def _stage_input(driver: PipelineTrainer, inputs: Inputs) -> tuple[torch.Size, t
     x = x.to(dtype) if x.is_floating_point() else x
     if layout.sp > 1:
         x = x[:, own_tokens(x.shape[1], layout, driver.coords)]
-    for layer in as_layers(model)[: driver.first_layer]:
+    for layer in as_layers(model)[:first]:
         x = x if isinstance(layer.module, RotaryBlock) else layer.module(x)
     return x.shape, x.dtype
 

@@ -15,6 +15,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
+from zerofit.spec.run import PipelineSchedule
 from zerofit.spec.run_folder import Batch, Layout
 
 AXES = ("pp", "dp", "sp", "tp")  # fields of Layout, outermost first
@@ -68,6 +69,20 @@ def expert_rank(rank: int, layout: Layout) -> int:
 def first_of_stages(layout: Layout) -> list[int]:
     """Return the first rank of each pipeline stage."""
     return ranks_along(layout, "pp")[0]
+
+
+def pipeline_parts(stages: int, schedule: PipelineSchedule) -> int:
+    """Return into how many parts a pipeline cuts the layers; it takes as many micro batches to fill it."""
+    return 2 * stages if schedule == "dualpipev" else stages
+
+
+def parts_of_stage(stage: int, stages: int, schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Return which of the parts, in the order of the layers, a pipeline stage holds.
+
+    In DualPipeV two: activations go out through the first half of the parts and back through the second, so that the
+    first stage has both ends (runtime/pipe/dualpipev.py).
+    """
+    return (stage, 2 * stages - 1 - stage) if schedule == "dualpipev" else (stage,)
 
 
 def heaviest_of_stages(layout: Layout, batch: Batch) -> list[int]:

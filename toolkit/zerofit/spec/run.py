@@ -33,6 +33,8 @@ from zerofit.spec.partial_training import Bits, LoraInit, LoraSettings, PartialT
 from zerofit.spec.profiling import Numbers
 from zerofit.spec.units import Interval
 
+PipelineSchedule = Literal["1f1b", "dualpipev"]
+
 
 def _interval(text: str) -> str:
     Interval.parse(text)
@@ -213,6 +215,9 @@ class Run(BaseModel):
     tensor_parallel: PositiveInt = _option(1, "tensor parallel degree")
     pipeline: PositiveInt = _option(1, "pipeline parallel degree")
     pipeline_balance: Literal["parameters", "time"] = _option("parameters", "what stages are balanced by")
+    pipeline_schedule: PipelineSchedule = _option(
+        "1f1b", "order of a pipeline's micro batches; dualpipev: each stage holds two parts of the layers"
+    )
     sequence_parallel: PositiveInt = _option(1, "sequence parallel degree (Ulysses)")
     expert_parallel: PositiveInt = _option(1, "data ranks that hold a mixture's experts together (AutoEP)")
 

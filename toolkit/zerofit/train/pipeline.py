@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from safetensors import safe_open
@@ -25,7 +26,8 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers, state_tensors
 from zerofit.models.quantized import elements
-from zerofit.spec.mesh import RankCoords
+from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
+from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
@@ -36,6 +38,8 @@ from zerofit.train.process_group import accelerator, rank_device
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
 
+_Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # what a micro batch's first layer gets, its labels and their weight
+
 
 class PipelineTrainer(EngineTrainer):
     """Pipeline parallel, beside data, tensor and sequence parallelism; ZeRO stage 0 or 1."""
@@ -44,10 +48,11 @@ class PipelineTrainer(EngineTrainer):
         self.job, self.coords = job, coords
         self.device = rank_device()
         self._layers, bounds, self._head = _build_stage(job, coords, inputs)
-        self.first_layer = bounds[coords.pp_rank]
-        self._own_layers = self._layers[self.first_layer : bounds[coords.pp_rank + 1]]
+        self.parts = _parts_of(coords.pp_rank, job, bounds)
+        self._own_layers = [self._layers[index] for index in chain(*self.parts)]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
-        module = _Staged(self._layers, bounds, job, loss_fn=self._loss)
+        kind = _StagedV if job.run.pipeline_schedule == "dualpipev" else _Staged
+        module = kind(self._layers, bounds, job, loss_fn=self._loss)
         if job.layout.zero_stage == 0 and job.precision == "fp32":
             _count_once(module, coords)
         self.engine = start_engine(job, module, job.steps)
@@ -63,11 +68,26 @@ class PipelineTrainer(EngineTrainer):
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
         """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
         self._counts.zero_()
-        if count:
-            self.engine.eval_batch((self._pair(batch) for batch in batches), num_micro_batches=count)
+        pairs = (self._pair(batch) for batch in batches)
+        if self.job.run.pipeline_schedule == "dualpipev":
+            self._evaluate_in_rounds(pairs, count)
+        elif count:
+            self.engine.eval_batch(pairs, num_micro_batches=count)
         sums = self._counts.clone()  # only last stages have counted
         dist.all_reduce(sums)
         return sums / self.job.layout.tp  # tensor parallel ranks count the same batch
+
+    def _evaluate_in_rounds(self, pairs: Iterator[_Pair], count: int) -> None:
+        """Evaluate as many micro batches at a time as training accumulates, the last ones without any target.
+
+        DualPipeV's engine has the buffers of the way back in that distance (runtime/pipe/dualpipev.py,
+        `_phase1_buffer`), whatever it is asked for.
+        """
+        each = self.job.batch.accumulation
+        rounds = -(-count // each)
+        filled = _filled(pairs, rounds * each - count)
+        for _ in range(rounds):
+            self.engine.eval_batch(filled, num_micro_batches=each)
 
     def state_names(self, engine: Any) -> StateNames:
         """Return the names of this stage's state; a weight that several layers share has its first layer's name."""
@@ -118,7 +138,7 @@ class PipelineTrainer(EngineTrainer):
         run = self.job.run
         return weighted_cross_entropy(logits, labels, weight, run.loss_chunk, run.label_smoothing)
 
-    def _pair(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _pair(self, batch: Batch) -> _Pair:
         x, labels = batch["inputs"], batch["labels"]
         if x.is_floating_point():
             x = x.to(DTYPES[self.job.precision])
@@ -126,6 +146,14 @@ class PipelineTrainer(EngineTrainer):
             mine = own_tokens(x.shape[1], self.job.layout, self.coords)
             x, labels = x[:, mine], labels[:, mine]
         return x, (labels, torch.tensor(batch.get("weight", 1.0)))
+
+
+def _filled(pairs: Iterator[_Pair], more: int) -> Iterator[_Pair]:
+    """Yield the micro batches, and the last one so many times more without targets."""
+    for x, (labels, weight) in pairs:
+        yield x, (labels, weight)
+    for _ in range(more):
+        yield x, (torch.full_like(labels, IGNORE_INDEX), weight)
 
 
 def _even_norms(engine: Any) -> None:
@@ -180,7 +208,7 @@ class _Staged(PipelineModule):
             topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=data)
         else:
             topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=data)
-        apart = _tied_apart(layers, bounds)
+        apart = _tied_apart(layers, bounds, job)
         ready = [_Tied(layer) if layer.tied in apart else layer.module for layer in layers]
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
 
@@ -189,17 +217,27 @@ class _Staged(PipelineModule):
         self._set_bounds(start=self._bounds[self.stage_id], stop=self._bounds[self.stage_id + 1])
 
 
-def _tied_apart(layers: list[Layer], bounds: list[int]) -> set[str]:
+class _StagedV(DualPipeVModule, _Staged):
+    """Two parts a stage, the way out and the way back, each as it is given."""
+
+
+def _parts_of(stage: int, job: Job, bounds: list[int]) -> list[range]:
+    """Return the layers of each part of the model that a stage holds, by number."""
+    parts = parts_of_stage(stage, job.layout.pp, job.run.pipeline_schedule)
+    return [range(bounds[part], bounds[part + 1]) for part in parts]
+
+
+def _tied_apart(layers: list[Layer], bounds: list[int], job: Job) -> set[str]:
     """Return the keys of weights that different stages share.
 
     Two layers of one stage share by being the same Parameter; given as specs, DeepSpeed would call the first one's
     module in place of the second.
     """
-    stages: dict[str, set[int]] = {}
-    for index, layer in enumerate(layers):
-        if layer.tied:
-            stages.setdefault(layer.tied, set()).add(sum(index >= bound for bound in bounds[1:]))
-    return {key for key, where in stages.items() if len(where) > 1}
+    holders = defaultdict[str | None, set[int]](set)
+    for stage in range(job.layout.pp):
+        for index in chain(*_parts_of(stage, job, bounds)):
+            holders[layers[index].tied].add(stage)
+    return {key for key, stages in holders.items() if key and len(stages) > 1}
 
 
 class _Tied(TiedLayerSpec):
@@ -214,15 +252,15 @@ class _Tied(TiedLayerSpec):
 
 
 def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int], HeadLoss | None]:
-    """Return all layers, of which only this stage's have memory, the bounds of the stages, and what the loss is of."""
+    """Return all layers, of which only this stage's have memory, the bounds of the parts, and what the loss is of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     weights = [float(sum(map(elements, layer.module.parameters()))) for layer in layers]
     if run.pipeline_balance == "time":
         weights = _measured(job, source_of(run), inputs)
-    bounds = _bounds(weights, layers, layout.pp)
-    mine = layers[bounds[coords.pp_rank] : bounds[coords.pp_rank + 1]]
-    keep = {name for layer in mine for name in layer.names.values()}
+    bounds = _bounds(weights, layers, pipeline_parts(layout.pp, run.pipeline_schedule))
+    mine = chain(*_parts_of(coords.pp_rank, job, bounds))
+    keep = {name for index in mine for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
     model: Any = build_split(shape, groups.tensor, stored, make) if layout.tp > 1 else make(stored)
     if job.precision != "fp32":
@@ -233,16 +271,16 @@ def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Lay
     return layers, bounds, head_loss(model, run.loss_chunk, inside=False)
 
 
-def _bounds(weights: list[float], layers: list[Layer], stages: int) -> list[int]:
-    """Return the bounds of stages of equal weight; where one would train nothing, of equally many trained parameters.
+def _bounds(weights: list[float], layers: list[Layer], parts: int) -> list[int]:
+    """Return the bounds of parts of equal weight; where one would train nothing, of equally many trained parameters.
 
     DeepSpeed fails in a stage without a trained parameter (runtime/engine.py:2493).
     """
     trained = [float(sum(p.numel() for p in one.module.parameters() if p.requires_grad)) for one in layers]
-    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=stages)]
+    bounds = [int(b) for b in partition_balanced(weights=weights, num_parts=parts)]
     if all(sum(trained[first:last]) for first, last in pairwise(bounds)):
         return bounds
-    return [int(b) for b in partition_balanced(weights=trained, num_parts=stages)]
+    return [int(b) for b in partition_balanced(weights=trained, num_parts=parts)]
 
 
 def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Layer], groups: MeshGroups) -> None:

@@ -16,6 +16,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+from deepspeed.pipe import DualPipeVModule
 from torch import Tensor, nn
 
 from zerofit.checkpoint.full_state import MASTER
@@ -326,12 +327,23 @@ def _module_addresses(engine: Any, tag: str) -> dict[int, Address]:
     if not hasattr(module, "ckpt_layer_path"):
         file = engine._get_ckpt_name("", tag)
         return {id(t): (file, ("module", name)) for name, t in module.state_dict(keep_vars=True).items()}
-    layers = [(i, layer) for i, layer in enumerate(module.forward_funcs) if isinstance(layer, nn.Module)]
-    return {
-        id(t): (module.ckpt_layer_path(tag, i), (name,))
-        for i, layer in layers
-        for name, t in layer.state_dict(keep_vars=True).items()
-    }
+    found: dict[int, Address] = {}
+    for _ in _parts_exposed(module):
+        layers = [(i, layer) for i, layer in enumerate(module.forward_funcs) if isinstance(layer, nn.Module)]
+        for i, layer in layers:
+            names = layer.state_dict(keep_vars=True)
+            found |= {id(t): (module.ckpt_layer_path(tag, i), (name,)) for name, t in names.items()}
+    return found
+
+
+def _parts_exposed(module: Any) -> Iterator[None]:
+    """Have a pipeline's module expose each part of the layers that it holds, one after the other."""
+    if not isinstance(module, DualPipeVModule):
+        yield
+        return
+    for phase in range(len(module.phase_bounds)):
+        module.activate_phase(phase)
+        yield
 
 
 def _swap_files(optimizer: Any, sub_group: int, tag: str) -> dict[int, str]:

@@ -61,7 +61,7 @@ class TraceCalibration:
 
 def calibrated(path: Path, cluster: Cluster, base: Calibration | None, report: Reporter) -> TraceCalibration:
     """Return the calibration of this kind of device by a trace, on top of what was measured. Raises UserError."""
-    trace = read_trace(path)
+    trace = read_trace(path, FLAG)
     if trace.forecast:
         raise _refused(f"{path} is a forecast of zerofit's own", "name traces/rank-0-step-3.json of a run folder")
     if trace.on_device == cluster.on_cpu:

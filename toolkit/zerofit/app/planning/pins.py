@@ -13,7 +13,7 @@ from zerofit.spec.errors import Problems
 from zerofit.spec.optimizers import Optimizer, run_name
 from zerofit.spec.partial_training import Bits, LoraInit
 from zerofit.spec.profile import Savings
-from zerofit.spec.run import Precision
+from zerofit.spec.run import PipelineSchedule, Precision
 
 # knob of a layout -> the run's field, the DeepSpeed JSON's key
 FIELDS = {
@@ -68,6 +68,7 @@ class LayoutPins(TypedDict, total=False):
     ema: float | None
     tensor_parallel: int | None
     pipeline: int | None
+    pipeline_schedule: PipelineSchedule | None
     sequence_parallel: int | None
     expert_parallel: int | None
     zero_stage: Literal[0, 1, 2, 3] | None

@@ -70,8 +70,8 @@ def plan(
             how often machines fail (`mtbf`; `storage` or `timed_by` say what a save takes), for the `outlook` of each
             layout ("15T", "2.5", "6000/node"); and what is fixed of the layouts: `global_batch`, `micro_batch`,
             `micro_batch_by_rank`, `gradient_accumulation_steps`, `seq_len`, `precision`, `activation_checkpointing`,
-            `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`, `sequence_parallel`,
-            `expert_parallel`,
+            `activation_offload`, `loss_chunk`, `mlp_chunk`, `tensor_parallel`, `pipeline`, `pipeline_schedule`,
+            `sequence_parallel`, `expert_parallel`,
             `zero_stage`, `offload` (of the optimizer), `offload_param`, `overlap_comm`, `model_args`, what is trained
             (`lora` and its options, `train`, `freeze`), and `ds_config`, a DeepSpeed JSON of which every value but
             "auto" is kept.

@@ -17,6 +17,7 @@ from zerofit.app.planning.files import layout_fields
 from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import resolve_job
+from zerofit.config.pipelines import refuse_unplanned
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
@@ -135,6 +136,7 @@ class TuneJob:
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
         report, on = report or Reporter(), TrialHosts.of(hosts)
+        refuse_unplanned(asked.run.pipeline_schedule)
         if asked.run.micro_batch_by_rank:
             message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
             hint = "leave it out here, and give it to `zerofit train` with what was found"

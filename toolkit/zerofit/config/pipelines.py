@@ -1,0 +1,68 @@
+"""Pipelines: what a schedule asks of the layout, the batch and the DeepSpeed JSON, and stages of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerofit.check.dotted import get
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.mesh import pipeline_parts
+from zerofit.spec.model_facts import ModelFacts
+from zerofit.spec.run import PipelineSchedule, Run
+from zerofit.spec.run_folder import Layout
+
+PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
+
+
+def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
+    """Check what DualPipeV takes (DeepSpeed 0.19.8, runtime/pipe/dualpipev.py:97-104); `run` has everything settled."""
+    if run.pipeline_schedule != "dualpipev":
+        return
+    asked, place = "--pipeline-schedule dualpipev", "--pipeline-schedule"
+    if layout.pp == 1:
+        message = f"{asked} orders the micro batches of pipeline stages, and --pipeline is 1"
+        problems.add("layout", message, "take --pipeline 2 or more, or leave the schedule out", place)
+        return
+    if layout.zero_stage == 0:
+        message = f"{asked} at ZeRO stage 0: it has been seen to train like one device does at stage 1 alone"
+        problems.add("layout", message, "take --ds-config pipeline (stage 1)", "zero_optimization.stage")
+    least, steps = pipeline_parts(layout.pp, run.pipeline_schedule), run.gradient_accumulation_steps or 1
+    if steps < least:
+        problems.add(
+            "layout",
+            f"{asked} with {steps} gradient accumulation steps: the {least} parts of the layers on {layout.pp} stages "
+            f"take at least {least} micro batches",
+            f"take --gradient-accumulation-steps {least} or more (and a smaller --micro-batch for the same global "
+            "batch)",
+            "--gradient-accumulation-steps",
+        )
+    for key in PIPE_PARTITIONED:
+        if layout.tp > 1 and get(config, f"pipeline.{key}") is True:
+            message = f"pipeline.{key} with {asked}, whose stages hand on whole activations"
+            problems.add("layout", message, "remove the key", f"pipeline.{key}")
+    if run.compile:
+        message = f"--compile with {asked} has not been seen to train like one device does"
+        problems.add("layout", message, "leave one of them out", "--compile")
+
+
+def refuse_unplanned(schedule: PipelineSchedule | None) -> None:
+    """Raise UserError for a schedule that plan, and what searches by its formulas, cannot forecast."""
+    if schedule == "dualpipev":
+        place = "--pipeline-schedule"
+        message = f"{place} dualpipev: plan, tune and --fit have no formula for two parts of the layers a stage"
+        hint = "leave it out here; `zerofit simulate` tells its memory, docs/parallelism.md its idle time"
+        raise UserError(Problem(kind="layout", message=message, hint=hint, where=place))
+
+
+def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:
+    """Check that each part of a pipeline gets a layer."""
+    parts = pipeline_parts(layout.pp, run.pipeline_schedule)
+    if layout.pp == 1 or facts.layers is None or parts <= facts.layers:
+        return
+    each = parts // layout.pp
+    needs = f"{parts} layers, two a stage with --pipeline-schedule dualpipev" if each > 1 else "as many layers"
+    message = f"--pipeline {layout.pp} needs at least {needs}, and {run.model} has {facts.layers}"
+    fewer = facts.layers // each
+    hint = f"take --pipeline {fewer} or less" if fewer > 1 or each == 1 else "leave --pipeline-schedule out"
+    problems.add("layout", message, hint, "--pipeline")
