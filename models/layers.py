@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, ViTForImageClassification
     from transformers.models.bert.modeling_bert import BertEmbeddings, BertLMPredictionHead
 
-__all__ = ["Layer", "as_layers", "materialise"]
+__all__ = ["Layer", "as_layers", "materialise", "state_tensors"]
 
 Maker = Callable[[Any], list["Layer"]]
 
@@ -73,11 +73,22 @@ def _maker(model: nn.Module) -> Maker:
 def _layer(name: str, module: nn.Module, paths: dict[str, str], **more: Any) -> Layer:
     """Make a layer; `paths` maps a submodule or parameter of it ("" is the layer itself) to its path in the model."""
     names = {}
-    for key in module.state_dict():
+    for key, _ in state_tensors(module):
         inside = max((p for p in paths if p == "" or key == p or key.startswith(p + ".")), key=len)
         rest = key[len(inside) :].lstrip(".")
         names[key] = ".".join(part for part in (paths[inside], rest) if part)
     return Layer(name=name, module=module, names=names, **more)
+
+
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers by their keys in the state dict, with meta tensors, too.
+
+    It has more keys where weights are quantised: their scales, for which bitsandbytes reads values.
+    """
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), tensor
 
 
 def _own(model: nn.Module, path: str, **more: Any) -> Layer:

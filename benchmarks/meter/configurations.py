@@ -391,6 +391,9 @@ llama-qlora zero0 fp32 mb2 x2
 llama-qlora zero2 bf16 mb2 x2
 llama-qlora zero2 bf16 mb2 ckpt x2
 llama-qlora zero3 bf16 mb2 ckpt x2
+llama-qlora zero3 fp32 mb2 x2
+llama-qlora zero3 bf16 mb2 ga2 x2
+llama-qlora zero3 bf16 mb8 offload x2
 llama-qlora-int8 zero1 bf16 mb2 x2
 vit-frozen zero2 bf16 mb8 x2
 vit-frozen zero3 fp32 mb2 x2
@@ -399,6 +402,8 @@ llama zero2 bf16 mb2 adamw8bit x2
 llama zero3 fp32 mb2 adamw8bit x2
 llama-lora zero2 bf16 mb2 adamw8bit x2
 llama zero0 fp32 mb2 adafactor x2
+llama zero0 fp32 mb2 pp2 x2
+llama zero0 fp32 mb2 pp2 adafactor x2
 llama zero0 bf16 mb2 ga2 adafactor x2
 """.strip().splitlines()
 

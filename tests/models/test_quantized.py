@@ -12,6 +12,7 @@ from zerofit.models.catalog import ModelError, find
 from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import TextInputs
+from zerofit.models.layers import as_layers
 from zerofit.models.partial import lora_layers
 from zerofit.models.quantized import quantized_share, source_of_bits
 from zerofit.spec.partial_training import LoraSettings, PartialTraining, Quantization
@@ -79,6 +80,8 @@ def test_what_is_known_without_memory_is_what_is_there(base):
     assert quantized_share(made) == (weights, weights // 2 + 2 * (4 * scales[0] + 3 * scales[1]))
     for (name, one), (_, other) in zip(planned.named_parameters(), made.named_parameters(), strict=True):
         assert (one.shape, one.requires_grad) == (other.shape, other.requires_grad), name
+    layers = [[layer.names for layer in as_layers(one)] for one in (planned, made)]
+    assert layers[0] == layers[1] and sum(map(len, layers[0])) == len(list(made.parameters()))
 
 
 def test_a_model_without_linear_layers_is_refused():

@@ -10,11 +10,15 @@ from unittest.mock import patch
 import pytest
 
 from zerofit.plan import memory as memory_module
+from zerofit.plan import zero3_gather
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
 from zerofit.plan.persistent import overlap_in_partition, parameters_offloaded, sub_groups
 from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.space import PlanRequest, space_of
 from zerofit.plan.timeline import timeline
+from zerofit.plan.zero3_gather import gathered_in_backward, gathered_in_forward
+from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile, setting
 
 ZERO = Linear()
@@ -76,6 +80,47 @@ def test_frozen_weights_have_no_states(stage):
     expected = {0: 4_400_000, 1: 2_600_000, 2: 2_600_000, 3: 500_000 + 600_000 + 100_000 + 2_000_000}
     assert forecast(FROZEN, layout(stage, dp=4)).static_bytes == expected[stage]
     assert (FROZEN.parameters, FROZEN.trained) == (1_000_000, 200_000)
+
+
+PACKED = replace(
+    PROFILE,
+    layers=(
+        FROZEN.layers[0],
+        LayerRun(
+            name="block",
+            count=2,
+            matrices=(100_000,),
+            vectors=(),
+            quantized=(400_000,),
+            packed=(200_000,),
+            quantized_bytes=212_500,
+            buffers_bytes=212_500,
+        ),
+    ),
+)
+
+
+def test_stage_3_divides_the_bytes_of_quantised_weights_but_not_their_scales():
+    """A quarter of 2 bytes each for 600,000, of 16 for 200,000, of 400,000 packed; 25,000 of scales, and a bucket."""
+    memory = forecast(PACKED, layout(3, dp=4))
+    assert memory.static_bytes == 300_000 + 800_000 + 100_000 + 25_000 + 2_000_000
+    gathered = gathered_in_backward(timeline(PACKED, setting("bf16", False, 1, 1)), layout(3, dp=4))
+    assert max(gathered) == 2 * 200_000 + 400_000  # the embedding has no backward, and of the blocks all stays
+
+
+def test_weights_in_4_bits_go_with_all_stages_and_stay_on_the_device():
+    request = PlanRequest(precision="bf16", micro_batch=1, checkpointing=False)
+    families = space_of(PACKED, Cluster("h100-80gb", gpus=2), request).families
+    assert {(one.zero_stage, one.offload_param) for one, *_ in families} == {(n, "none") for n in range(4)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_quantised_weights_outlive_their_release(monkeypatch, checkpointing):
+    """Two blocks' 200,000 bytes are held by the graph, and those in use are gathered once more in backward."""
+    monkeypatch.setattr(zero3_gather, "REUSE_ELEMENTS", 0)
+    line, four = timeline(PACKED, setting("bf16", False, 1, 1)), layout(3, dp=4, checkpointing=checkpointing)
+    assert max(gathered_in_forward(line, four)[1:]) == 2 * 200_000 + 2 * 100_000
+    assert gathered_in_backward(line, four)[0] == 2 * 200_000 + 200_000 + (2 * 100_000 if checkpointing else 0)
 
 
 def test_each_stage_trains_something():

@@ -23,7 +23,7 @@ from zerofit.spec.model_facts import (
     ModelFacts,
     has_head,
 )
-from zerofit.spec.optimizers import EIGHT_BIT, OPTIMIZER_TYPES, Optimizer
+from zerofit.spec.optimizers import EIGHT_BIT, OPTIMIZER_TYPES, refusals
 from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
@@ -109,10 +109,13 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
     if run.momentum is not None and run.optimizer not in (None, "sgd", "muon"):
         message = f"{OPTIMIZER_TYPES[run.optimizer]} takes no momentum"
         problems.add("conflict", message, "leave it out, or take --optimizer sgd", "--momentum")
-    if run.optimizer in EIGHT_BIT:
-        _check_eight_bit(run.optimizer, layout, config, problems)
-    if run.optimizer == "adafactor":
-        _check_adafactor(run, layout, problems)
+    device = get(config, "zero_optimization.offload_optimizer.device", "none")
+    for message, hint in refusals(run.optimizer, run.precision, device, layout):
+        problems.add("layout", message, hint, "--optimizer")
+    if run.optimizer in EIGHT_BIT and get(config, "zero_optimization.elastic_checkpoint"):
+        why = "elastic_checkpoint, for which DeepSpeed cuts states weight by weight, and blocks cannot be"
+        hint = "remove the key: zerofit's checkpoints have an index of their own"
+        problems.add("layout", f"--optimizer {run.optimizer} with {why}", hint, "zero_optimization.elastic_checkpoint")
     if run.optimizer == "muon" and layout.zero_stage and run.gradient_clipping:
         problems.add(
             "layout",
@@ -157,47 +160,6 @@ def check_optimizer(run: Run, layout: Layout, config: Mapping[str, Any], problem
             "take another optimizer, or leave --pipeline at 1",
             "--optimizer",
         )
-
-
-def _check_eight_bit(name: Optimizer, layout: Layout, config: Mapping[str, Any], problems: Problems) -> None:
-    """Check where bitsandbytes' AdamW steps: on the device, in groups that DeepSpeed does not make anew."""
-    asked = f"--optimizer {name}"
-    device = get(config, "zero_optimization.offload_optimizer.device", "none")
-    if device != "none":
-        problems.add(
-            "layout",
-            f"{asked} with offload_optimizer.device {device}: on the host bitsandbytes unpacks all states into "
-            "float32 at each step, which takes more than they do",
-            "remove offload_optimizer, or take --optimizer adamw, whose step on the host is DeepSpeed's own",
-            "--optimizer",
-        )
-    if get(config, "zero_optimization.elastic_checkpoint"):
-        message = (
-            f"{asked} with elastic_checkpoint, for which DeepSpeed cuts states weight by weight, and blocks cannot be"
-        )
-        path = "zero_optimization.elastic_checkpoint"
-        problems.add("layout", message, "remove the key: zerofit's checkpoints have an index of their own", path)
-    if layout.ep > 1:
-        message = f"{asked} with --expert-parallel {layout.ep}: DeepSpeed puts experts into groups of optimizers"
-        hint = "take --optimizer adamw, or leave --expert-parallel at 1"
-        problems.add("layout", f"{message} that it makes itself alone (runtime/engine.py:2330)", hint, "--optimizer")
-
-
-def _check_adafactor(run: Run, layout: Layout, problems: Problems) -> None:
-    """Check that Adafactor sees whole matrices: its second moments are one number a row and one a column."""
-    why, hint = "", "take --optimizer adamw8bit, whose states can be divided"
-    if layout.zero_stage:
-        why = f"ZeRO stage {layout.zero_stage} gives optimizers flat parts of all matrices together"
-        hint = f"take --ds-config zero0, or {hint.removeprefix('take ')}"
-    elif layout.pp > 1 and run.precision == "bf16":
-        why = "DeepSpeed's optimizer of pipelines in bf16 is given flat parts of all matrices together"
-        hint = f"take --precision fp32, or {hint.removeprefix('take ')}"
-    elif layout.tp > 1:
-        why = f"ranks of --tensor-parallel {layout.tp} hold slices, and the size of steps follows from whole matrices"
-        hint = "leave --tensor-parallel at 1"
-    if why:
-        message = f"--optimizer adafactor keeps a number a row and a number a column of each matrix, and {why}"
-        problems.add("layout", message, hint, "--optimizer")
 
 
 def check_model(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:

@@ -27,13 +27,6 @@ class StateBytes(NamedTuple):
     host: int = 0  # in memory that the driver moves to the device page by page
 
 
-def fits_optimizer(layout: PlannedLayout) -> bool:
-    """Return whether a layout takes its optimizer (config/validate.py, check_optimizer)."""
-    if layout.optimizer == "adafactor":
-        return layout.zero_stage == 0 and layout.tp == layout.pp == layout.ep == 1
-    return layout.optimizer not in EIGHT_BIT or (layout.offload_optimizer == "none" and layout.ep == 1)
-
-
 def states_of(layout: PlannedLayout, numels: Iterable[int], device: str) -> StateBytes:
     """Return the states of tensors of so many elements, which may be flat parts of many parameters."""
     if layout.optimizer not in EIGHT_BIT:

@@ -138,7 +138,8 @@ class Passes:
         stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
         last_of_first = stages[0][-1][0]
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
-        whole = [(*own, layer.frozen) for own, layer in zip(tensors, layers, strict=True)]
+        packed = [tuple(-(-size // layout.element_bytes) for size in layer.packed) for layer in layers]
+        whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
         hooks = [sum(map(len, kinds)) if layout.zero_stage == 3 else 0 for kinds in whole]
         gradients = [sum(map(len, own)) for own in tensors]
         # where it is checkpointed, forward's hooks and collectives run again in backward

@@ -47,8 +47,9 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
     else:
         found = _unpartitioned(line, layout, device)
     kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
-    if line.quantized_bytes:  # whole on each rank, beside adapters
-        kept["quantised weights"] = line.quantized_bytes
+    if line.quantized_bytes:  # whole on each rank below stage 3, which leaves their scales so
+        packed = sum(p.numel for layer in line.packed for p in layer) if layout.zero_stage == 3 else 0
+        kept["quantised weights"] = line.quantized_bytes - packed
     found = found._replace(device={**kept, **found.device})
     if not layout.ema:
         return found
@@ -210,16 +211,17 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
+    packed = sum(spread.shard(p) for layer in line.packed for p in layer)
     # never given back once gathered (partitioned_param_coordinator.py:644);
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
-    gathered = _small_elements(line, layout.persistence, spread)
+    gathered = _small_bytes(line, layout.persistence, spread, element)
     here = {
         "communication buckets": reduction_bytes(layout) * layout.bucket,  # :782, held for good
-        "gathered parameters": element * gathered,
+        "gathered parameters": gathered,
     }
     offloaded = PersistentMemory({}, {})
     if layout.offload_param == "none":
-        here["parameters"] = element * (part + frozen)
+        here["parameters"] = element * (part + frozen) + packed
     else:
         offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
@@ -236,8 +238,9 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
 
 
 @lru_cache(maxsize=1024)
-def _small_elements(line: StageTimeline, threshold: int, spread: ParameterSharers) -> int:
-    return sum(p.numel for layer in line.layers for p in layer if p.numel <= threshold and spread.of(p) > 1)
+def _small_bytes(line: StageTimeline, threshold: int, spread: ParameterSharers, element: int) -> int:
+    every = (p for layer in (*line.layers, *line.packed) for p in layer)
+    return sum(p.bytes(element) for p in every if p.numel <= threshold and spread.of(p) > 1)
 
 
 def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
-from zerofit.plan.optimizer_states import fits_optimizer
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
 from zerofit.spec.model_facts import (
@@ -18,6 +17,7 @@ from zerofit.spec.model_facts import (
     prefetch_elements,
     width,
 )
+from zerofit.spec.optimizers import refusals
 from zerofit.spec.profile import Profile
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
@@ -28,8 +28,8 @@ MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the 
 
 _SHARDED_BITS = Problem(
     kind="quantized",
-    message="plan has no formula for quantised weights at ZeRO stage 3, where what is gathered stays until backward",
-    hint="take stage 2: they are small and are not trained; `zerofit simulate` takes stage 3",
+    message="weights in 8 bits are not divided at ZeRO stage 3, and quantised ones take no offload_param",
+    hint="take --quantize nf4 or stage 2, and leave parameters on the device: quantised ones are small",
     where="--quantize",
 )
 
@@ -77,7 +77,6 @@ class SearchSpace:
 def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> SearchSpace:
     """Return every layout that can be run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
-    quantized = any(layer.quantized for layer in profile.layers)
     for degrees in _degrees(cluster, profile, request):
         problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
         if problem:
@@ -86,7 +85,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
         batches = list(_batches(degrees, profile, cluster, request, space))
         asked = (False, True) if request.checkpointing is None else (request.checkpointing,)
         traced = [c for c in asked if degrees.setting(request.precision, c) in profile.costs]
-        sharding = [one for one in _sharding(degrees, cluster, request) if one[0] < 3 or not quantized]
+        sharding = [one for one in _sharding(degrees, cluster, request) if _takes_bits(profile, one[0], one[2])]
         if not sharding:
             space.leave_out(_SHARDED_BITS)
         options = product(sharding, traced, batches)
@@ -111,7 +110,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 ema=request.keep.get("ema"),
                 optimizer=request.keep.get("optimizer", "adamw"),
             )
-            if not fits_optimizer(first):
+            if any(refusals(first.optimizer, first.precision, first.offload_optimizer, first)):
                 continue
             if first.ema and (degrees.product > 1 or optimizer == "nvme"):
                 continue  # averages are of data parallel ranks, and in memory (config/images.py)
@@ -155,6 +154,13 @@ def _untraced(degrees: Degrees, profile: Profile, request: PlanRequest) -> Probl
     return Problem(kind="not-profiled", message=message, hint="ask for the degree by its flag", where="--profile")
 
 
+def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
+    """Return whether a stage takes a model's quantised weights (config/part.py): int8 ones have a byte a number."""
+    eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
+    bits = any(layer.quantized for layer in profile.layers)
+    return not bits or (offload_param == "none" and not (eight and stage == 3))
+
+
 def _decided(request: PlanRequest) -> Problem:
     knobs = {"micro_batch": request.micro_batch, "accumulation": request.accumulation, **request.keep}
     words = ", ".join(f"{name} {value}" for name, value in knobs.items() if value is not None)
@@ -168,7 +174,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
     if "zero_stage" in keep and "offload_optimizer" in keep:  # a combination of the user's own
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
         return
-    if degrees.ep == 1 and (degrees.pp == 1 or request.precision != "fp32"):  # of which plan has no formula yet
+    if degrees.ep == 1:
         yield 0, "none", "none"
     yield 1, "none", "none"
     if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)

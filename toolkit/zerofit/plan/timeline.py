@@ -39,11 +39,16 @@ class Parameter(NamedTuple):
     group: int  # 0: matrices, 1: vectors, FROZEN: in none, EXPERTS and above: spread experts
     start: int  # elements before it in its group
     split: bool = False  # tensor parallel ranks have a part each
+    packed: bool = False  # quantised: its elements are bytes, whatever the precision
 
     @property
     def expert(self) -> bool:
         """Whether it holds a rank's share of the experts: fewer ranks have the same."""
         return self.group >= EXPERTS
+
+    def bytes(self, element: int) -> int:
+        """Return its bytes, where an element of the precision has so many."""
+        return self.numel if self.packed else element * self.numel
 
 
 class TimelineEvent(NamedTuple):
@@ -64,14 +69,16 @@ class StageTimeline:
     forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
     backward: tuple[TimelineEvent, ...]
     saved: Point  # of one micro batch, once its forward is done
-    buffers_bytes: int  # with the next
-    quantized_bytes: int = 0
+    buffers_bytes: int  # with quantized_bytes
+    packed: tuple[tuple[Parameter, ...], ...]  # quantised weights of each layer, which only stage 3 divides
+    quantized_bytes: int = 0  # with their scales
     on_host: tuple[Point, ...] = ()  # of one micro batch, what each layer that keeps some has in host memory
     received: Point = NOTHING  # activation that comes from the stage before
     sent: Point = NOTHING  # activation that goes to the next stage
     logits: Point = NOTHING  # output of the last stage
     ep: int = 1  # ranks that hold the experts together
     factors: int = 0  # numbers that Adafactor keeps of whole parameters
+    still: int = 0  # first layers with which no backward has to do: nothing up to them is trained
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -130,14 +137,23 @@ def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) 
         backward=tuple(_backward(mine, layers, bases, chosen)),
         saved=bases[-1],
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
+        packed=tuple(tuple(Parameter(n, FROZEN, 0, packed=True) for n in placed.layer.packed) for placed in mine),
         quantized_bytes=sum(placed.layer.quantized_bytes for placed in mine),
         on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=int(key.partition("/ep=")[2] or 1),
         factors=sum(placed.layer.factors for placed in mine),
+        still=_still(mine),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
     )
+
+
+def _still(mine: Sequence[_Placed]) -> int:
+    """Count the first layers without trained parameters; none where the head shares their matrix."""
+    if mine[-1].layer.tied_to is not None:
+        return 0
+    return next((n for n, placed in enumerate(mine) if placed.trained), 0)
 
 
 class _Placed:

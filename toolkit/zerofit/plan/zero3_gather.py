@@ -5,7 +5,7 @@ Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -21,8 +21,7 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
     """Return the bytes that are gathered at most in the forward of each of line.forward's layers."""
     layers = _layers(line, layout)
     ahead = layers.fetched_ahead(len(line.layers) - 1)
-    gathered = [max(ahead, layers.earlier[n] + layers.inside(n, recomputed=False)) for n, *_ in line.forward]
-    return [layout.element_bytes * elements for elements in gathered]
+    return [max(ahead, layers.earlier[n] + layers.inside(n, layers.kept[n], forward=True)) for n, *_ in line.forward]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
@@ -32,7 +31,7 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
     gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     layers = _layers(line, layout)
-    return [layout.element_bytes * layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
+    return [layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
 
 
 def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
@@ -43,39 +42,57 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
     for event in line.backward:
         if event.layer != layer:
             layer, released = event.layer, 0
-        inside, whole = layers.inside(layer, layout.checkpointing), layers.kept[layer] or layout.checkpointing
-        gathered = max(layers.earlier[layer] + max(inside - released, 0), layers.fetched_ahead(layer, released))
-        found.append(layout.element_bytes * gathered)
+        whole = layers.kept[layer] or layout.checkpointing
+        held = layers.earlier[layer] + layers.outliving(layer)
+        inside = max(layers.inside(layer, whole) - released, 0) if layer >= layers.still else 0
+        found.append(max(held + inside, layers.fetched_ahead(layer, released)))
         if event.parameter is not None and whole and layers.gathers(event.parameter):
-            released += event.parameter.numel
+            released += event.parameter.bytes(layout.element_bytes)
     return found
 
 
 def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
     # a parameter on the host comes to the device even where it is whole
-    return _cached_layers(line, layout.persistence, layout.prefetch, sharers(layout), layout.offload_param != "none")
+    spread, hosted = sharers(layout), layout.offload_param != "none"
+    still = line.still if any(line.packed) and not layout.checkpointing else 0
+    return _cached_layers(line, layout.element_bytes, layout.persistence, layout.prefetch, spread, hosted, still)
 
 
 class _Layers:
     """Layers and whether their parameters stay gathered from forward to backward (`__params_to_release`).
 
     A module's parameters are released after it, unless the trace uses them again within the reuse distance; between
-    a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered.
+    a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered. The first
+    `still` layers have no backward: so it was seen beside quantised weights, but not where blocks are checkpointed.
+    bitsandbytes' products keep the gathered bytes of their weights as attributes of their nodes, checkpointed or not,
+    and so these outlive their release until the graph is dropped (autograd/_functions.py, MatMul4Bit).
     """
 
-    def __init__(self, line: StageTimeline, persistence: int, prefetch: int, spread: ParameterSharers, hosted: bool):
-        self.persistence, self.prefetch, self.spread, self.hosted = persistence, prefetch, spread, hosted
-        self.numels = [[p.numel for p in layer if self.gathers(p)] for layer in line.layers]
-        totals = [sum(p.numel for p in layer) for layer in line.layers]
+    def __init__(
+        self,
+        line: StageTimeline,
+        element: int,
+        persistence: int,
+        prefetch: int,
+        spread: ParameterSharers,
+        hosted: bool,
+        still: int,
+    ):
+        self.element, self.persistence, self.prefetch = element, persistence, prefetch
+        self.spread, self.hosted, self.still = spread, hosted, still
+        every = [(*packed, *layer) for packed, layer in zip(line.packed, line.layers, strict=True)]
+        self.members = [[p for p in layer if self.gathers(p)] for layer in every]
+        totals = [sum(p.numel for p in layer) for layer in every]
         following, self.kept = 0, [False] * len(totals)
         for n in reversed(range(len(totals))):
-            self.kept[n] = 2 * following < REUSE_ELEMENTS
+            self.kept[n] = 2 * following < REUSE_ELEMENTS and n >= still
             following += totals[n]
         self.experts = any(p.expert for layer in line.layers for p in layer)
-        self.needed = list(accumulate(map(sum, self.numels), initial=0))
-        self.earlier = [0]
-        for numels, kept in zip(self.numels, self.kept, strict=True):
-            self.earlier.append(self.earlier[-1] + (sum(numels) if kept else 0))
+        sizes = [self._bytes(layer) for layer in self.members]
+        self.needed = list(accumulate(sizes, initial=0))
+        self.packed = [sum(p.numel for p in layer if p.packed) for layer in self.members]
+        staying = [size if kept else bits for size, kept, bits in zip(sizes, self.kept, self.packed, strict=True)]
+        self.earlier = list(accumulate(staying, initial=0))
 
     def fetched_ahead(self, layer: int, released: int = 0) -> int:
         """Count what is gathered once the layers up to one are all that are still needed, where experts are spread.
@@ -83,33 +100,50 @@ class _Layers:
         Each module fetches ahead, and one has all experts in three parameters: so fetching runs through the layers
         until it meets its limit, and what it has passed stays (:649).
         """
-        return min(LIVE_ELEMENTS, self.needed[layer + 1] - released) if self.experts else 0
+        return min(self.element * LIVE_ELEMENTS, self.needed[layer + 1] - released) if self.experts else 0
 
-    def inside(self, layer: int, recomputed: bool) -> int:
-        """Count the elements of a layer's own parameters that are gathered at once: one in use, those fetched ahead."""
-        numels = self.numels[layer]
-        if self.kept[layer] or recomputed:
-            return sum(numels)
-        return max((numel + sum(self._ahead(numels[place + 1 :])) for place, numel in enumerate(numels)), default=0)
+    def inside(self, layer: int, whole: bool, forward: bool = False) -> int:
+        """Count the bytes of a layer's own parameters that are gathered at once: one in use, those fetched ahead.
+
+        `whole`: all of them are. In forward packed ones that were used before are still there.
+        """
+        members = self.members[layer]
+        if whole:
+            return self._bytes(members)
+        most = used = 0
+        for place, parameter in enumerate(members):
+            ahead = self._bytes(self._ahead(members[place + 1 :]))
+            most = max(most, used + parameter.bytes(self.element) + ahead)
+            used += parameter.numel if forward and parameter.packed else 0
+        return most
+
+    def outliving(self, layer: int) -> int:
+        """Count the bytes of packed weights that a layer's backward finds beside those that are gathered for it."""
+        return sum(self.packed[layer + 1 :]) + (0 if self.kept[layer] else self.packed[layer])
 
     def gathers(self, parameter: Parameter) -> bool:
         """Return whether a parameter is gathered and released: it is spread over ranks, and too large to stay."""
         return parameter.numel > self.persistence and (self.hosted or self.spread.of(parameter) > 1)
 
     def at_once(self, layer: int, fewest: int) -> int:
-        """Count the elements of the largest all-gather of `fewest` parameters or more: one in use, or those ahead."""
-        numels = self.numels[layer]
-        groups = [[numel] for numel in numels] + [self._ahead(numels[place:]) for place in range(len(numels))]
-        return max((sum(group) for group in groups if len(group) >= fewest), default=0)
+        """Count the bytes of the largest all-gather of `fewest` parameters or more: one in use, or those ahead."""
+        members = self.members[layer]
+        groups = [[p] for p in members] + [self._ahead(members[place:]) for place in range(len(members))]
+        return max((self._bytes(group) for group in groups if len(group) >= fewest), default=0)
 
-    def _ahead(self, numels: Sequence[int]) -> list[int]:
+    def _ahead(self, members: Sequence[Parameter]) -> list[Parameter]:
         """Return parameters that are fetched together, until they reach the prefetch size (:447)."""
-        ahead: list[int] = []
-        for numel in numels:
-            if sum(ahead) >= self.prefetch:
+        ahead: list[Parameter] = []
+        fetched = 0
+        for parameter in members:
+            if fetched >= self.prefetch:
                 break
-            ahead.append(numel)
+            ahead.append(parameter)
+            fetched += parameter.numel
         return ahead
+
+    def _bytes(self, members: Iterable[Parameter]) -> int:
+        return sum(p.bytes(self.element) for p in members)
 
 
 _cached_layers = lru_cache(maxsize=1024)(_Layers)

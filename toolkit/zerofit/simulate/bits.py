@@ -31,9 +31,11 @@ def four_bits() -> None:
     """Let bitsandbytes' weights be fakes, and its product take the memory of the weights that it unpacks.
 
     Tensor._make_subclass refuses fakes, and the product's shape rule knows only its result: backends/cuda/ops.py,
-    _dequant_linear_fallback. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit)
+    _dequant_linear_fallback. The table of quantised scales has values, which cannot be moved to a device that is not
+    there. (bitsandbytes.nn.Params4bit.__new__, torch.ops.bitsandbytes.gemm_4bit, functional.name2qmap)
     """
     weight = library().Params4bit
+    replace_in(importlib.import_module("bitsandbytes.functional"), "name2qmap", {"dynamic": _CodeTable()})
     replace_in(weight, "__new__", staticmethod(_or_fakes(weight, _FOUR)))
     for packet, impl in _unpacking().items():
         replace_in(packet, "default", impl)
@@ -69,6 +71,13 @@ def moments_of_eight_bits(gpu: bool) -> None:
     ops: Any = importlib.import_module("bitsandbytes.backends.cpu.ops")
     for name in (EIGHT_BIT_OP, "optimizer_update_32bit"):
         replace_in(torch.ops.bitsandbytes, name, getattr(ops, f"_{name}_cpu"))
+
+
+class _CodeTable:
+    """What the 256 codes of a scale stand for, without values until it is on a device."""
+
+    def to(self, device: torch.device, copy: bool = False) -> torch.Tensor:
+        return torch.empty(256, device=device)
 
 
 @contextmanager

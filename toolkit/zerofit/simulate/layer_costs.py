@@ -162,7 +162,7 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     mine = [every[index] for index in _parameters_of(model, recorder, unit)]
     still = [p for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
     frozen, bits = ([p for p in still if (source_of_bits(p) is None) is plain] for plain in (True, False))
-    packed = sum(p.nbytes + statistics_bytes(p) for p in bits)
+    quantized_bytes = sum(p.nbytes + statistics_bytes(p) for p in bits)
     return LayerRun(
         name=here.name,
         count=here.count,
@@ -171,8 +171,9 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
         factors=sum(map(_factors, mine)),
         frozen=tuple(p.numel() for p in frozen),
         quantized=tuple(map(elements, bits)),
-        quantized_bytes=packed,
-        buffers_bytes=packed + _buffers_bytes(model, {id(p) for p in (*mine, *still)}, rest=unit == 0),
+        packed=tuple(p.nbytes for p in bits),
+        quantized_bytes=quantized_bytes,
+        buffers_bytes=quantized_bytes + _buffers_bytes(model, {id(p) for p in (*mine, *still)}, rest=unit == 0),
         tied_to="embedding" if here.name == "head" and _is_tied(model) else None,
     )
 

@@ -134,7 +134,8 @@ class LayerRun:
     factors: int = 0  # numbers that Adafactor keeps of them: of matrices one a row and one a column
     frozen: tuple[int, ...] = ()  # numels of parameters that are not trained, without quantised ones
     quantized: tuple[int, ...] = ()  # numbers in each weight that lies in a few bits a number;
-    quantized_bytes: int = 0  # their bytes, with scales
+    packed: tuple[int, ...] = ()  # bytes of each of these, without scales
+    quantized_bytes: int = 0  # of all of them, with scales
     buffers_bytes: int = 0  # these bytes included
     tied_to: str | None = None  # name of the layer whose matrix it shares (its own numels leave it out)
     tp_sharded: float = 0.0  # share of its parameters that tensor parallelism splits
@@ -193,16 +194,14 @@ class Profile:
             for name in ("costs", "low_buffers")
         )
         layers = tuple(
-            LayerRun(
-                **entry
-                | {name: tuple(entry[name]) for name in ("matrices", "vectors", "frozen", "quantized") if name in entry}
-            )
+            LayerRun(**entry | {name: tuple(entry[name]) for name in _NUMELS if name in entry})
             for entry in value["layers"]
         )
         return cls(**{**value, "layers": layers, "costs": costs, "low_buffers": low})
 
 
 LOW_BUFFERS = "/buffers=low"  # behind a setting
+_NUMELS = ("matrices", "vectors", "frozen", "quantized", "packed")
 
 
 def setting(precision: str, checkpointing: bool, tp: int, sp: int, ep: int = 1) -> str:

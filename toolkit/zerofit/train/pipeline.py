@@ -24,7 +24,7 @@ from zerofit.models.build import build, empty_batch
 from zerofit.models.catalog import source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
-from zerofit.models.layers import Layer, RotaryBlock, as_layers
+from zerofit.models.layers import Layer, RotaryBlock, as_layers, state_tensors
 from zerofit.models.quantized import elements
 from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
@@ -98,7 +98,7 @@ class PipelineTrainer(EngineTrainer):
                 if firsts.setdefault(layer.tied, own) != own:
                     names.ties[own] = firsts[layer.tied]
         for layer in self._own_layers:
-            for key, tensor in layer.module.state_dict(keep_vars=True).items():
+            for key, tensor in state_tensors(layer.module):
                 name = names.ties.get(layer.names[key], layer.names[key])
                 if not isinstance(tensor, nn.Parameter):
                     names.buffers[id(tensor)] = name

@@ -1,0 +1,34 @@
+"""Weights in 4 bits at ZeRO stage 3, with their scales quantised, too: forecast by plan as simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulate.targets import target
+from tests.simulate.test_optimizers import H100, SEQ_LEN, SHAPE, WORDS
+from zerofit.models.catalog import source_of
+from zerofit.models.inputs import TextInputs
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
+from zerofit.simulate.processes import simulate_all
+from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.spec.overhead import blas_workspace_bytes
+
+BITS = {"config": "zero3", "lora": 8, "quantize": "nf4", "double_quant": True, "precision": "bf16", "kind": H100}
+CASES: list[dict[str, Any]] = [
+    {"gradient_accumulation_steps": 2, "micro_batch": 8, "gpus": 8},
+    {"activation_checkpointing": True, "micro_batch": 8, "gpus": 8},
+]
+
+
+def test_plan_forecasts_what_is_simulated():
+    pytest.importorskip("bitsandbytes")
+    targets = [target(model="llama-tiny", model_args=SHAPE, seq_len=SEQ_LEN, **{**BITS, **case}) for case in CASES]
+    for one, record in zip(targets, simulate_all(targets, lambda text: None), strict=True):
+        setting = TraceSetting("bf16", one.job.run.activation_checkpointing)
+        inputs = TextInputs(vocab_size=WORDS, seq_len=SEQ_LEN)
+        profile = profile_model(source_of(one.job.run), "causal-lm", inputs, SHAPE, [setting], "cuda")
+        planned = Forecaster(profile, "cuda", blas_workspace_bytes(H100)).memory(PlannedLayout.of(one.job))
+        assert planned.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=0.04)
