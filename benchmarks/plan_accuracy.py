@@ -173,7 +173,8 @@ def main() -> int:
             found.append(one)
             print(
                 f"{one.error:+8.3%} {one.simulated_device_bytes / one.planned_device_bytes - 1:+8.2%} "
-                f"{'DENIED ' if one.denied else ''}{one.model} on {one.gpu} {one.layout}", flush=True
+                f"{'DENIED ' if one.denied else ''}{one.model} on {one.gpu} {one.layout}",
+                flush=True,
             )
     errors = sorted(abs(one.error) for one in found)
     result = {"triples": len(found), "seed": asked.seed, "median": statistics.median(errors), "most": errors[-1]}

@@ -18,6 +18,7 @@ from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward
 
 T = TypeVar("T")
+NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
 ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
 
@@ -224,7 +225,9 @@ class _Scattered:
         self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # those that share what is in the bucket
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
-        self.filled = self.outside = self.parts = 0
+        self.offloaded = layout.offload_optimizer != "none"
+        self.fetched = 0 if device == "cpu" else self.element  # of an offloaded part, which comes back (:2028)
+        self.filled = self.outside = self.parts = self.largest = 0
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
@@ -247,6 +250,7 @@ class _Scattered:
         yield self._live(activations, gathered)
         self.parts += 1
         self.filled += numel
+        self.largest = max(self.largest, numel)
         if numel > self.limit:  # does not fit into the bucket, and stays where it is (:1627)
             self.outside = self.element * numel
 
@@ -260,7 +264,11 @@ class _Scattered:
         if self.ranks != self.zero_ranks:  # a rank's part is scaled into another tensor (:1950)
             copied = max(copied, self.reduced * -(-self.filled // self.ranks))
         yield self._live(activations, gathered, temporaries=flat + copied + self.lifted * self.filled)
-        self.filled = self.outside = self.parts = 0
+        if self.offloaded:
+            part = -(-self.largest // self.ranks)
+            passing = self.fetched * part + 8 * min(part, NORM_ELEMENTS)  # float64 (:1964)
+            yield self._live(activations, gathered, temporaries=flat + passing)
+        self.filled = self.outside = self.parts = self.largest = 0
 
     def _live(self, activations: Point, gathered: int, temporaries: int = 0) -> LiveMemory:
         return LiveMemory(activations, self.outside, 0, gathered, temporaries, layer=self.layer)
