@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def _on_nvme(folder: Path) -> Iterator[Case]:
 
 
 def _combined() -> Iterator[Case]:
-    """Between layouts of more than one dimension, each to one rank, from one rank, and to the next."""
+    """Between layouts of more than one dimension, each to one rank, from one rank, and to each other one."""
     model = LLAMA | {"model_args": {**LLAMA["model_args"], "num_attention_heads": 4, "tie_word_embeddings": True}}
     pipe, tensor, sequence = {"pipeline": 2, "micro_batch": 2}, {"tensor_parallel": 2}, {"sequence_parallel": 2}
     degrees = {"PP2 x TP2": pipe | tensor, "PP2 x SP2": pipe | sequence, "TP2 x SP2": tensor | sequence}
@@ -162,11 +163,15 @@ def _combined() -> Iterator[Case]:
         for stage in (("0", "1") if "pipeline" in flags else ("0", "1", "2", "3"))
     }
     layouts["PP4 at stage 0"] = _stage(4, "0") | pipe | {"pipeline": 4}
-    names, one = list(layouts), _stage(1, "2")
-    for name, following in zip(names, names[1:] + names[:1], strict=True):
-        yield Case(f"combined, {name} to one rank", model | layouts[name], model | one)
-        yield Case(f"combined, one rank to {name}", model | one, model | layouts[name])
-        yield Case(f"combined, {name} to {following}", model | layouts[name], model | layouts[following])
+    dual = _stage(4, "1") | {"pipeline": 2, "pipeline_schedule": "dualpipev"}
+    layouts["DualPipeV x TP2"] = dual | {"micro_batch": 2} | tensor
+    layouts["DualPipeV x SP2"] = dual | {"micro_batch": 2} | sequence
+    layouts["DualPipeV x DP2"] = dual | {"micro_batch": 1}
+    for name, flags in layouts.items():
+        yield Case(f"combined, {name} to one rank", model | flags, model | _stage(1, "2"))
+        yield Case(f"combined, one rank to {name}", model | _stage(1, "2"), model | flags)
+    for name, other in permutations(layouts, 2):
+        yield Case(f"combined, {name} to {other}", model | layouts[name], model | layouts[other])
 
 
 def _fp32(name: str, old: dict[str, Any], new: dict[str, Any]) -> Case:
