@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -50,6 +51,11 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     if not any(parameter.requires_grad for parameter in names.values()):
         raise ModelError("model-part", "every parameter of the model is frozen", "leave something to be trained")
     return model
+
+
+def quiet_bitsandbytes() -> None:
+    """Have it not say on CPUs which optional package it has not found; peft imports it for adapters of any kind."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
@@ -102,6 +108,7 @@ def name_without_adapters(name: str) -> str:
 def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
     from peft import inject_adapter_in_model
 
+    quiet_bitsandbytes()
     parameters = list(model.parameters())
     config = lora_config(model, lora)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerofit.models.catalog import ModelError, ModelSource
 from zerofit.models.checksums import part_checksum
 from zerofit.models.deferred import Stored
+from zerofit.models.partial import quiet_bitsandbytes
 from zerofit.spec.partial_training import Quantization
 
 PACKAGE = "bitsandbytes"
@@ -91,8 +91,8 @@ class Quantizer:
 
 
 def library() -> Any:
-    """Import bitsandbytes' layers; on CPUs it says which optional package it has not found."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    """Import bitsandbytes' layers."""
+    quiet_bitsandbytes()
     kinds, functional = (
         importlib.import_module("bitsandbytes.nn.modules"),
         importlib.import_module(f"{PACKAGE}.functional"),
