@@ -103,6 +103,14 @@ def test_programs_that_pip_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found.launcher, found.script, found.arguments) == ("python", str(program), ("train", "x.yaml"))
 
 
+def test_a_shell_script_is_no_program_of_pips(tmp_path: Path):
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/bash\npython train.py\n")
+    script.chmod(0o755)
+    with pytest.raises(UserError, match="without shell or job scripts"):
+        read(str(script))
+
+
 @pytest.mark.parametrize(
     ("text", "launcher"),
     [
@@ -110,6 +118,8 @@ def test_programs_that_pip_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (f"{sys.executable} -m torch.distributed.run -m pkg.x", "torchrun"),
         ("accelerate launch -m pkg.train x.yaml", "accelerate launch"),
         ("accelerate env", None),
+        ("deepspeed --version", None),
+        (f"{sys.executable} -m torch.distributed.run --help", None),
         ("git describe", None),
         (f"{sys.executable} x.py -m", None),
     ],
@@ -125,6 +135,7 @@ def test_launchers_that_a_program_starts(text, launcher):
         ("", "no command after --"),
         ("bash run.sh", "'bash' is none of python, torchrun, deepspeed, accelerate launch and programs"),
         ("no-such-program train x.yaml", "'no-such-program' is none of python"),
+        ("zerofit train lenet", "zerofit's own training"),
         ("python", "names no script"),
         ("python -c pass", "names no script"),
         ("torchrun --nproc_per_node", "torchrun: "),

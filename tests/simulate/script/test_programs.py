@@ -15,6 +15,7 @@ PROGRAM = f"""\
 import os, subprocess, sys
 
 subprocess.run([sys.executable, "-c", ""], check=True)
+subprocess.run("cat <<'END'\\nit's not for shlex\\nEND", shell=True, check=True, stdout=subprocess.DEVNULL)
 if sys.argv[1] == "run":
     env = {{**os.environ, "KNOB": "1"}}
     subprocess.run("torchrun --nproc_per_node 2 inner.py --lr 1".split(), check=True, env=env)

@@ -70,6 +70,8 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
         return {"torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, tuple(words))
     if name.endswith(".py"):
         return _python(list(words), tuple(words), ())
+    if name == "zerofit":
+        raise _refused("zerofit's own training is not simulated as a script", "write zerofit simulate MODEL ...")
     installed = _installed_program(program)
     if installed:
         return _python([installed, *rest], tuple(words), ())
@@ -78,12 +80,18 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 
 
 def started_inside(words: Sequence[str]) -> ScriptCommand | None:
-    """Return what a program starts with a launcher, as llamafactory-cli and axolotl do; None where it is another."""
+    """Return what a program starts with a launcher, as llamafactory-cli and axolotl do; None where it starts no ranks.
+
+    A launcher that is given options alone, --help say, starts none either.
+    """
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    if os.path.basename(words[0]) in ("torchrun", "deepspeed", "accelerate") or module in _AS_MODULE:
-        found = read_command(words)
-        return None if found.launcher == "python" else found
-    return None
+    program = os.path.basename(words[0]) if words else ""
+    if program not in ("torchrun", "deepspeed", "accelerate") and module not in _AS_MODULE:
+        return None
+    if all(word.startswith("-") or word == module for word in words[1:]):
+        return None
+    found = read_command(words)
+    return None if found.launcher == "python" else found
 
 
 def rank_problems(command: ScriptCommand, gpus: int, nodes: int) -> list[Problem]:
@@ -105,9 +113,14 @@ def _installed_program(program: str) -> str | None:
     found = shutil.which(program, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if found is None:
         return None
-    with open(found, "rb") as file:
-        first, second = file.readline(), file.readline()  # of a long path the first one starts a shell
-    return found if first.startswith(b"#!") and b"python" in first + second else None
+    try:
+        with open(found, "rb") as file:
+            first, second = file.readline(), file.readline()
+    except OSError:  # it may be run, and not read
+        return None
+    if second.startswith(b"'''exec'"):  # as pip does for an interpreter of a long path: a shell starts it
+        first += second
+    return found if first.startswith(b"#!") and b"python" in first else None
 
 
 def _python(rest: list[str], words: tuple[str, ...], notes: tuple[str, ...]) -> ScriptCommand:

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +37,7 @@ def launchers_inside() -> None:
     original = subprocess.Popen.__init__
 
     def init(self: Any, args: Any, *more: Any, **named: Any) -> None:
-        _raise_if_launched(shlex.split(args) if isinstance(args, str) else args, named.get("env"))
+        _raise_if_launched(args, named.get("env"))
         original(self, args, *more, **named)
 
     def replaced(execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,13 +53,20 @@ def launchers_inside() -> None:
 
 
 def _raise_if_launched(args: Any, variables: Mapping[str, str] | None = None) -> None:
-    words = [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
     try:
-        command = started_inside(words) if words else None
+        command = started_inside(_words(args))
     except UserError as error:
         raise NotSimulated(error.problems[0]) from None
     if command is not None:
         raise LaunchedInside(command, variables or {})
+
+
+def _words(args: Any) -> list[str]:
+    """Return the words of a command, which may be a shell's text; none where they cannot be told."""
+    if isinstance(args, str):
+        with suppress(ValueError):  # a quote inside of a here-document
+            return shlex.split(args)
+    return [os.fsdecode(word) for word in args] if isinstance(args, (list, tuple)) else []
 
 
 def environment(target: ScriptTarget) -> dict[str, str]:
