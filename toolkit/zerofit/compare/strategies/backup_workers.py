@@ -27,6 +27,7 @@ def serve(work: BenchmarkTask, workers: int, needed: int):
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
     dropped, early = 0, set()
+    dist.barrier()  # the clock starts once all are ready
     for version in range(work.job.steps):
         work.keep(model, version)
         total, early = torch.zeros_like(pushed[:-1]), set()

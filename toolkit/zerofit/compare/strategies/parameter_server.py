@@ -22,6 +22,7 @@ def serve(work: BenchmarkTask, workers: int):
     model = work.model().cpu()
     optimizer = work.optimizer(model.parameters())
     pushed = torch.zeros_like(parameters_to_vector(model.parameters()))
+    dist.barrier()  # the clock starts once all are ready
     for step in range(work.job.steps):
         work.keep(model, step)
         total = torch.zeros_like(pushed)
@@ -38,6 +39,7 @@ def serve(work: BenchmarkTask, workers: int):
 def push_and_pull(work: BenchmarkTask, server: int):
     """Send gradients and take weights back; the server is the only one that steps."""
     model = work.model()
+    dist.barrier()  # the clock starts once all are ready
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()

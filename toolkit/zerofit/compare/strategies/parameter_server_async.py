@@ -25,6 +25,7 @@ def serve(work: BenchmarkTask, workers: int):
     optimizer.param_groups[0]["lr"] /= workers
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)  # a gradient, and what it is of
     staleness = []
+    dist.barrier()  # the clock starts once all are ready
     for version in range(work.job.steps * workers):
         work.keep(model, version / workers)
         worker = dist.recv(pushed)
@@ -43,6 +44,7 @@ def serve(work: BenchmarkTask, workers: int):
 def push_and_pull(work: BenchmarkTask, server: int, last: int | None = None):
     """Send the version of the weights along with the gradient, until the batches or the `last` version are reached."""
     model, version = work.model(), torch.zeros(1)
+    dist.barrier()  # the clock starts once all are ready
     for x, y in work.batches(dist.get_rank(), server):
         model.zero_grad()
         work.loss(model(x), y).backward()

@@ -27,6 +27,7 @@ def serve(work: BenchmarkTask, workers: int, bound: int):
     optimizer.param_groups[0]["lr"] /= workers
     pushed = torch.zeros(parameters_to_vector(model.parameters()).numel() + 1)
     staleness, clocks, held = [], [0] * workers, []
+    dist.barrier()  # the clock starts once all are ready
     for version in range(work.job.steps * workers):
         work.keep(model, version / workers)
         worker = dist.recv(pushed)
