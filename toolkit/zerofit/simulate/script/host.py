@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker, is_real, known_value
-from zerofit.simulate.tracker import is_own, own_line
+from zerofit.simulate.tracker import is_own
 
 _OF_TRITON = {"trl.kernels", "liger_kernel", "unsloth", "fla"}  # packages of kernels with a way around them
 
@@ -78,7 +78,7 @@ def tensor_values(meter: ScriptTracker) -> None:
         known = known_value(self)
         if known is not None:
             return known.numpy(force=force)
-        meter.note(f"values of a tensor on the device: taken as zeros, at {own_line()}")
+        meter.note("values of a tensor on the device: taken as zeros", here=True)
         dtype = str(self.dtype).removeprefix("torch.").replace("bfloat16", "float32")
         return numpy.zeros(tuple(self.shape), dtype=dtype)
 
@@ -154,11 +154,11 @@ def compiling(meter: ScriptTracker) -> None:
         # libraries decorate functions of theirs with it; a model that they compile was asked for
         of_model = isinstance(getattr(model, "__self__", model), nn.Module)
         if of_model or is_own(sys._getframe(1).f_code.co_filename):
-            meter.note(f"torch.compile: simulated as eager, at {own_line()}", bound=True)
+            meter.note("torch.compile: simulated as eager", bound=True, here=True)
         return model if model is not None else lambda function: function
 
     def compile_module(self: nn.Module, *_: Any, **__: Any) -> None:
-        meter.note(f"Module.compile: simulated as eager, at {own_line()}", bound=True)
+        meter.note("Module.compile: simulated as eager", bound=True, here=True)
 
     torch.compile = compile
     replace_in(nn.Module, "compile", compile_module)

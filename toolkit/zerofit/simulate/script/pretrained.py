@@ -12,7 +12,6 @@ from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.errors import not_simulated
 from zerofit.simulate.script.quantized import quantize, quantizer_of
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.tracker import own_line
 
 _QUANTIZED = ("load_in_8bit", "load_in_4bit", "gguf_file")
 # of the hub: they go to the configuration
@@ -67,7 +66,7 @@ def pretrained(meter: ScriptTracker) -> None:
         device_map = kwargs.pop("device_map", None)
         for name in _PLACING:
             if kwargs.pop(name, None) is not None:
-                meter.note(f"from_pretrained({name}=...): left out, at {own_line()}")
+                meter.note(f"from_pretrained({name}=...): left out", here=True)
         for name in _READING:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or "auto"
@@ -81,7 +80,7 @@ def pretrained(meter: ScriptTracker) -> None:
         if asked or getattr(config, "quantization_config", None):
             quantizer = quantizer_of(config, asked, device_map)
         elif device_map is not None:
-            meter.note(f"from_pretrained(device_map=...): left out, at {own_line()}")
+            meter.note("from_pretrained(device_map=...): left out", here=True)
         config.name_or_path = str(path)
         model = cls._from_config(config, *args, dtype=_dtype(dtype, config), **kwargs)
         if quantizer:
@@ -104,7 +103,7 @@ def flash_attention(meter: ScriptTracker) -> None:
 
     def adjusted(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation and "flash" in attn_implementation:
-            meter.note(f"attn_implementation={attn_implementation}: simulated as sdpa, at {own_line()}", bound=True)
+            meter.note(f"attn_implementation={attn_implementation}: simulated as sdpa", bound=True, here=True)
             attn_implementation = "sdpa"
         return original(self, attn_implementation, *args, **kwargs)
 

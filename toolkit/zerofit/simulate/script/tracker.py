@@ -54,9 +54,10 @@ class ScriptTracker(AllocationTracker):
         self.autocast: torch.dtype | None = None  # what it has cast to in training
         self.reduction: Any = dist.ReduceOp.SUM  # of the all-reduce that was called last; its op does not tell
 
-    def note(self, text: str, *, bound: bool = False) -> None:
-        """Count a stand-in; with `bound`, one that makes the figures an upper bound."""
-        text = text.removesuffix(", at ")  # no line of the script's own runs
+    def note(self, text: str, *, bound: bool = False, here: bool = False) -> None:
+        """Count a stand-in; `bound`: one that makes the figures an upper bound, `here`: with the script's line."""
+        line = own_line() if here else ""  # none where no line of the script's own runs
+        text = f"{text}, at {line}" if line else text
         self.notes[text] += 1
         if bound:
             self.inexact.add(text)
@@ -136,7 +137,7 @@ class ScriptTracker(AllocationTracker):
         value = func(*args)
         code = self._call_site()[1]
         if code is not None and is_own(code.co_filename):
-            self.note(f"the value of a tensor on the device: taken as {value}, at {own_line()}")
+            self.note(f"the value of a tensor on the device: taken as {value}", here=True)
         return value
 
     def _numbers(self, index: Any) -> list[Any]:
@@ -147,7 +148,7 @@ class ScriptTracker(AllocationTracker):
         with unset_fake_temporarily():
             if known is None:
                 if not self.all_true:
-                    self.note(f"a mask of unknown values as an index: taken as all True, at {own_line()}", bound=True)
+                    self.note("a mask of unknown values as an index: taken as all True", bound=True, here=True)
                 known = torch.ones(index.shape, dtype=torch.bool)
             found = known.nonzero()
             columns = [found[:, d].contiguous() for d in range(index.dim())]

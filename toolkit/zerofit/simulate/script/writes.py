@@ -11,7 +11,6 @@ from typing import Any
 
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.script.tracker import ScriptTracker
-from zerofit.simulate.tracker import own_line
 
 # module -> attributes that save; those of libraries that are not installed are passed over
 SAVERS = {
@@ -105,7 +104,7 @@ def watch_files(meter: ScriptTracker) -> None:
 
 def _left_out(meter: ScriptTracker, name: str) -> Callable[..., Any]:
     def nothing(*_: Any, **__: Any) -> Any:
-        meter.note(f"{name.partition('.')[2] or name}(): writes nothing, at {own_line()}")
+        meter.note(f"{name.partition('.')[2] or name}(): writes nothing", here=True)
         return True if "DeepSpeedEngine" in name else () if "pretrained" in name else None
 
     return nothing
