@@ -31,11 +31,6 @@ def test_a_run_is_no_model():
     assert "zerofit simulate run.yaml" in wrong["hint"] and wrong["where"] == "MODEL"
 
 
-def test_dualpipev_has_no_formula():
-    (wrong,) = refused("gpt2", "--gpu", "t4", "--gpus", 2, "--pipeline", 2, "--pipeline-schedule", "dualpipev")
-    assert wrong["where"] == "--pipeline-schedule" and "zerofit simulate" in wrong["hint"]
-
-
 def test_images_have_no_tokens():
     assert refused("lenet", "--seq-len", 128, "--gpu", "t4")[0]["where"] == "--seq-len"
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerofit.check.dotted import get
-from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.errors import Problems
 from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import ModelFacts
-from zerofit.spec.run import PipelineSchedule, Run
+from zerofit.spec.run import Run
 from zerofit.spec.run_folder import Layout
 
 PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
@@ -44,15 +44,6 @@ def check_schedule(run: Run, layout: Layout, config: Mapping[str, Any], problems
     if run.compile:
         message = f"--compile with {asked} has not been seen to train like one device does"
         problems.add("layout", message, "leave one of them out", "--compile")
-
-
-def refuse_unplanned(schedule: PipelineSchedule | None) -> None:
-    """Raise UserError for a schedule that plan, and what searches by its formulas, cannot forecast."""
-    if schedule == "dualpipev":
-        place = "--pipeline-schedule"
-        message = f"{place} dualpipev: plan, tune and --fit have no formula for two parts of the layers a stage"
-        hint = "leave it out here; `zerofit simulate` tells its memory, docs/parallelism.md its idle time"
-        raise UserError(Problem(kind="layout", message=message, hint=hint, where=place))
 
 
 def check_layers(run: Run, layout: Layout, facts: ModelFacts, problems: Problems) -> None:

@@ -39,24 +39,24 @@ class LiveMemory(NamedTuple):
         return self.activations[1], fixed
 
 
-def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
+def backward_moments(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
     """Return what is alive beside persistent memory when a backward can be at its peak, for any micro batch.
 
-    With accumulation it is the last backward of a step, else the only one.
+    `graded`: elements that have gradients before it, where these wait for the last micro batch (stages 0 and 1).
     """
     # it is the same for all values of these
-    return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device)
+    return _highest(line, replace(layout, micro_batch=1, accumulation=min(layout.accumulation, 2)), device, graded)
 
 
 @lru_cache(maxsize=4096)
-def _highest(line: StageTimeline, layout: PlannedLayout, device: str) -> tuple[LiveMemory, ...]:
-    found = list(replayed(line, layout, device))
+def _highest(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> tuple[LiveMemory, ...]:
+    found = list(replayed(line, layout, device, graded))
     found.reverse()  # of equal moments the last is kept
     during, after = [live for live in found if not live.after], [live for live in found if live.after]
     return (*upper(during, LiveMemory.line), *upper(after, LiveMemory.line))
 
 
-def replayed(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+def replayed(line: StageTimeline, layout: PlannedLayout, device: str, graded: int) -> Iterator[LiveMemory]:
     """Yield the moments of such a backward in their order."""
     if device == "cpu":  # the host's memory is the device's
         layout = replace(layout, offload_param="none")
@@ -64,7 +64,7 @@ def replayed(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterato
         return _Bucketed(line, layout).run()
     if layout.zero_stage == 3:
         return _Scattered(line, layout, device).run()
-    return _accumulated(line, layout)
+    return _accumulated(line, layout, graded)
 
 
 def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> list[T]:
@@ -81,16 +81,15 @@ def upper(moments: Iterable[T], line: Callable[[T], tuple[float, float]]) -> lis
     return best
 
 
-def _accumulated(line: StageTimeline, layout: PlannedLayout) -> Iterator[LiveMemory]:
+def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Iterator[LiveMemory]:
     """Replay stages 0 and 1: whole gradients wait for the last micro batch; the first hook makes stage 1's bucket."""
     element = layout.element_bytes
     whole = element * line.parameters
-    later = layout.accumulation > 1
     bucket = element * layout.bucket if layout.zero_stage == 1 else 0  # zero/stage_1_and_2.py:3266
     for event in line.backward:
-        gradients = whole if later else element * event.done
+        waiting = max(graded, event.done)
         for point in event.live:
-            yield LiveMemory(point, gradients, bucket if later or event.done else 0, layer=event.layer)
+            yield LiveMemory(point, element * waiting, bucket if waiting else 0, layer=event.layer)
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
         flat = (element + lifted) * _largest_bucket(line)  # engine.py:3796, :3801

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
+from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
     SEQUENCE_PARALLEL_TYPES,
@@ -14,6 +15,7 @@ from zerofit.spec.model_facts import (
     TENSOR_PLAN_TYPES,
 )
 from zerofit.spec.profile import Profile, setting
+from zerofit.spec.run import PipelineSchedule
 
 
 class Degrees(NamedTuple):
@@ -86,7 +88,9 @@ def types_of(degrees: Degrees, beside: bool) -> tuple[str, ...]:
     return SEQUENCE_PARALLEL_TYPES
 
 
-def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
+def degree_problem(
+    degrees: Degrees, profile: Profile, cluster: Cluster, schedule: PipelineSchedule = "1f1b"
+) -> Problem | None:
     """Say why these degrees are impossible for this model and cluster; None where they are not."""
     if cluster.ranks % degrees.product:
         if degrees.combined:
@@ -103,7 +107,11 @@ def degree_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Prob
     if degrees.ep > 1 and (problem := _experts_problem(degrees, profile, cluster)):
         return problem
     for one in degrees.alone():
-        problem = _pipeline_problem(one.pp, profile) if one.pp > 1 else _heads_problem(one, degrees, profile, cluster)
+        problem = (
+            _pipeline_problem(one.pp, profile, pipeline_parts(1, schedule))
+            if one.pp > 1
+            else _heads_problem(one, degrees, profile, cluster)
+        )
         if problem:
             return problem
     return None
@@ -128,16 +136,19 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
     return None
 
 
-def _pipeline_problem(pp: int, profile: Profile) -> Problem | None:
+def _pipeline_problem(pp: int, profile: Profile, each: int = 1) -> Problem | None:
+    """Look at pipeline stages of `each` parts of the layers."""
     layers = sum(layer.count for layer in profile.layers if layer.matrices or layer.vectors)
     if not profile.pipelines:
         message = f"--pipeline {pp} needs a model that can be cut into stages, which {profile.model} is not"
         return Problem(kind="pipeline-model", message=message, hint="leave it at 1", where="--pipeline")
-    if pp <= layers:
+    if each * pp <= layers:
         return None
     some = " that are trained" if profile.trained < profile.parameters else ""
-    message = f"--pipeline {pp} needs at least as many layers, and {profile.model} has {layers}{some}"
-    return Problem(kind="pipeline-layers", message=message, hint=f"take {layers} or less", where="--pipeline")
+    needed = "as many layers" if each == 1 else f"{each * pp} layers, {each} a stage with --pipeline-schedule dualpipev"
+    message = f"--pipeline {pp} needs at least {needed}, and {profile.model} has {layers}{some}"
+    hint = f"take {layers // each} or less"
+    return Problem(kind="pipeline-layers", message=message, hint=hint, where="--pipeline")
 
 
 def _heads_problem(degrees: Degrees, whole: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:

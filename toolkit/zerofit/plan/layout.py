@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.profile import setting
+from zerofit.spec.run import PipelineSchedule
 from zerofit.spec.run_folder import Job
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -41,12 +42,14 @@ class PlannedLayout:
     overlap: bool = False  # overlap_comm: a second bucket
     ema: float | None = None  # decay of averaged weights; None: there are none
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, where they are not all `micro_batch`
+    schedule: PipelineSchedule = "1f1b"
 
     def __str__(self) -> str:
         degrees = [
             f"{name} {getattr(self, name)}" for name in ("dp", "tp", "pp", "sp", "ep") if getattr(self, name) > 1
         ]
         words = [f"ZeRO-{self.zero_stage}", *degrees, f"micro batch {self.micro_batch}"]
+        words += [self.schedule] if self.schedule != "1f1b" else []
         words += [self.optimizer] if self.optimizer != "adamw" else []
         words += [f"by rank {', '.join(map(str, self.by_rank))}"] if self.by_rank else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
@@ -72,6 +75,7 @@ class PlannedLayout:
             pp=layout.pp,
             sp=layout.sp,
             ep=layout.ep,
+            schedule=job.run.pipeline_schedule,
             precision=job.precision,
             optimizer=optimizer,
             checkpointing=job.run.activation_checkpointing,
@@ -132,6 +136,7 @@ class PlannedLayout:
             "pp": self.pp,
             "sp": self.sp,
             "ep": self.ep,
+            **({"pipeline_schedule": self.schedule} if self.schedule != "1f1b" else {}),
             "activation_checkpointing": self.checkpointing,
             "precision": self.precision,
             **({"optimizer": self.optimizer} if self.optimizer != "adamw" else {}),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.plan.persistent import PersistentMemory, add_kinds, overlap_in_partition, persistent_memory
-from zerofit.plan.pipeline import idle, in_flight, most_in_flight, stage_bounds
+from zerofit.plan.pipeline import DIRECTIONS, Pass, in_flight, most_in_flight, stage_parts
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
 from zerofit.plan.zero3_gather import gathered_at_once, gathered_in_forward
@@ -82,7 +83,7 @@ class Forecaster:
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
-        self._timeline = cache(lambda key, bounds: timeline(profile, key, bounds))
+        self._timeline = cache(lambda key, parts, part: timeline(profile, key, parts, part))
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
         """Return the memory of the pipeline stage that needs most."""
@@ -113,9 +114,9 @@ class Forecaster:
 
         Of several micro batches it is the one that finds most. Raises KeyError as `memory`.
         """
-        bounds = stage_bounds(self.profile, layout.pp)[stage] if layout.pp > 1 else None
-        line, passes, between = self._passes(layout, bounds, stage)
-        persistent = persistent_memory(line, layout, self.device, self._tied)
+        parts = stage_parts(self.profile, layout)[stage] if layout.pp > 1 else None
+        lines, passes, between = self._passes(layout, parts, stage)
+        persistent = persistent_memory(lines[0], layout, self.device, self._tied)
         found: dict[tuple[str, int], dict[str, int]] = {}
 
         def note(phase: str, live: LiveMemory, more: Point) -> None:
@@ -124,12 +125,14 @@ class Forecaster:
             kinds = {kind: size for kind, size in {**moment.kinds, "activations": activations}.items() if size}
             found[key] = max(found.get(key, {}), kinds, key=lambda one: sum(one.values()))
 
-        for one, more in passes:
-            for live in _forward_moments(line, one, self.device):
-                note("forward", live, more)
-            for live in replayed(line, one, self.device):
-                note("backward", live, between if live.after else more)
-        for step in step_moments(line, layout, self.device):
+        for one in passes:
+            if one.direction == "forward":
+                for live in _forward_moments(one, layout, self.device):
+                    note("forward", live, one.beside)
+            else:
+                for live in replayed(one.line, layout, self.device, one.graded):
+                    note("backward", live, between if live.after else one.beside)
+        for step in step_moments(lines[0], layout, self.device):
             temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
             note("step", LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries), between)
         return [LayerMoment(phase, layer, kinds) for (phase, layer), kinds in found.items()]
@@ -138,37 +141,38 @@ class Forecaster:
         if layout.pp == 1:
             yield self._stage(layout, 0, *self._passes(layout, None, 0))
             return
-        bounds = stage_bounds(self.profile, layout.pp)
-        for stage in _distinct_stages(bounds):
-            yield self._stage(layout, stage, *self._passes(layout, bounds[stage], stage))
+        stages = stage_parts(self.profile, layout)
+        for stage in _distinct_stages(stages):
+            yield self._stage(layout, stage, *self._passes(layout, stages[stage], stage))
 
     def _passes(
-        self, layout: PlannedLayout, bounds: tuple[int, int] | None, stage: int
-    ) -> tuple[StageTimeline, list[tuple[PlannedLayout, Point]], Point]:
-        """Return a stage's layers, its kinds of passes with what is in flight in each, and what stays between steps."""
-        line = self._timeline(self.profile.key_of(layout.setting, layout.zero_stage), bounds)
-        if bounds is not None:
-            return line, list(in_flight(line, layout, stage)), idle(line)
+        self, layout: PlannedLayout, parts: tuple[tuple[int, int], ...] | None, stage: int
+    ) -> tuple[list[StageTimeline], list[Pass], Point]:
+        """Return a stage's layers with the passes of each part, its kinds of passes, and what stays between steps."""
+        key = self.profile.key_of(layout.setting, layout.zero_stage)
+        lines = [self._timeline(key, parts, part) for part in range(len(parts or "."))]
+        if parts is not None:
+            return lines, *in_flight(lines, layout, stage)
+        graded = lines[0].parameters if layout.accumulation > 1 else 0
+        passes = [Pass(lines[0], direction, graded=graded) for direction in DIRECTIONS]
         # a micro batch's samples outlast its backward, on the host
-        return line, [(layout, NOTHING)], (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
+        return lines, passes, (0.0, self.profile.sample_bytes if self.device == "cpu" else 0.0)
 
     def _stage(
-        self,
-        layout: PlannedLayout,
-        stage: int,
-        line: StageTimeline,
-        passes: list[tuple[PlannedLayout, Point]],
-        between: Point,
+        self, layout: PlannedLayout, stage: int, lines: list[StageTimeline], passes: list[Pass], between: Point
     ) -> _StageMoments:
-        """Forecast a stage; `passes`: kinds of forward and backward, each with what the pipeline has in flight."""
+        """Forecast a stage; `lines`: of each of its parts, `between`: what stays from step to step."""
+        line = lines[0]
         persistent = persistent_memory(line, layout, self.device, self._tied)
         moments = []
-        for one, more in passes:
-            forward = reversed(list(_forward_moments(line, one, self.device)))
-            for live in upper(forward, LiveMemory.line):
-                moments.append(self._moment("forward", live, persistent, more))
-            for live in backward_moments(line, one, self.device):
-                moments.append(self._moment("backward", live, persistent, between if live.after else more))
+        for one in passes:
+            if one.direction == "forward":
+                forward = reversed(list(_forward_moments(one, layout, self.device)))
+                for live in upper(forward, LiveMemory.line):
+                    moments.append(self._moment("forward", live, persistent, one.beside))
+                continue
+            for live in backward_moments(one.line, layout, self.device, one.graded):
+                moments.append(self._moment("backward", live, persistent, between if live.after else one.beside))
         host = persistent.momentary
         for step in step_moments(line, layout, self.device):
             temporaries = step.temporaries + (step.host if self.device == "cpu" else 0)
@@ -180,7 +184,8 @@ class Forecaster:
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
-        kept = line.on_host * most_in_flight(layout, stage)
+        counts = most_in_flight(layout, stage)
+        kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
         return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
@@ -196,13 +201,14 @@ class Forecaster:
         return _Moment(phase, sum(kinds.values()) + activations[0], activations[1], activations, kinds)
 
 
-def _forward_moments(line: StageTimeline, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
-    """Yield the moments of the forward that finds most: a later micro batch's, where gradients accumulate."""
-    gradients = buckets = 0
-    if layout.accumulation > 1 and layout.zero_stage < 2:
-        gradients = layout.element_bytes * line.parameters
-        buckets = layout.element_bytes * layout.bucket * (1 + layout.overlap) if layout.zero_stage == 1 else 0
-    if layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
+def _forward_moments(one: Pass, layout: PlannedLayout, device: str) -> Iterator[LiveMemory]:
+    """Yield the moments of a forward; of the one that finds most, a later micro batch's, where gradients accumulate."""
+    line, gradients, buckets = one.line, 0, 0
+    if layout.zero_stage < 2:
+        gradients = layout.element_bytes * one.graded
+        if one.graded and layout.zero_stage == 1:
+            buckets = layout.element_bytes * layout.bucket * (1 + layout.overlap)
+    elif layout.accumulation > 1 and layout.zero_stage == 2 and layout.offload_optimizer == "none":
         gradients = layout.element_bytes * overlap_in_partition(line, layout.zero_ranks)
     gathered = copied = [0] * len(line.forward)
     if layout.zero_stage == 3:
@@ -214,9 +220,13 @@ def _forward_moments(line: StageTimeline, layout: PlannedLayout, device: str) ->
         yield LiveMemory(before, gradients, buckets, whole, copy, layer=layer)
 
 
-def _distinct_stages(bounds: tuple[tuple[int, int], ...]) -> list[int]:
-    """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers."""
-    kinds: dict[tuple, int] = {}
-    for stage, (first, last) in enumerate(bounds):
-        kinds.setdefault((last - first, stage == 0, stage == len(bounds) - 1), stage)
-    return list(kinds.values())
+def _distinct_stages(stages: tuple[tuple[tuple[int, int], ...], ...]) -> list[int]:
+    """Choose the stages to forecast: the first, the last, and of the others the first with each number of layers.
+
+    Of stages with two parts the last one too: the one has more in flight of its first part, the other of its second.
+    """
+    kinds: dict[tuple, list[int]] = {}
+    for stage, parts in enumerate(stages):
+        sizes = tuple(last - first for first, last in parts)
+        kinds.setdefault((sizes, stage == 0, stage == len(stages) - 1), []).append(stage)
+    return [stage for same in kinds.values() for stage in dict.fromkeys(same[:: len(same) - 1 or 1][: len(stages[0])])]

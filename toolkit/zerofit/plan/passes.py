@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from zerofit.plan.collectives import collective_s, group_of
 from zerofit.plan.kernels import kernels_s, launches
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.pipeline import stage_bounds
+from zerofit.plan.pipeline import stage_parts
 from zerofit.plan.rates import Rates
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.profile import Kernel, LayerCost, Profile
@@ -45,7 +46,7 @@ class StageLayers(NamedTuple):
 class RankPass:
     """One micro batch through each pipeline stage's layers; by place in the profile's layers what they take."""
 
-    stages: tuple[tuple[StageLayers, ...], ...]
+    parts: tuple[tuple[tuple[StageLayers, ...], ...], ...]  # of each stage
     forward: tuple[LayerWork, ...]
     backward: tuple[LayerWork, ...]
     elements: tuple[int, ...]  # of parameters, on one rank
@@ -53,6 +54,11 @@ class RankPass:
     experts: tuple[int, ...]  # of these, elements of spread experts
     matrices: tuple[int, ...]  # tensors that ZeRO-3 shares out; vectors stay on every rank
     output_bytes: float  # what a stage hands on
+
+    @cached_property
+    def stages(self) -> tuple[tuple[StageLayers, ...], ...]:
+        """The layers of each stage, in the order of the forward."""
+        return tuple(tuple(chain(*parts)) for parts in self.parts)
 
     @cached_property
     def slowest(self) -> tuple[StageLayers, ...]:
@@ -119,7 +125,7 @@ class Passes:
 
     def of(self, layout: PlannedLayout) -> RankPass:
         """Return the pass of a layout. Raises KeyError where its setting is not in the profile."""
-        degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.zero_stage == 3)
+        degrees = (layout.tp, layout.sp, layout.ep, layout.pp, layout.schedule, layout.zero_stage == 3)
         key = (layout.precision, layout.checkpointing, layout.micro_batch, *degrees)
         if key not in self._known:
             self._known[key] = self._computed(layout)
@@ -134,9 +140,11 @@ class Passes:
         kernels = self._kernels(key, layout.micro_batch)
         # for each pipeline stage, which layers it has
         flat = [index for index, layer in enumerate(layers) for _ in range(layer.count)]
-        bounds = stage_bounds(self._profile, layout.pp)
-        stages = [sorted(Counter(flat[first:last]).items()) for first, last in bounds]
-        last_of_first = stages[0][-1][0]
+        stages = [
+            [sorted(Counter(flat[first:last]).items()) for first, last in parts]
+            for parts in stage_parts(self._profile, layout)
+        ]
+        last_of_first = stages[0][0][-1][0]
         copies = [cost.host_bytes.at(layout.micro_batch) / self._rates.pcie for cost in costs]
         packed = [tuple(-(-size // layout.element_bytes) for size in layer.packed) for layer in layers]
         whole = [(*own, layer.frozen + bits) for own, layer, bits in zip(tensors, layers, packed, strict=True)]
@@ -157,7 +165,7 @@ class Passes:
             for backward in (False, True)
         ]
         return RankPass(
-            stages=tuple(tuple(StageLayers(*pair) for pair in stage) for stage in stages),
+            parts=tuple(tuple(tuple(StageLayers(*pair) for pair in part) for part in parts) for parts in stages),
             forward=directions[0],
             backward=directions[1],
             elements=tuple(sum(map(sum, kinds)) for kinds in whole),

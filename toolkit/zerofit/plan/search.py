@@ -19,6 +19,7 @@ from zerofit.plan.time import StepTime, Timer, model_flops
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problems, UserError
 from zerofit.spec.local_machine import Calibration
+from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.overhead import HOST_RESERVE
 from zerofit.spec.profile import Profile, setting
 
@@ -120,7 +121,7 @@ def host_needed(profile: Profile, cluster: Cluster, request: PlanRequest, foreca
 def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     """Raise a UserError with everything that makes the request's degrees and batch impossible."""
     problems = Problems()
-    problem = degree_problem(request.degrees, profile, cluster)
+    problem = degree_problem(request.degrees, profile, cluster, request.schedule or "1f1b")
     problems.extend([problem] if problem else [])
     if request.global_batch and request.micro_batch and request.global_batch % request.micro_batch:
         problems.add(
@@ -134,7 +135,7 @@ def refuse(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
 
 def _forecast_fit(layout: PlannedLayout, cluster: Cluster, forecast: Forecast) -> tuple[LayoutMemory, Fit]:
     """Forecast a layout with as few micro batches as count: those in flight, and one that has left its gradients."""
-    most = layout.pp + 1
+    most = pipeline_parts(layout.pp, layout.schedule) + 1
     memory = forecast(layout if layout.accumulation <= most else replace(layout, accumulation=most))
     return memory, check_fit(memory, layout, cluster)
 

@@ -11,6 +11,7 @@ from zerofit.plan.degrees import Degrees, degree_problem, divisors
 from zerofit.plan.layout import Offload, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
+from zerofit.spec.mesh import pipeline_parts
 from zerofit.spec.model_facts import (
     bucket_elements,
     persistence_elements,
@@ -19,6 +20,7 @@ from zerofit.spec.model_facts import (
 )
 from zerofit.spec.optimizers import refusals
 from zerofit.spec.profile import Profile
+from zerofit.spec.run import PipelineSchedule
 
 LARGE_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 MOST_FREE_MICRO_BATCH = 64  # samples, where no global batch bounds it; images get 8 times as many
@@ -48,6 +50,7 @@ class PlanRequest:
     sp: int | None = None
     ep: int | None = None
     checkpointing: bool | None = None
+    schedule: PipelineSchedule | None = None  # of pipelines; None: one forward, one backward
     pipelines: bool = True  # whether the search may cut the model into pipeline stages
     every: bool = False  # each variant is ranked by itself, and stage 3 with larger sizes is one
     keep: Mapping[str, Any] = field(default_factory=dict)  # further knobs of PlannedLayout that are decided
@@ -78,7 +81,9 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
     """Return every layout that can be run on this cluster as requested."""
     space, sizes = SearchSpace(), stage3_sizes(profile)
     for degrees in _degrees(cluster, profile, request):
-        problem = degree_problem(degrees, profile, cluster) or _untraced(degrees, profile, request)
+        problem = degree_problem(degrees, profile, cluster, request.schedule or "1f1b") or _untraced(
+            degrees, profile, request
+        )
         if problem:
             space.leave_out(problem)
             continue
@@ -100,6 +105,7 @@ def space_of(profile: Profile, cluster: Cluster, request: PlanRequest) -> Search
                 pp=degrees.pp,
                 sp=degrees.sp,
                 ep=degrees.ep,
+                schedule=request.schedule or "1f1b",
                 precision=request.precision,
                 checkpointing=checkpointing,
                 offload_optimizer=optimizer,
@@ -128,6 +134,9 @@ def _degrees(cluster: Cluster, profile: Profile, request: PlanRequest) -> Iterat
     """Yield all degrees that may be possible, or those that were asked for."""
     if request.tp or request.pp or request.sp or request.ep:
         yield request.degrees
+        return
+    if request.schedule == "dualpipev":  # which orders the micro batches of stages
+        yield from (Degrees(pp=degree) for degree in divisors(cluster.ranks)[1:] or [cluster.ranks])
         return
     yield Degrees()
     spread = {int(key.partition("/ep=")[2] or 1) for key in profile.costs if "/tp=1/sp=1" in key}
@@ -174,7 +183,7 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
     if "zero_stage" in keep and "offload_optimizer" in keep:  # a combination of the user's own
         yield keep["zero_stage"], keep["offload_optimizer"], keep.get("offload_param", "none")
         return
-    if degrees.ep == 1:
+    if degrees.ep == 1 and request.schedule != "dualpipev":  # which is trained at stage 1 (config/pipelines.py)
         yield 0, "none", "none"
     yield 1, "none", "none"
     if degrees.pp > 1:  # DeepSpeed's pipeline takes no more (pipe/engine.py:73)
@@ -195,12 +204,12 @@ def _sharding(degrees: Degrees, cluster: Cluster, request: PlanRequest) -> Itera
 def _batches(
     degrees: Degrees, profile: Profile, cluster: Cluster, request: PlanRequest, space: SearchSpace
 ) -> Iterator[tuple[int, int]]:
-    """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per stage."""
-    dp = cluster.ranks // degrees.product
+    """Yield micro batch and accumulation steps; a pipeline gets at least one micro batch per part."""
+    dp, fewest = cluster.ranks // degrees.product, pipeline_parts(degrees.pp, request.schedule or "1f1b")
     if request.global_batch is None:
         most = MOST_FREE_MICRO_BATCH * (IMAGES if profile.task in ("image", "segmentation", "table") else 1)
         micros = [request.micro_batch] if request.micro_batch else [2**n for n in range(most.bit_length())]
-        yield from ((micro, request.accumulation or degrees.pp) for micro in micros)
+        yield from ((micro, request.accumulation or fewest) for micro in micros)
         return
     if request.global_batch % dp:
         below = request.global_batch // dp * dp
@@ -211,7 +220,7 @@ def _batches(
     share = request.global_batch // dp
     for micro in divisors(share):
         wanted = request.micro_batch in (None, micro) and request.accumulation in (None, share // micro)
-        if wanted and share // micro >= degrees.pp:
+        if wanted and share // micro >= fewest:
             yield micro, share // micro
 
 

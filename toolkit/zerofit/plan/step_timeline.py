@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerofit.plan.contention import Clock, Piece
+from zerofit.plan.dualpipev import EXCHANGE
 from zerofit.plan.kernels import kernel_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.passes import StageLayers
@@ -54,7 +55,9 @@ class StepTimeline:
 def step_timeline(profile: Profile, timer: Timer, layout: PlannedLayout) -> StepTimeline:
     """Lay out a step; it ends when `timer` says. KeyError where the layout's setting is not in the profile."""
     drawing = _Drawing(profile, timer.rates, timer.parts(layout))
-    if layout.pp > 1:
+    if layout.schedule == "dualpipev":
+        drawing.dualpipev()
+    elif layout.pp > 1:
         drawing.pipeline()
     else:
         drawing.micro_batches()
@@ -115,9 +118,30 @@ class _Drawing:
                 self._add(stage, "forward", n, forward)
                 self.now_s = stages * forward_s + n * (forward_s + backward_s) + (ahead - 1) * backward_s
                 self._add(stage, "backward", n, backward)
-        done_s = (micro_batches + stages - 1) * (forward_s + backward_s)
-        ends = []
-        for stage in range(stages):
+        self._steps((micro_batches + stages - 1) * (forward_s + backward_s))
+
+    def dualpipev(self) -> None:
+        """Lay out the stages' passes as DualPipeV orders them; then the optimizer."""
+        flows: dict[tuple[int, str], list[Piece]] = {}
+        for stage, parts in enumerate(self.parts.one.parts):
+            start = 0
+            for part, runs in enumerate(parts):
+                layers = self._stages[stage][start : (start := start + sum(run.count for run in runs))]
+                flows[stage, f"F{part}"] = self._flow(layers, False, [])
+                flows[stage, f"B{part}"] = self._flow(layers[::-1], True, [])
+        for stage, word, micro_batch, start_s, end_s in self.parts.played(self.layout.accumulation):
+            self.now_s = start_s
+            if word == EXCHANGE:
+                sent = Piece("pipeline", "", "send", 0.0, end_s - start_s, self.parts.one.output_bytes)
+                self._add(stage, "forward", micro_batch, [sent])
+            else:
+                self._add(stage, "forward" if word[0] == "F" else "backward", micro_batch, flows[stage, word])
+        self._steps(self.parts.played_s())
+
+    def _steps(self, done_s: float) -> None:
+        """Reduce gradients and step on all stages, once the passes are done."""
+        parts, ends = self.parts, []
+        for stage in range(self.layout.pp):
             self.now_s = done_s
             self._tasks(stage, "step", -1, [self._reduction(stage)])
             self.now_s = done_s + parts.reduce_s

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from zerofit.plan.collectives import RankGroup, collective_s, group_of
+from zerofit.plan.dualpipev import PartSeconds, Played, played
 from zerofit.plan.flow import FlowRun, flow_s
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STEP_BYTES
@@ -123,6 +124,22 @@ class StepParts:
             return self.one.backward_s
         return flow_s(list(self._backward(reducing)), self.exposed)
 
+    def played(self, micro_batches: int) -> list[Played]:
+        """Return what the stages of DualPipeV do when."""
+        one = self.one
+        seconds = [
+            [PartSeconds(one.total(part, one.forward), one.total(part, one.backward)) for part in parts]
+            for parts in one.parts
+        ]
+        return played(seconds, micro_batches, self.send_s)
+
+    def played_s(self) -> float:
+        """Return the seconds of DualPipeV's passes; beyond those that fill it each takes the slowest stage's time."""
+        layout = self.layout
+        looked = min(layout.accumulation, 3 * layout.pp)
+        each_s = self.one.sums.layer_s + 4 * self.send_s
+        return max(one.end_s for one in self.played(looked)) + (layout.accumulation - looked) * each_s
+
     def fetch_s(self, layer: int) -> float:
         """Return the seconds to fetch a layer."""
         return self.fetches.of(self.one.elements[layer], self.one.matrices[layer]) if self.fetches else 0.0
@@ -155,13 +172,16 @@ class Timer:
         micro_batch_s = forward_s + backward_s + 2 * parts.send_s
         reduce_wait_s = parts.backward_s(reducing=True) - backward_s if parts.overlapped else parts.reduce_s
         gather_wait_s = forward_s - one.forward_s + backward_s - one.backward_s
-        # a pipeline's stages keep step; each waits while it fills and drains, and for those that are slower
-        bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
+        if layout.schedule == "dualpipev":
+            passes_s = parts.played_s()
+            bubble_s = passes_s - micro_batches * sums.layer_s
+        else:  # a pipeline's stages keep step; each waits while it fills and drains, and for those that are slower
+            passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
+            bubble_s = (layout.pp - 1) * micro_batch_s + micro_batches * (micro_batch_s - gather_wait_s - sums.layer_s)
         tasks = [*parts.first, *parts.step]
         later_s = (micro_batches - 1) * sum(task.seconds for task in parts.later)
         moved_s = sum(task.seconds for task in tasks if task.stream in TRANSFERS)
         optimizer_s = sum(task.seconds for task in tasks if task.stream not in TRANSFERS)
-        passes_s = (micro_batches + layout.pp - 1) * micro_batch_s
         return StepTime(
             step_s=passes_s + parts.reductions * reduce_wait_s + optimizer_s + later_s + moved_s,
             compute_s=micro_batches * sums.computed_s,

@@ -6,7 +6,7 @@ Nothing here depends on the ZeRO stage, the micro batch or the number of data pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -63,19 +63,23 @@ class TimelineEvent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageTimeline:
-    """One pipeline stage's layers on one rank; compared by identity, so that what is derived of it can be cached."""
+    """One pipeline stage's layers on one rank, and the passes of a micro batch through one part of them.
 
-    layers: tuple[tuple[Parameter, ...], ...]  # in the order of the forward
+    Compared by identity, so that what is derived of it can be cached. A stage has one part, in DualPipeV two.
+    """
+
+    layers: tuple[tuple[Parameter, ...], ...]  # of all parts, in the order of the forward
     forward: tuple[tuple[int, Point, tuple[Point, ...]], ...]  # layer, what is alive before and in its forward
     backward: tuple[TimelineEvent, ...]
-    saved: Point  # of one micro batch, once its forward is done
+    saved: Point  # of one micro batch, once its forward through the part is done
+    graded: int  # elements whose gradients are complete once its backward through the part is done
     buffers_bytes: int  # with quantized_bytes
     packed: tuple[tuple[Parameter, ...], ...]  # quantised weights of each layer, which only stage 3 divides
     quantized_bytes: int = 0  # with their scales
     on_host: tuple[Point, ...] = ()  # of one micro batch, what each layer that keeps some has in host memory
-    received: Point = NOTHING  # activation that comes from the stage before
-    sent: Point = NOTHING  # activation that goes to the next stage
-    logits: Point = NOTHING  # output of the last stage
+    received: Point = NOTHING  # activation that comes from the part before
+    sent: Point = NOTHING  # activation that goes to the next part
+    logits: Point = NOTHING  # output of the last part
     ep: int = 1  # ranks that hold the experts together
     factors: int = 0  # numbers that Adafactor keeps of whole parameters
     still: int = 0  # first layers with which no backward has to do: nothing up to them is trained
@@ -114,32 +118,39 @@ class StageTimeline:
         return max((max(group, default=0) for group in self.groups), default=0)
 
 
-def timeline(profile: Profile, key: str, bounds: tuple[int, int] | None = None) -> StageTimeline:
-    """Order the layers from bounds[0] to below bounds[1] (of all, each counted) in the setting `key`; None: all.
+def timeline(
+    profile: Profile, key: str, parts: tuple[tuple[int, int], ...] | None = None, part: int = 0
+) -> StageTimeline:
+    """Order a stage's layers, and the passes of one part, in the setting `key`.
 
-    Raises KeyError where the profile has no such setting.
+    Each part is from its first layer to below its last, of all, each counted; None: one part with all of them. Raises
+    KeyError where the profile has no such setting.
     """
     expanded = [
         _Placed(layer, cost)
         for layer, cost in zip(profile.layers, profile.costs_of(key), strict=True)
         for _ in range(layer.count)
     ]
-    first, last = bounds or (0, len(expanded))
-    mine = _untied(expanded, first, last, ELEMENT_BYTES[key.split("/")[0]])
-    layers, chosen = _in_groups(mine), _representatives(mine)
-    # what earlier layers have saved before each layer's forward, and in all
-    bases = list(accumulate((_point(placed.cost.saved_bytes) for placed in mine), add, initial=NOTHING))
+    ranges = parts or ((0, len(expanded)),)
+    mine = _untied(expanded, ranges, ELEMENT_BYTES[key.split("/")[0]])
+    (first, last), start = ranges[part], sum(end - begin for begin, end in ranges[:part])
+    here = range(start, start + last - first)
+    layers, chosen = _in_groups(mine), [start + n for n in _representatives(mine[here.start : here.stop])]
+    # what earlier layers of the part have saved before each layer's forward, and in all
+    saved = accumulate((_point(mine[n].cost.saved_bytes) for n in here), add, initial=NOTHING)
+    bases = dict(zip((*here, here.stop), saved, strict=True))
     return StageTimeline(
         layers=layers,
         forward=tuple(
             (n, bases[n], _raised(mine[n].cost.forward or (mine[n].cost.forward_peak_bytes,), bases[n])) for n in chosen
         ),
         backward=tuple(_backward(mine, layers, bases, chosen)),
-        saved=bases[-1],
+        saved=bases[here.stop],
+        graded=sum(placed.graded for placed in mine[here.start :]),
         buffers_bytes=sum(placed.layer.buffers_bytes for placed in mine),
         packed=tuple(tuple(Parameter(n, FROZEN, 0, packed=True) for n in placed.layer.packed) for placed in mine),
         quantized_bytes=sum(placed.layer.quantized_bytes for placed in mine),
-        on_host=tuple(_point(placed.cost.host_bytes) for placed in mine if placed.cost.host_bytes != Linear()),
+        on_host=tuple(_point(mine[n].cost.host_bytes) for n in here if mine[n].cost.host_bytes != Linear()),
         received=_point(expanded[first - 1].cost.output_bytes) if first else NOTHING,
         ep=int(key.partition("/ep=")[2] or 1),
         factors=sum(placed.layer.factors for placed in mine),
@@ -169,6 +180,7 @@ class _Placed:
         tied: tuple[int, ...] = (),
         shift: float = 0.0,
         frozen: tuple[int, ...] = (),
+        early: int = 0,
     ):
         self.layer, self.cost = layer, cost
         matrices, vectors = cost.matrices or layer.matrices, cost.vectors or layer.vectors
@@ -181,29 +193,38 @@ class _Placed:
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
         self.shift = shift  # bytes that its backward holds more than in the trace
+        self.early = early  # elements of the tied matrix whose gradient is in the head's backward, not the embedding's
 
     @property
     def trained(self) -> int:
         """Elements with gradients."""
         return sum(numel for numel, group in zip(self.numels, self.group_of, strict=True) if group != FROZEN)
 
+    @property
+    def graded(self) -> int:
+        """Elements whose first gradients are complete once its backward is done."""
+        return self.trained + self.early
 
-def _untied(expanded: list[_Placed], first: int, last: int, element_bytes: int) -> list[_Placed]:
+
+def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
     """Return a stage's layers; a tied matrix that another stage has is its own here (pipe/module.py, TiedLayerSpec).
 
-    In the whole model the tied matrix's first gradient waits through the whole backward for the second one.
+    In the whole model the tied matrix's first gradient waits through the whole backward for the second one. Where
+    embedding and head are two parts of a stage they have one matrix, and each part's backward leaves its gradient.
     """
-    head = expanded[-1]
-    if head.layer.tied_to is None or (first == 0 and last == len(expanded)):
-        return expanded[first:last]
-    tied = max(expanded[0].numels)
+    head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
+    if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
+        return mine
+    tied, one_matrix = max(expanded[0].numels), mine[0] is expanded[0]
     if tied in expanded[0].layer.frozen:  # no gradient of it waits
-        mine = expanded[first:last]
-        return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if last == len(expanded) else mine
-    mine = [_Placed(p.layer, p.cost, shift=-tied * element_bytes) for p in expanded[first:last]]
-    if last == len(expanded):
-        mine[-1] = _Placed(head.layer, head.cost, tied=(tied,))
-    return mine
+        own = mine[-1] is head and not one_matrix
+        return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if own else mine
+    found = [_Placed(p.layer, p.cost, shift=-tied * element_bytes) for p in mine]
+    if mine[-1] is head and one_matrix:
+        found[0].early, found[-1] = -tied, _Placed(head.layer, head.cost, early=tied)
+    elif mine[-1] is head:
+        found[-1] = _Placed(head.layer, head.cost, tied=(tied,))
+    return found
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
@@ -237,9 +258,9 @@ def _representatives(mine: Sequence[_Placed]) -> list[int]:
 
 
 def _backward(
-    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Sequence[Point], chosen: Sequence[int]
+    mine: Sequence[_Placed], layers: Sequence[Sequence[Parameter]], bases: Mapping[int, Point], chosen: Sequence[int]
 ) -> Iterator[TimelineEvent]:
-    sizes = [placed.trained for placed in mine]
+    sizes = [placed.graded for placed in mine]
     for n in reversed(chosen):
         done = sum(sizes[n + 1 :])
         for moment in _moments(mine[n]):

@@ -21,7 +21,6 @@ from zerofit.app.resolve import ResolvedJob, resolve_job
 from zerofit.checkpoint.compatible import obstacles
 from zerofit.checkpoint.store import Store
 from zerofit.config.batch import shown
-from zerofit.config.pipelines import refuse_unplanned
 from zerofit.launch.host import this_machine
 from zerofit.launch.hostfile import Host
 from zerofit.plan.fit import check_fit, explain
@@ -67,7 +66,6 @@ def fitted(
         asked = _as_given(asked, known)
     if not asked.run.fit:
         return asked, None
-    refuse_unplanned(asked.run.pipeline_schedule)
     if asked.run.micro_batch_by_rank:
         message = f"{asked.place('micro_batch_by_rank')} with --fit, which takes the same micro batch for every rank"
         hint = "leave --fit out (`zerofit plan --micro-batch-by-rank 4,2` tells what fits), or take equal micro batches"

@@ -64,7 +64,7 @@ def options_of(
     """
     job, run, knobs = resolved.job, resolved.job.run, decided(given)
     degrees = {name: knobs[name] for name in DEGREES if knobs.get(name, 1) > 1}
-    own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing") if name in knobs}
+    own = {name: knobs[name] for name in ("micro_batch", "accumulation", "checkpointing", "schedule") if name in knobs}
     keep = {name: value for name, value in knobs.items() if name not in {*own, *degrees}}
     keep |= {"ema": run.ema} if run.ema else {}
     keep |= {name: max(1, keep[name]) for name in ("tp", "sp", "ep") if name in keep}  # 0 is DeepSpeed's word for 1

@@ -118,6 +118,7 @@ def layout_fields(layout: PlannedLayout) -> dict[str, Any]:
         "precision": layout.precision,
         "activation_checkpointing": layout.checkpointing,
         **({"ema": layout.ema} if layout.ema else {}),
+        **({"pipeline_schedule": layout.schedule} if layout.schedule != "1f1b" else {}),
         **{name: degree for name, degree in degrees.items() if degree > 1},
     }
 

@@ -25,6 +25,7 @@ FIELDS = {
     "pp": "pipeline",
     "sp": "sequence_parallel",
     "ep": "expert_parallel",
+    "schedule": "pipeline_schedule",
 }
 KEYS = {
     "micro_batch": "train_micro_batch_size_per_gpu",

@@ -100,7 +100,9 @@ def _wanted(cluster: Cluster, request: PlanningRequest, stored: Profile | None) 
     if "nvme" in (knobs.get("offload_optimizer"), knobs.get("offload_param")) and not cluster.nvme_bytes:
         message = "offloading to disks is asked for, and no disk is named"
         raise UserError(Problem(kind="nvme", message=message, hint="add --nvme SIZE, of one node", where="--nvme"))
-    own = {name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", *DEGREES)}
+    own = {
+        name: knobs.pop(name, None) for name in ("micro_batch", "accumulation", "checkpointing", "schedule", *DEGREES)
+    }
     own |= _by_rank(request, own, decided, cluster)
     return PlanRequest(
         precision=_precision(decided.get("precision"), cluster, stored),

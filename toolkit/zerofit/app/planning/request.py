@@ -13,7 +13,6 @@ from zerofit.app.planning.measured import MeasuredSpeed
 from zerofit.app.planning.pins import LayoutPins, knobs_of, read_config, refuse_impossible
 from zerofit.app.requests import PACKED, parse_input
 from zerofit.config.part import check_part
-from zerofit.config.pipelines import refuse_unplanned
 from zerofit.models.catalog import shape_named
 from zerofit.models.presets import PRESETS
 from zerofit.plan.layout import PLANNED, PlannedLayout
@@ -122,7 +121,6 @@ class PlanningRequest:
             pins = {name: fields[name] for name in LayoutPins.__annotations__ if name in fields}
             object.__setattr__(self, "pins", {**pins, **self.pins})
             object.__setattr__(self, "model", self.model.model)
-        problems.attempt(lambda: refuse_unplanned(self.pins.get("pipeline_schedule")))
         given = {n: v for n, v in self.pins.items() if v is not None and n in Run.model_fields and n != "ds_config"}
         problems.attempt(lambda: load_run(None, given))  # refuses --micro-batch 0 and the like
         if (config := problems.attempt(lambda: self.ds_config)) is not None:

@@ -25,7 +25,7 @@ def forecast_step_s(resolved: ResolvedJob) -> float | None:
     traced or measured here.
     """
     job = resolved.job
-    if job.layout.ep > 1 or job.run.pipeline_schedule == "dualpipev":
+    if job.layout.ep > 1:
         return None
     try:
         cluster = replace(Cluster.here(), gpus=job.layout.world_size)

@@ -17,7 +17,6 @@ from zerofit.app.planning.files import layout_fields
 from zerofit.app.planning.of_run import cluster_of, profile_of
 from zerofit.app.planning.question import forecast_of
 from zerofit.app.resolve import resolve_job
-from zerofit.config.pipelines import refuse_unplanned
 from zerofit.launch.hostfile import Host, read_hostfile
 from zerofit.plan.degrees import Degrees
 from zerofit.plan.layout import PlannedLayout
@@ -136,7 +135,6 @@ class TuneJob:
     ) -> TuneJob:
         """Check the run, trace its model and forecast every configuration. Raises UserError and ModelError."""
         report, on = report or Reporter(), TrialHosts.of(hosts)
-        refuse_unplanned(asked.run.pipeline_schedule)
         if asked.run.micro_batch_by_rank:
             message = f"{asked.place('micro_batch_by_rank')}: trials give every rank the same micro batch"
             hint = "leave it out here, and give it to `zerofit train` with what was found"
@@ -159,6 +157,7 @@ class TuneJob:
         degrees["ep"] = run.expert_parallel
         keep = {"optimizer": PlannedLayout.of(job).optimizer}
         fixed: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
+        fixed["schedule"] = run.pipeline_schedule
         for precision, batch in product(precisions, allowed.get("global_batch") or [job.batch.total]):
             profile = profiles[precision]
             request = PlanRequest(precision=precision, global_batch=batch, every=True, keep=keep, **fixed)

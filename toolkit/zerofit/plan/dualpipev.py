@@ -1,0 +1,143 @@
+"""DualPipeV as DeepSpeed runs it: what each rank does in which order, and when, where each pass takes its time.
+
+The order is that of deepspeed/runtime/pipe/schedule.py, DualPipeVSchedule; tests hold it to that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from zerofit.spec.mesh import parts_of_stage
+
+EXCHANGE = "|"  # of what was queued to be sent and received since the last one (CommitP2P)
+_FILLING = "<F0 | F0 F0> "
+_TURNING = "| F0 <F0 <F1 | F1 F1> F0> "
+_FIRST_BACK = "<B1 | B1 B1> <F1 | | F1 F1> "
+_OUT, _BACK = "<F0 <B1 | F0 B1 F0> B1> ", "<F1 <B0 | F1 B0 F1> B0> "
+_ENDING = "<B1 | B1 B1> "
+
+
+@lru_cache(maxsize=1024)
+def order(stages: int, stage: int, micro_batches: int) -> tuple[str, ...]:
+    """Return what a stage does in a step.
+
+    "F0": the forward of the next micro batch through its first part, "B1": the backward of the next one through its
+    second part; "<F0" and "F0>": queue that what it takes is received and that what it made is sent; EXCHANGE.
+    """
+    after, last = stages - 1 - stage, stage == stages - 1
+    turning = "<F0 " + _TURNING * (stage + 1)
+    first = _OUT.removeprefix("<F0 ")
+    if last:  # its last forward of the second part is sent together with the next one of the first part
+        turning = "F0> ".join(turning.rsplit("F1> F0> ", 1))
+        first = "| F0 F1> <B1 | B1 F0> B1> "
+    words = (
+        _FILLING * (2 * after)
+        + turning
+        + _FIRST_BACK * after
+        + first
+        + _BACK
+        + (_OUT + _BACK) * (micro_batches - 2 * stages + stage)
+        + (_ENDING + _BACK) * after
+        + (_ENDING + "<B0 | B0 B0> ") * (stage + 1)
+        + ("| <B0 | B0 B0> ") * after
+        + "| " * (stage + 2)
+    )
+    # nothing comes before the first part or after the last one, and the last stage hands on to itself
+    alone = {"<F0", "B0>", "F1>", "<B1"} if stage == 0 else set[str]()
+    alone |= {"F0>", "<B0", "<F1", "B1>"} if last else set()
+    return tuple(word for word in words.split() if word not in alone)
+
+
+class PartSeconds(NamedTuple):
+    """What a micro batch takes in one part of the layers."""
+
+    forward_s: float
+    backward_s: float
+
+
+class Played(NamedTuple):
+    """Something that a stage does in a step, in seconds from its start."""
+
+    stage: int
+    word: str  # of `order`; EXCHANGE where something is sent or received
+    micro_batch: int  # -1 of an exchange
+    start_s: float
+    end_s: float
+
+
+Message = tuple[str, int, int]  # "F" or "B", the part of all that takes it, how many it has taken before
+
+
+def played(parts: Sequence[Sequence[PartSeconds]], micro_batches: int, send_s: float) -> list[Played]:
+    """Return what all stages do when; `parts` of each stage, `send_s` of one activation or gradient.
+
+    An exchange begins once all that a stage exchanges with have come to it, too.
+    """
+    stages = len(parts)
+    ranks = [_Rank(stage, stages, parts[stage], micro_batches) for stage in range(stages)]
+    there = defaultdict[Message, list[float]](list)
+    waiting = {rank.stage: rank for rank in ranks if rank.work()}
+    for rank in ranks:
+        rank.arrive(there)
+    while waiting:
+        ready = [one for one in waiting.values() if all(len(there[message]) == 2 for message in one.queued)]
+        assert ready, f"DualPipeV on {stages} stages: every one waits for another one"
+        for one in ready:
+            one.exchange(there, send_s)
+            if not one.work():
+                del waiting[one.stage]
+        for one in ready:
+            one.arrive(there)
+    return [done for rank in ranks for done in rank.done]
+
+
+class _Rank:
+    """One stage on its way through a step."""
+
+    def __init__(self, stage: int, stages: int, parts: Sequence[PartSeconds], micro_batches: int):
+        self.stage, self.now_s = stage, 0.0
+        self.queued: list[Message] = []
+        self.done: list[Played] = []
+        self._words: Iterator[str] = iter(order(stages, stage, micro_batches))
+        self._seconds, self._counts = parts, Counter[str]()
+        self._parts, self._sent = parts_of_stage(stage, stages, "dualpipev"), 0
+
+    def work(self) -> bool:
+        """Go on to the next exchange with another stage; return whether there is one."""
+        for word in self._words:
+            number = self._counts[word]
+            self._counts[word] += 1
+            if word == EXCHANGE and self.queued:
+                return True
+            if len(word) == 2:
+                self._pass(word, number)
+            elif word != EXCHANGE:
+                self._queue(word, number)
+        return False
+
+    def arrive(self, there: defaultdict[Message, list[float]]) -> None:
+        """Say that this stage waits with what it has queued."""
+        for message in self.queued:
+            there[message].append(self.now_s)
+
+    def exchange(self, there: defaultdict[Message, list[float]], send_s: float) -> None:
+        """Send and receive at the same time, one after the other in each direction."""
+        start_s = max(time for message in self.queued for time in there[message])
+        self.now_s = start_s + send_s * max(self._sent, len(self.queued) - self._sent)
+        self.done.append(Played(self.stage, EXCHANGE, -1, start_s, self.now_s))
+        self.queued, self._sent = [], 0
+
+    def _pass(self, word: str, number: int) -> None:
+        start_s, seconds = self.now_s, self._seconds[int(word[1])]
+        self.now_s += seconds.forward_s if word[0] == "F" else seconds.backward_s
+        self.done.append(Played(self.stage, word, number, start_s, self.now_s))
+
+    def _queue(self, word: str, number: int) -> None:
+        sends = word.endswith(">")
+        direction, part = word.strip("<>")
+        onward = 0 if not sends else 1 if direction == "F" else -1
+        self.queued.append((direction, self._parts[int(part)] + onward, number))
+        self._sent += sends
