@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from zerofit.simulate.kernels import KernelCall, kernels_of
 from zerofit.simulate.layer_costs import envelope
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.partial_training import PartialTraining
 from zerofit.spec.profile import NOTHING_SAVED, LayerCost, Linear, Profile, Savings, setting
 
 HIDDEN, MLP, HEADS, KV, VOCAB, LAYERS, LENGTH = 160, 432, 4, 2, 260, 4, 64
@@ -55,6 +57,16 @@ def test_flops_of_a_block_are_those_of_its_products(llama):
     # attention's kernel computes its scores again: 5 products instead of 2
     assert block.backward_flops == Linear(per_sample=2 * products + attention * 5 / 2)
     assert costs(llama, "bf16", False, 1, 1)["head"].forward_flops == Linear(per_sample=2 * LENGTH * HIDDEN * VOCAB)
+
+
+def test_one_trained_block_does_not_stand_for_all():
+    partial = PartialTraining(lora=None, train=("model.layers.1.*",), freeze=(), seed=0)
+    source = replace(find("llama-tiny"), partial=partial)
+    profile = profile_model(source, source.task, TEXT, {}, [TraceSetting("bf16")])
+    head = HIDDEN // HEADS
+    block = HIDDEN * HIDDEN * 2 + 2 * HIDDEN * KV * head + 3 * HIDDEN * MLP + 2 * HIDDEN
+    assert profile.trained == block
+    assert profile.parameters == sum(p.numel() for p in build(source, TEXT, {}).parameters())
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2", "llama-3.1-70b", "bert-base"])

@@ -55,7 +55,8 @@ def make_subject(
     Raises ModelError where it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    equal = _equal_blocks(config) if config is not None else {}
+    by_layer = source.partial is not None and source.partial.by_layer
+    equal = {} if config is None or by_layer else _equal_blocks(config)
     small = with_depths(args, {path: leading(part(config, path)) + TRACED_BLOCKS for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)
