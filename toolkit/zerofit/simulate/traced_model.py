@@ -19,6 +19,7 @@ from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.models.partial import differ_by_layer
 from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
@@ -55,8 +56,8 @@ def make_subject(
     Raises ModelError where it has no tensor or expert parallel form.
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
-    by_layer = source.partial is not None and source.partial.by_layer
-    equal = {} if config is None or by_layer else _equal_blocks(config)
+    equal = _equal_blocks(config) if config is not None else {}
+    equal = {path: count for path, count in equal.items() if not differ_by_layer(source.partial, count)}
     small = with_depths(args, {path: leading(part(config, path)) + TRACED_BLOCKS for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)

@@ -44,8 +44,3 @@ class PartialTraining:
     freeze: tuple[str, ...]
     seed: int  # of the adapters' first weights
     quantization: Quantization | None = None  # of what adapters stand beside
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether a pattern may match one of many equal layers and not another: their names differ in a number."""
-        return any(char.isdigit() or char in "?[" for pattern in (*self.train, *self.freeze) for char in pattern)
