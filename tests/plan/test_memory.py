@@ -194,6 +194,12 @@ def test_stage_1_waits_with_whole_gradients_beside_its_bucket():
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 16_000_000 + 2_000_000, "backward")
 
 
+def test_stage_1_with_overlap_has_gradients_and_buckets_when_the_last_backward_begins():
+    """Static 8, activations 10, an earlier micro batch's gradients 2, and the two buckets that it made."""
+    memory = forecast(PROFILE, layout(1, dp=2, micro_batch=K, accumulation=2, overlap=True, bucket=100_000))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 10_000_000 + 2_000_000 + 2 * 200_000, "backward")
+
+
 def test_stage_2_peaks_before_its_bucket_where_activations_rule():
     """Last block's backward: saved 1 + 3 (a million each for K samples), and its own 6; no bucket before a gradient."""
     memory = forecast(PROFILE, layout(2, dp=2, micro_batch=K))
