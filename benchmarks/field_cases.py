@@ -45,7 +45,7 @@ def main() -> None:
 def simulate(case: dict[str, Any]) -> zf.Simulation | zf.UserError:
     """Simulate a case, or return what stands in the way."""
     names = ("model", "model_args", "ds_config", "micro_batch", "seq_len", "precision", "activation_checkpointing")
-    run = zf.Run(**{name: case[name] for name in names if case[name] is not None})
+    run = zf.Run(**{name: case[name] for name in names if case[name] is not None}, **case.get("adapters", {}))
     try:
         return zf.simulate(run, zf.Cluster(case["gpu"], gpus=case["gpus"]))
     except zf.UserError as error:

@@ -50,7 +50,7 @@ SEED = 17
 LIMITS = (0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 1.0, 1.02, 1.04, 1.07, 1.15, 1.4)
 WRONGLY_REFUSED = 0.03
 SAMPLE_S = 0.005
-PATIENCE_S = 600.0
+PATIENCE_S = 1800.0
 OFFLOADS = ((), (), ("offload",), ("offload-all",))
 # how programs find the limit: imported by every Python that is started with this folder on PYTHONPATH
 SITE = """

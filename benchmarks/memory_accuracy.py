@@ -1,6 +1,6 @@
 """How far `zerofit simulate` and `zerofit plan` are from what real runs allocate; see README.md.
 
-python benchmarks/memory_accuracy.py [--configs WORDS] [--ranks 1 2 4] [--out FOLDER]
+python benchmarks/memory_accuracy.py [--configs WORDS] [--ranks 1 2 4] [--out FILE]
 
 Each configuration is trained for three steps by real ranks under an exact allocator meter, and simulated and forecast
 for every rank. Exit code 1 where a figure misses its target.
@@ -22,8 +22,6 @@ from meter.report import draw, summary, table, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-RESULTS = Path(__file__).parent / "results"
-
 
 def main() -> int:
     """0, or 1 where a figure misses its target or a configuration fails."""
@@ -35,18 +33,19 @@ def main() -> int:
     for one in run(names):
         found.append(one)
         if asked.out:
-            write(found, asked.out / "memory-accuracy-cpu.json")
+            write(found, asked.out)
     console = Console()
     console.print(table(found))
     console.print(summary(found))
     if asked.out and found:
-        draw(found, asked.out / "memory-accuracy-cpu.png")
+        draw(found, asked.out.with_suffix(".png"))
     return 0 if len(found) == len(names) and all(goal.met(found) for goal in TARGETS) else 1
 
 
 def chosen(name: str, words: list[str], ranks: list[int]) -> bool:
-    """Whether a configuration has all these words, and one of these numbers of ranks."""
-    return set(words) <= set(name.split()) and int(name.rpartition("x")[2]) in ranks
+    """Whether a configuration has one of each word's alternatives, and one of these numbers of ranks."""
+    has = set(name.split())
+    return all(has & set(word.split(",")) for word in words) and int(name.rpartition("x")[2]) in ranks
 
 
 def run(names: list[str]) -> Iterator[Comparison]:
@@ -70,9 +69,9 @@ def run(names: list[str]) -> Iterator[Comparison]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--configs", nargs="*", default=[], help="only those with all these words, e.g. llama zero3")
+    parser.add_argument("--configs", nargs="*", default=[], help="only those with all these: llama zero2,zero3")
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], help="only those with so many ranks")
-    parser.add_argument("--out", type=Path, help=f"write JSON and plot into this folder (ours: {RESULTS.name}/)")
+    parser.add_argument("--out", type=Path, help="write a JSON file, and a plot beside it")
     return parser.parse_args()
 
 

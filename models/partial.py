@@ -53,6 +53,16 @@ def train_part(model: nn.Module, partial: PartialTraining) -> nn.Module:
     return model
 
 
+def differ_by_layer(partial: PartialTraining | None, layers: int) -> bool:
+    """Return whether patterns name some of this many layers by their number, and others not.
+
+    A model with fewer layers would then not be trained as the whole one is.
+    """
+    patterns = () if partial is None else (*partial.train, *partial.freeze)
+    words = {word for pattern in patterns for word in pattern.split(".")}
+    return any(len({fnmatchcase(str(layer), word) for layer in range(layers)}) > 1 for word in words)
+
+
 def quiet_bitsandbytes() -> None:
     """Have it not say on CPUs which optional package it has not found; peft imports it for adapters of any kind."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -257,9 +257,9 @@ def test_the_search_follows_the_simulations_where_plan_is_wrong():
 
 
 def test_the_search_passes_over_what_is_refused_and_takes_what_is_within_the_margin_last():
-    refused, within, lean = option(300, 100 * MIB), option(200, 840 * MIB, tp=2), option(10, 200 * MIB, zero_stage=3)
+    refused, within, lean = option(300, 100 * MIB), option(200, 680 * MIB, tp=2), option(10, 200 * MIB, zero_stage=3)
     assert searched([refused, lean], {lean: 1.0})[0] is lean
-    tight = {within: 1.1, lean: 6.0}
+    tight = {within: 1.4, lean: 6.0}
     assert searched([within, lean], tight)[0] is within
     assert searched([within, lean], {within: 2.0, lean: 6.0})[0] is None
     assert searched([within, lean], {within: 1.0, lean: 1.0}, most_bytes=300 * MIB)[0] is lean

@@ -76,8 +76,12 @@ def unhinted(monkeypatch):
 
 @pytest.fixture
 def tight(monkeypatch, tmp_path):
-    """A machine that has four fifths of what a rank needs free, beside the rank's process."""
-    needed = held_against(zf.Run(**LLAMA), tmp_path / "any")
+    leave_four_fifths(monkeypatch, zf.Run(**LLAMA), tmp_path)
+
+
+def leave_four_fifths(monkeypatch, run: zf.Run, folder: Path) -> None:
+    """Have a machine with four fifths of what a rank needs free, beside the rank's process."""
+    needed = held_against(run, folder / "any")
     assert needed
     free = CPU_PROCESS_LOW_BYTES + CPU_LIBRARY_BYTES + needed.reserved_bytes * 4 // 5
     monkeypatch.setattr(reservations, "host_memory", lambda: (free, free))
@@ -95,9 +99,11 @@ def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
     assert replace(again, host_margin_bytes=found.host_margin_bytes) == found  # what is free changes
 
 
-def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(tmp_path, tight):
+def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(tmp_path, monkeypatch):
+    run = zf.Run(**{**LLAMA, "micro_batch": 256}, output=tmp_path / "run")
+    leave_four_fifths(monkeypatch, run, tmp_path)
     with pytest.raises(zf.DoesNotFit) as caught:
-        zf.train(zf.Run(**LLAMA, output=tmp_path / "run"))
+        zf.train(run)
     problem = caught.value.problems[0]
     assert problem.kind == "does-not-fit"
     assert "llama-tiny needs" in problem.message and "a rank in " in problem.message

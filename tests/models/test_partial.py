@@ -10,6 +10,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import ImageInputs, TextInputs
+from zerofit.models.partial import differ_by_layer
 from zerofit.spec.run import Run
 
 TEXT, IMAGES = TextInputs(vocab_size=260, seq_len=16), ImageInputs(channels=1, size=8, classes=10)
@@ -84,3 +85,18 @@ def test_an_adapter_beside_a_shared_weight_is_refused():
     source = source_of(Run(model="gpt2", lora=2, lora_targets="c_attn,lm_head"))
     with pytest.raises(ModelError, match=r"lm_head shares its weight with transformer\.wte"), torch.device("meta"):
         build(source, TEXT, TIED)
+
+
+@pytest.mark.parametrize(
+    "asked, differ",
+    [
+        ({"train": ["*.11.*"]}, True),
+        ({"freeze": ["*.layer.[0-9].*"]}, True),
+        ({"freeze": ["*layers.1*.weight"]}, True),
+        ({"train": ["head", "*.*.norm1.*"]}, False),
+        ({"train": ["*.w1.*"], "freeze": ["model.embed_tokens"]}, False),
+        ({"lora": 4}, False),
+    ],
+)
+def test_layers_differ_where_a_pattern_names_them_by_number(asked, differ):
+    assert differ_by_layer(Run(model="bert-base", **asked).partial, 12) == differ

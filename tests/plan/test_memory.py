@@ -82,6 +82,26 @@ def test_frozen_weights_have_no_states(stage):
     assert (FROZEN.parameters, FROZEN.trained) == (1_000_000, 200_000)
 
 
+@pytest.mark.parametrize(("checkpointing", "elements"), [(False, 400_000), (True, 1_000_000)])
+def test_stage_3_does_not_gather_for_a_backward_that_is_not(checkpointing, elements):
+    """Both blocks stay gathered; the frozen embedding, released after its forward, where they are not checkpointed."""
+    line = timeline(FROZEN, setting("bf16", checkpointing, 1, 1))
+    planned = layout(3, dp=4, checkpointing=checkpointing)
+    assert max(gathered_in_backward(line, planned)) == 2 * elements
+
+
+def test_stage_3_fetches_past_layers_that_have_no_backward():
+    """All but the embedding, which was released; at most the live parameters and one more."""
+    blocks = (LayerRun(name="block", count=2, matrices=(), vectors=(), frozen=(200_000, 100_000)), PROFILE.layers[1])
+    costs = {setting("bf16", False, 1, 1): (COSTS[0], COSTS[1], COSTS[1])}
+    line = timeline(replace(FROZEN, layers=(FROZEN.layers[0], *blocks), costs=costs), setting("bf16", False, 1, 1))
+    assert gathered_in_forward(line, layout(3, dp=4))[:3] == [2 * 600_000, 2 * 1_000_000, 2 * 700_000]
+    zero3_gather._cached_layers.cache_clear()
+    with patch.object(zero3_gather, "LIVE_ELEMENTS", 300_000):
+        assert gathered_in_forward(line, layout(3, dp=4))[1] == 2 * 500_000
+    zero3_gather._cached_layers.cache_clear()
+
+
 PACKED = replace(
     PROFILE,
     layers=(
@@ -172,6 +192,12 @@ def test_stage_1_waits_with_whole_gradients_beside_its_bucket():
     """Static 8, gradients 2, bucket 2; then the bucket's flat copy; without tied or saved activations that is all."""
     memory = forecast(PROFILE, layout(1, dp=2, bucket=8_000_000))
     assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 16_000_000 + 2_000_000, "backward")
+
+
+def test_stage_1_with_overlap_has_gradients_and_buckets_when_the_last_backward_begins():
+    """Static 8, activations 10, an earlier micro batch's gradients 2, and the two buckets that it made."""
+    memory = forecast(PROFILE, layout(1, dp=2, micro_batch=K, accumulation=2, overlap=True, bucket=100_000))
+    assert (memory.peak_bytes, memory.peak_phase) == (8_000_000 + 10_000_000 + 2_000_000 + 2 * 200_000, "backward")
 
 
 def test_stage_2_peaks_before_its_bucket_where_activations_rule():

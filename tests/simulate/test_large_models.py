@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulate.targets import target
+from tests.simulate.targets import TINY, target
 from zerofit.simulate import run
 from zerofit.simulate.run import SimulatedRank, simulate
 
@@ -52,3 +52,14 @@ def test_layers_without_experts_are_not_extended(stage, monkeypatch):
         assert few.record.peaks[0].breakdown[kind] == pytest.approx(size, rel=0.005), kind
     assert few.record.host == pytest.approx(exact.record.host, rel=0.005)
     assert few.record.kept == pytest.approx(exact.record.kept, rel=0.005)
+
+
+def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
+    """Of the last block 2 bytes a parameter, and 12 of its weights and states in fp32; of the others 2."""
+    monkeypatch.setattr(run, "WORTH", 3)
+    args = {**TINY, "num_hidden_layers": LAYERS}
+    asked = target("zero1", gpus=1, precision="bf16", model_args=args, train=[f"model.layers.{LAYERS - 1}.*"])
+    (found,) = simulate([asked], lambda text: None)
+    assert isinstance(found, SimulatedRank) and not found.layers
+    block = 4 * 32 * 32 + 3 * 32 * 80 + 2 * 32
+    assert found.record.peaks[0].breakdown["optimizer state"] == pytest.approx(8 * block, abs=1024)

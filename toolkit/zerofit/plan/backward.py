@@ -146,12 +146,14 @@ class _Bucketed:
         self.sizes = dict(zip(groups, partitions(line, layout.zero_ranks), strict=True))
         self.kept_bytes = self.filled = self.oversized = 0
         self.bucket: list[Parameter] = []
-        self.waiting_bytes, self.after = 0, False  # whole gradients outside of the bucket
+        # whole gradients outside of the bucket; at stage 1 those of earlier micro batches
+        accumulated = layout.zero_stage == 1 and layout.accumulation > 1
+        self.waiting_bytes, self.after = self.element * line.parameters if accumulated else 0, False
         self.layer = -1
 
     def run(self) -> Iterator[LiveMemory]:
         """Replay the backward."""
-        began = False
+        waiting = began = self.waiting_bytes > 0  # an earlier micro batch has made the bucket
         for event in self.line.backward:
             self.layer = event.layer
             for point in event.live:
@@ -159,6 +161,7 @@ class _Bucketed:
             if event.parameter is not None:
                 began = True
                 yield from self.arrive(event.parameter, event.end)
+                self.waiting_bytes -= self.element * event.parameter.numel if waiting else 0
         yield from self.reduce(NOTHING)  # what is left in the bucket (independent_gradient_partition_epilogue)
 
     def arrive(self, parameter: Parameter, activations: Point) -> Iterator[LiveMemory]:

@@ -9,6 +9,7 @@ from zerofit.plan.layout import LayoutMemory, PlannedLayout
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.model_facts import BUCKET_LIMIT
 from zerofit.spec.overhead import (
+    CPU_HEAP,
     CPU_PROCESS_HIGH_BYTES,
     FRAGMENTATION,
     FRAGMENTATION_ZERO3,
@@ -85,22 +86,21 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
 
 def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> float:
     """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates."""
+    if cluster.on_cpu:
+        return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
     fragmentation = share * peak_bytes
-    if not cluster.on_cpu:
-        if layout.zero_stage in (1, 2):
-            # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
-            fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
-        fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
+    if layout.zero_stage in (1, 2):
+        # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
+        fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
+    fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
     return fragmentation + _process_bytes(layout, cluster)
 
 
 def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
     """Sum context and communicators, each at the upper end of what sources give."""
-    if cluster.on_cpu:
-        return CPU_PROCESS_HIGH_BYTES
     device = cluster.device
     degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
     # the last: all ranks; of spread experts those that hold them together, and those that hold the same

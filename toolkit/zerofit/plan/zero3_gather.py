@@ -21,7 +21,10 @@ def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]
     """Return the bytes that are gathered at most in the forward of each of line.forward's layers."""
     layers = _layers(line, layout)
     ahead = layers.fetched_ahead(len(line.layers) - 1)
-    return [max(ahead, layers.earlier[n] + layers.inside(n, layers.kept[n], forward=True)) for n, *_ in line.forward]
+    return [
+        max(ahead, layers.fetched_past(n), layers.earlier[n] + layers.inside(n, layers.kept[n], forward=True))
+        for n, *_ in line.forward
+    ]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
@@ -54,7 +57,7 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
 def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
     # a parameter on the host comes to the device even where it is whole
     spread, hosted = sharers(layout), layout.offload_param != "none"
-    still = line.still if any(line.packed) and not layout.checkpointing else 0
+    still = 0 if layout.checkpointing else line.still
     return _cached_layers(line, layout.element_bytes, layout.persistence, layout.prefetch, spread, hosted, still)
 
 
@@ -63,7 +66,7 @@ class _Layers:
 
     A module's parameters are released after it, unless the trace uses them again within the reuse distance; between
     a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered. The first
-    `still` layers have no backward: so it was seen beside quantised weights, but not where blocks are checkpointed.
+    `still` layers have no backward: so it was seen beside frozen weights, but not where blocks are checkpointed.
     bitsandbytes' products keep the gathered bytes of their weights as attributes of their nodes, checkpointed or not,
     and so these outlive their release until the graph is dropped (autograd/_functions.py, MatMul4Bit).
     """
@@ -101,6 +104,17 @@ class _Layers:
         until it meets its limit, and what it has passed stays (:649).
         """
         return min(self.element * LIVE_ELEMENTS, self.needed[layer + 1] - released) if self.experts else 0
+
+    def fetched_past(self, layer: int) -> int:
+        """Count what is gathered at most in the forward of a layer that has no backward: all from it on.
+
+        Each module fetches ahead, those without parameters too, and so fetching runs away from releasing until the
+        limit, which the last parameter may pass (:447). The first layer of a model is an embedding of few modules.
+        """
+        if not 0 < layer < self.still:
+            return 0
+        largest = max((p.bytes(self.element) for members in self.members[layer:] for p in members), default=0)
+        return min(self.element * LIVE_ELEMENTS + largest, self.needed[-1] - self.needed[layer])
 
     def inside(self, layer: int, whole: bool, forward: bool = False) -> int:
         """Count the bytes of a layer's own parameters that are gathered at once: one in use, those fetched ahead.

@@ -10,7 +10,16 @@ from zerofit.simulate.record import GroupUse, RankPhase, RankRecord, ScriptFacts
 from zerofit.simulate.result import PeakLocation, SimulatedRun, SimulatedScript, Simulation
 from zerofit.simulate.run import SimulatedRank
 from zerofit.simulate.script.target import ScriptTarget
-from zerofit.simulate.verdict import NOT, Communicator, FitVerdict, Overhead, judge, judge_events, overheads
+from zerofit.simulate.verdict import (
+    NOT,
+    Communicator,
+    FitVerdict,
+    Overhead,
+    judge,
+    judge_events,
+    overheads,
+    unseen_on_cpu,
+)
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.mesh import coords_of
 from zerofit.spec.model_facts import ELEMENT_BYTES
@@ -41,13 +50,14 @@ def assess(simulated: SimulatedRank | SimulatedScriptRank, cluster: Cluster) -> 
     if isinstance(simulated, SimulatedScriptRank):
         stages = simulated.facts.pipeline_stages
         layout = Layout(dp=simulated.target.world_size // stages, pp=stages, zero_stage=simulated.facts.zero_stage)
-        run, largest, layers, error = simulated.run, simulated.facts.largest_parameter, (), 0.0
+        run, facts, layers, error = simulated.run, simulated.facts, (), 0.0
     else:
         job, layers, error = simulated.target.job, simulated.layers, simulated.check_error
-        layout, run, largest = job.layout, _run(simulated.target), job.facts.largest_parameter
-    peak = record.peaks[0]
-    # matrix products take the largest parameter in fp32
-    beside = overheads(cluster.device, _communicators(record.groups), largest * ELEMENT_BYTES["fp32"])
+        layout, run, facts = job.layout, _run(simulated.target), job.facts
+    peak, beside = record.peaks[0], overheads(cluster.device, _communicators(record.groups))
+    if cluster.on_cpu:  # matrix products take the largest parameter in fp32
+        largest = facts.largest_parameter * ELEMENT_BYTES["fp32"]
+        beside += unseen_on_cpu(peak.bytes, largest, bool(facts.experts))
     host = record.host
     verdict, reserved, ahead = _verdict(record, beside, cluster, simulated.target.alloc_conf)
     host_node_bytes, host_fits, host_sentence = _host(host, cluster)

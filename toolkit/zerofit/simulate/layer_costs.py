@@ -59,18 +59,29 @@ class ProfileRecorder(TorchDispatchMode):
         self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
         self.exchanged: Counter[Key] = Counter()  # bytes that a section sends to the ranks of spread experts
         self.last_op = ""
+        self._later: Key | None = None
         self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
         self._frozen = {p.untyped_storage()._cdata: n for n, p in enumerate(model.parameters()) if not p.requires_grad}
         # the model's own storages are known, and count nothing
         own = (t.untyped_storage() for t in (*model.parameters(), *model.buffers()))
         self._sizes = {storage._cdata: storage.nbytes() for storage in own}
 
-    def mark(self, phase: str, unit: int, leaving: int = 0) -> None:
-        """Note that what follows belongs to this unit's forward or backward; some bytes are alive for a moment only."""
+    def mark(self, phase: str, unit: int) -> None:
+        """Note that what follows belongs to this unit's forward or backward."""
+        self._begin_later()
         key = (phase, unit)
-        self.segments.append(GradientSegment(key, [self.live_bytes - leaving]))
-        self.before.setdefault(key, self.live_bytes - leaving)  # a shared module can begin twice
+        self.segments.append(GradientSegment(key, [self.live_bytes]))
+        self.before.setdefault(key, self.live_bytes)  # a shared module can begin twice
         self._calls = self.calls.setdefault(key, [])
+
+    def mark_later(self, phase: str, unit: int) -> None:
+        """Note that the next op belongs to this unit's forward, and all that follows."""
+        self._later = (phase, unit)
+
+    def _begin_later(self) -> None:
+        later, self._later = self._later, None
+        if later is not None:
+            self.mark(*later)
 
     def watch(self) -> list[Any]:
         """Take each parameter's complete gradient away; return the handles of the hooks that do."""
@@ -109,6 +120,7 @@ class ProfileRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._begin_later()
         self.last_op = str(func)
         if self._frozen:
             self._note_readers(args)

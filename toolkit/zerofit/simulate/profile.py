@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +31,7 @@ from zerofit.simulate.op_costs import KERNEL_SCRATCH
 from zerofit.simulate.traced_experts import without_ranks
 from zerofit.simulate.traced_model import TracedModel, cast_by_zero3, make_subject
 from zerofit.spec.model_facts import Precision, Task
-from zerofit.spec.profile import LOW_BUFFERS, NOTHING_SAVED, LayerCost, LayerRun, Linear, Profile, Savings, setting
+from zerofit.spec.profile import NOTHING_SAVED, ZERO3, LayerCost, LayerRun, Linear, Profile, Savings, setting
 from zerofit.train import loss as train_loss
 from zerofit.train.head_loss import head_loss
 from zerofit.train.loss import weighted_cross_entropy
@@ -46,7 +47,7 @@ class TraceSetting(NamedTuple):
     sp: int = 1
     ep: int = 1
     savings: Savings = NOTHING_SAVED
-    low_buffers: bool = False  # as ZeRO-3 has them where a model is partitioned as it is built
+    zero3: bool = False  # as the model is partitioned while it is built
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,8 +74,8 @@ def profile_model(
     traced = {one: _traced(source, task, inputs, args, one, device) for one in wanted}
     subject, layers, _ = next(traced[one] for one in reversed(wanted) if one.tp * one.ep == 1)
     costs = {_key(one): here for one, (_, _, here) in traced.items()}
-    low = [one._replace(low_buffers=True) for one in wanted if one.precision != "fp32" and cast_by_zero3(subject.model)]
-    low_costs = {f"{_key(one)}{LOW_BUFFERS}": _traced(source, task, inputs, args, one, device)[2] for one in low}
+    others = [one._replace(zero3=True) for one in wanted if _differs_at_zero3(subject.model, one)]
+    zero3 = {f"{_key(one)}{ZERO3}": _traced(source, task, inputs, args, one, device)[2] for one in others}
     config = subject.config
     heads = getattr(config, "num_attention_heads", None)
     tensors = tensors_of(inputs)
@@ -84,7 +85,7 @@ def profile_model(
         seq_len=getattr(inputs, "seq_len", None),
         layers=_with_shares(layers, costs),
         costs=costs,
-        low_buffers=low_costs,
+        zero3=zero3,
         attention_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         hidden_size=getattr(config, "hidden_size", None),
@@ -105,17 +106,27 @@ def _traced(
 ) -> tuple[TracedModel, tuple[LayerRun, ...], tuple[LayerCost, ...]]:
     """Return the model, its layers and their costs in one setting."""
     subject = make_subject(source, inputs, args, one.dtype, one.checkpointing, one.tp, one.savings, one.ep)
-    if one.low_buffers:
+    if one.zero3:
         for module, name in cast_by_zero3(subject.model):
             module._buffers[name] = module.get_buffer(name).to(one.dtype)
     bits = traced_bits(device) if source.partial and source.partial.quantization else nullcontext()
-    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits:
+    linear = patch.object(nn.functional, "linear", zero3_linear_wrap) if one.zero3 else nullcontext()
+    with as_on(device, one.sp, are_packed(inputs), are_padded(inputs)), bits, linear:
         few, more = (_run(subject, task, inputs, count, one, device) for count in MICRO_BATCHES)
     units = [n for n, unit in enumerate(subject.units) if unit.count]
     layers = tuple(layer_of(subject, few, unit) for unit in units)
     costs = _whole([cost_of(subject, (few, more), unit) for unit in range(len(subject.units))], subject)
     pairs = zip(costs, layers, strict=True)
     return subject, layers, tuple(_on_one_rank(cost, layer, subject.config, one) for cost, layer in pairs)
+
+
+def _differs_at_zero3(model: nn.Module, one: TraceSetting) -> bool:
+    """Return whether ZeRO-3 makes a step's memory another one than that of whole parameters.
+
+    DeepSpeed's linear layer keeps its input where torch's, whose weight is frozen, does not (runtime/zero/linear.py).
+    """
+    frozen = any(not module.weight.requires_grad for module in model.modules() if isinstance(module, nn.Linear))
+    return frozen or (one.precision != "fp32" and bool(cast_by_zero3(model)))
 
 
 def _whole(costs: list[LayerCost], subject: TracedModel) -> tuple[LayerCost, ...]:
@@ -190,9 +201,9 @@ def _run(
     def begin(unit: int, tensors: Any) -> None:
         if not passing:  # checkpointing runs forwards again
             return
-        # a block that has returned is still in the hands of its caller, and so is its input
-        after = subject.units[unit].after
-        recorder.mark("forward", unit, recorder.on_host[unit - 1] if after else 0)
+        # a block that has just returned is still in the hands of its caller, and so is its input, until the next op
+        mark = recorder.mark_later if subject.units[unit].after else recorder.mark
+        mark("forward", unit)
         tensor = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
         if tensor is not None:
             recorder.handed_on[unit - 1] = tensor.nbytes

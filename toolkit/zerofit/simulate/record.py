@@ -148,6 +148,7 @@ class ScriptFacts:
     parameters: int
     trained_parameters: int
     largest_parameter: int
+    experts: int | None  # that a layer's router chooses from; None without a mixture
     engines: int  # of DeepSpeed
     pipeline_stages: int  # 1: no pipeline
     trainer: bool  # whether transformers' Trainer, or one made of it, trains

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from zerofit.models.catalog import find
 from zerofit.models.depth import depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
+from zerofit.models.partial import differ_by_layer
 from zerofit.simulate.host_memory import extended, highest
 from zerofit.simulate.limits import limits
 from zerofit.simulate.processes import simulate_all
@@ -91,7 +92,7 @@ def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     parameters, buckets, groups of the optimizer) has reached its limit, if it does so in the whole model.
     """
     total, before = _layers(target), _leading(target)
-    if total < before + FEWEST or target.job.layout.pp > 1:
+    if total < before + FEWEST or target.job.layout.pp > 1 or differ_by_layer(target.job.run.partial, total):
         return None
     few, more = (_with_layers(target, before + n) for n in (1, 2))
     first = before + max(FEWEST, *(1 + math.ceil(limit) for limit in limits(target, few, more, total - before)), 0)

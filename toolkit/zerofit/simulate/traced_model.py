@@ -19,6 +19,7 @@ from zerofit.models.denoisers import is_denoiser
 from zerofit.models.depth import Path, depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.inputs import Inputs
+from zerofit.models.partial import differ_by_layer
 from zerofit.models.quantized import compute_in
 from zerofit.models.sections import ModelSection, block_lists, block_sections, stage_sections
 from zerofit.models.tiled_mlp import tile_mlps
@@ -56,6 +57,7 @@ def make_subject(
     """
     config = make_config(source, inputs, args) if source.family == "transformers" else None
     equal = _equal_blocks(config) if config is not None else {}
+    equal = {path: count for path, count in equal.items() if not differ_by_layer(source.partial, count)}
     small = with_depths(args, {path: leading(part(config, path)) + TRACED_BLOCKS for path in equal})
     with torch.device("meta"):
         model = build(source, inputs, small, checkpointing=checkpointing)

@@ -13,6 +13,8 @@ from zerofit.simulate.alloc_conf import AllocatorSettings
 from zerofit.simulate.allocator import Event, Reserved, replay
 from zerofit.spec.devices import Device
 from zerofit.spec.overhead import (
+    CPU_EXPERTS_BYTES,
+    CPU_HEAP,
     CPU_PACKED,
     CPU_PROCESS_HIGH_BYTES,
     CPU_PROCESS_LOW_BYTES,
@@ -27,6 +29,7 @@ from zerofit.spec.overhead import (
 )
 from zerofit.spec.units import shown_bytes
 
+_PRIVATE = "private memory of ranks beside their tensors (spec/overhead.py)"
 FITS, WITHIN, NOT = "fits", "within the margin", "does not fit"
 
 
@@ -54,21 +57,26 @@ class Communicator:
     direct_peers: int = 0
 
 
-def overheads(device: Device, groups: Sequence[Communicator], largest_bytes: int = 0) -> list[Overhead]:
-    """Return what a rank of these communicators has on this device besides torch's reserved memory.
-
-    `largest_bytes`: of the model's largest parameter, for CPUs.
-    """
+def overheads(device: Device, groups: Sequence[Communicator]) -> list[Overhead]:
+    """Return what a rank of these communicators has on this device besides torch's reserved memory."""
     if device.kind == "cpu":
-        source = "private memory of ranks beside their tensors (spec/overhead.py)"
-        found = [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, source)]
-        if largest_bytes:
-            packed = CPU_PACKED * largest_bytes
-            found.append(Overhead("copies of matrices in MKL and oneDNN", 0, packed, source))
-        return found
+        return [Overhead("process", CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES, _PRIVATE)]
     figure = context_figure(device.kind)
     context = Overhead("context and kernels", figure.low_bytes, figure.high_bytes, figure.source)
     return [context, *(_buffers(device, group) for group in groups if group.ranks > 1)]
+
+
+def unseen_on_cpu(peak_bytes: int, largest_bytes: int, experts: bool) -> list[Overhead]:
+    """Return what libraries allocate on a CPU beside a peak of tensors, of which torch knows nothing.
+
+    `largest_bytes`: of the model's largest parameter; `experts`: whether the model has a mixture of them.
+    """
+    found = {
+        "gaps in the C library's heap": round(CPU_HEAP * peak_bytes),
+        "copies of matrices in MKL and oneDNN": CPU_PACKED * largest_bytes,
+        "oneDNN's kernels for the shapes of experts": CPU_EXPERTS_BYTES if experts else 0,
+    }
+    return [Overhead(name, 0, most, _PRIVATE) for name, most in found.items() if most]
 
 
 def _buffers(device: Device, group: Communicator) -> Overhead:

@@ -12,8 +12,15 @@ NCCL_NVLINK_BYTES = 1024 * MIB
 NCCL_PCIE_BYTES = 256 * MIB
 NCCL_ALL_TO_ALL_BYTES = 3200 * MIB
 # A CPU rank's Python, torch and DeepSpeed beside its tensors: least and most. Measured: RssAnon and RssFile of
-# /proc/PID/status, sampled at their highest over runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores).
-CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 512 * MIB, 640 * MIB
+# /proc/PID/status, sampled at their highest over runs of benchmarks/gate.py (torch 2.14, Linux x86-64, 2 cores):
+# 455 MiB and more, 545 to 615 with peft or diffusers.
+CPU_PROCESS_LOW_BYTES, CPU_PROCESS_HIGH_BYTES = 448 * MIB, 640 * MIB
+# What the C library's heap keeps between live tensors, at most, as a share of the peak (the same runs: up to 0.40).
+# Tensors below 32 MiB lie in it: with MALLOC_MMAP_THRESHOLD_=131072 all of BERT's 0.30 went.
+CPU_HEAP = 0.45
+# oneDNN keeps a kernel for each shape, and with every step experts get other numbers of tokens. The same runs: 240 MiB
+# at most, of which ONEDNN_PRIMITIVE_CACHE_CAPACITY=0 took 190.
+CPU_EXPERTS_BYTES = 256 * MIB
 # Largest parameters that kernels copy into buffers of their own, at most: VGG-11, whose first linear layer has 392 MiB,
 # took 0.8 GiB more of private memory than its tensors and process (the same runs)
 CPU_PACKED = 2

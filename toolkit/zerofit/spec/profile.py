@@ -154,7 +154,7 @@ class Profile:
     seq_len: int | None
     layers: tuple[LayerRun, ...]
     costs: dict[str, tuple[LayerCost, ...]]
-    low_buffers: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # where ZeRO-3's differ: see `key_of`
+    zero3: dict[str, tuple[LayerCost, ...]] = field(default_factory=dict)  # where stage 3's differ: see `key_of`
     attention_heads: int | None = None
     kv_heads: int | None = None
     hidden_size: int | None = None
@@ -175,12 +175,15 @@ class Profile:
         return sum(layer.count * (sum(layer.matrices) + sum(layer.vectors)) for layer in self.layers)
 
     def key_of(self, key: str, zero_stage: int) -> str:
-        """Return the setting whose costs a ZeRO stage has: at stage 3 constructors make buffers in the lower type."""
-        return f"{key}{LOW_BUFFERS}" if zero_stage == 3 and f"{key}{LOW_BUFFERS}" in self.low_buffers else key
+        """Return the setting whose costs a ZeRO stage has.
+
+        At stage 3 constructors make buffers in the lower type, and linear layers with frozen weights keep their input.
+        """
+        return f"{key}{ZERO3}" if zero_stage == 3 and f"{key}{ZERO3}" in self.zero3 else key
 
     def costs_of(self, key: str) -> tuple[LayerCost, ...]:
         """Return the costs of a setting, or of what `key_of` made of one. Raises KeyError."""
-        return self.low_buffers[key] if key.endswith(LOW_BUFFERS) else self.costs[key]
+        return self.zero3[key] if key.endswith(ZERO3) else self.costs[key]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -189,18 +192,18 @@ class Profile:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Profile:
         """Return the profile that `as_dict` gave."""
-        costs, low = (
+        costs, zero3 = (
             {key: tuple(_cost(entry) for entry in entries) for key, entries in value.get(name, {}).items()}
-            for name in ("costs", "low_buffers")
+            for name in ("costs", "zero3")
         )
         layers = tuple(
             LayerRun(**entry | {name: tuple(entry[name]) for name in _NUMELS if name in entry})
             for entry in value["layers"]
         )
-        return cls(**{**value, "layers": layers, "costs": costs, "low_buffers": low})
+        return cls(**{**value, "layers": layers, "costs": costs, "zero3": zero3})
 
 
-LOW_BUFFERS = "/buffers=low"  # behind a setting
+ZERO3 = "/stage=3"  # behind a setting
 _NUMELS = ("matrices", "vectors", "frozen", "quantized", "packed")
 
 

@@ -16,6 +16,7 @@ from zerofit.simulate.script.lengths import Lengths, token_tensors
 from zerofit.simulate.script.phases import ScriptPhases, has_optimizer
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
+from zerofit.train.probe import expert_count
 
 _PRECISIONS: dict[Any, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -60,6 +61,7 @@ def script_facts(
         parameters=sum(sizes),
         trained_parameters=trained,
         largest_parameter=max(sizes, default=0),
+        experts=expert_count(getattr(_unwrapped(models[0]), "config", None)),
         engines=len(phases.engines),
         pipeline_stages=stages,
         trainer=lengths.has_trainer,
