@@ -7,7 +7,7 @@ DeepSpeed's own allocator (ops/csrc/pin_memory) takes them page by page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from operator import mul
@@ -132,18 +132,42 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
     return max(overlaps(line, ranks, lambda numel: locked(element * numel)))
 
 
+@lru_cache(maxsize=1024)
+def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return what `overlap_in_partition` counts and the elements of the largest piece in a partition, of one rank.
+
+    Of each rank that has more of either than any other with as much of the other.
+    """
+    pieces = [0] * ranks
+    for rank, _, piece in _reaching(line, ranks):
+        pieces[rank] = max(pieces[rank], piece)
+    found: list[tuple[int, int]] = []
+    for overlap, piece in sorted(zip(overlaps(line, ranks, int), pieces, strict=True), reverse=True):
+        if not found or piece > found[-1][1]:
+            found.append((overlap, piece))
+    return tuple(found)
+
+
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
     """Return for each rank the weight of all parameters that reach into its partitions."""
     totals = [0] * ranks
+    for rank, numel, _ in _reaching(line, ranks):
+        totals[rank] += weigh(numel)
+    return totals
+
+
+def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks with the parameters that reach into their partitions: all elements of each, and those inside."""
     groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     for group, size, sharing in groups:
         start, beside = 0, ranks // sharing  # neighbours hold other experts, and the same part of theirs
         for numel in group:
-            for part in range(start // size, (start + numel - 1) // size + 1):
+            end = start + numel
+            for part in range(start // size, (end - 1) // size + 1):
+                piece = min(end, (part + 1) * size) - max(start, part * size)
                 for rank in range(part * beside, (part + 1) * beside):
-                    totals[rank] += weigh(numel)
-            start += numel
-    return totals
+                    yield rank, numel, piece
+            start = end
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:

@@ -16,6 +16,7 @@ from zerofit.plan.persistent import (
     SUB_GROUP_ELEMENTS,
     in_bf16_optimizer,
     overlap_in_partition,
+    overlaps_and_pieces,
     padded_groups,
     parameter_shards,
     partitions,
@@ -133,7 +134,8 @@ def _step_flat_partitions(line: StageTimeline, layout: PlannedLayout, device: st
     """Step group after group (zero/stage_1_and_2.py:3107); gradients go when the last group's are flattened."""
     element, sizes = layout.element_bytes, partitions(line, layout.zero_ranks)
     kept = element * overlap_in_partition(line, layout.zero_ranks)
-    yield StepMemory(kept, NORM_BYTES * line.largest)
+    for overlap, piece in overlaps_and_pieces(line, layout.zero_ranks):
+        yield StepMemory(element * overlap, NORM_BYTES * piece)  # of what is in the partition (:2838)
     for n, size in enumerate(sizes):
         lifted = MASTER_BYTES * size
         yield StepMemory(kept + lifted, element * size if element == 2 else 0)
