@@ -48,7 +48,8 @@ if len(sys.argv) > 2:
     recorded = [__import__("json").loads(line)["loss"] for line in open("run/metrics.jsonl")]
     torch.testing.assert_close(torch.tensor(recorded), torch.tensor(losses), rtol=1e-5, atol=1e-6)
 if dist.get_rank() == 0:
-    print("ENDED", session.result.steps, session.result.world_size, session.result.resumed_from)
+    result = session.result
+    sys.stdout.write(f"ENDED {result.steps} {result.world_size} {result.resumed_from}\\n")
 """
 
 
@@ -84,9 +85,9 @@ run = zf.Run(model="lenet", data="digits", micro_batch=8, steps=2, output="run")
 try:
     engine, batches = zf.Session(run).prepare()
 except zf.DoesNotFit as error:
-    print("REFUSED", os.environ["RANK"], error.problems[0].kind, error)
+    sys.stdout.write(f"REFUSED {os.environ['RANK']} {error.problems[0].kind} {error}\\n")
 else:
-    print("STARTED", len(next(batches)["labels"]))
+    sys.stdout.write(f"STARTED {len(next(batches)['labels'])}\\n")
 """
 
 

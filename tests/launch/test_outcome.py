@@ -101,3 +101,17 @@ def test_only_torch_distributed_loses_ranks(tmp_path):
     lost = raised(meet)
     assert type(lost).__module__ == "torch.distributed"
     assert translate(lost, tmp_path).kind == "peer-lost"
+
+
+def test_a_port_that_another_process_has_is_no_lost_rank(tmp_path):
+    import socket
+
+    import torch.distributed as dist
+
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        taken = raised(lambda: dist.TCPStore("127.0.0.1", port, 1, is_master=True))
+    problem = translate(taken, tmp_path)
+    assert (problem.kind, str(port) in problem.message) == ("port-in-use", True), problem

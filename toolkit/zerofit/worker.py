@@ -168,6 +168,10 @@ def translate(error: BaseException, log: Path) -> Problem:
         hint = "make room there; the same command goes on from the newest checkpoint"
         message = f"no room on the disk: {first}"
         return Problem(kind="disk-full", message=message, hint=hint, where=str(log.parent.parent))
+    if "EADDRINUSE" in text:
+        message = f"another process has the port where this rank listens: {first}"
+        hint = "start it again; `zerofit launch` takes another port with --master-port"
+        return Problem(kind="port-in-use", message=message, hint=hint, where=str(log))
     if _is_peer_lost(error):
         message, hint = f"another rank is gone or busy elsewhere: {first}", "the other ranks' logs say why"
         return Problem(kind="peer-lost", message=message, hint=hint, where=str(log))

@@ -5,24 +5,27 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from zerofit.launch.host import environment
 from zerofit.launch.parent_death import LAUNCHER
+from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.model_facts import Machine
 from zerofit.spec.process import stop_requests
 from zerofit.spec.run_folder import Job, RunFolder
 
 HERE = "localhost"
+NEVER_GIVEN = range(20000, 32768)  # below Linux's net.ipv4.ip_local_port_range and IANA's dynamic ports
 SAME_S = 2.0  # schedulers send two signals for one request (Slurm: SIGUSR1 and SIGTERM)
 GRACE_S = 10.0  # for a launcher whose ranks have ended
 GUARD = Path(__file__).parents[1] / "watch" / "rank_guard.py"
@@ -74,10 +77,16 @@ def local_site(job: Job, machine: Machine) -> LaunchSite:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port that nothing has at this moment, of those that no system gives away unasked.
+
+    Rank 0 listens seconds later, when it has imported torch: a port that the system chose may be another's by then.
+    """
+    for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    message, hint = f"no free port in {NEVER_GIVEN.start} to {NEVER_GIVEN.stop - 1}", "end what listens on them"
+    raise UserError(Problem(kind="ranks", message=message, hint=hint))
 
 
 @contextmanager
