@@ -19,7 +19,7 @@ from zerofit.plan.space import PlanRequest, space_of
 from zerofit.plan.timeline import timeline
 from zerofit.plan.zero3_gather import gathered_in_backward, gathered_in_forward
 from zerofit.spec.cluster import Cluster
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile, setting
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile, setting
 
 ZERO = Linear()
 K = 1000  # the micro batch whose activations count in millions of bytes
@@ -90,16 +90,39 @@ def test_stage_3_does_not_gather_for_a_backward_that_is_not(checkpointing, eleme
     assert max(gathered_in_backward(line, planned)) == 2 * elements
 
 
-def test_stage_3_fetches_past_layers_that_have_no_backward():
-    """All but the embedding, which was released; at most the live parameters and one more."""
+def called(*members: int) -> tuple[ModuleCall, ...]:
+    """Calls of a module without parameters, and of one for each of these within it."""
+    inside = [ModuleCall(begins, (n,)) for n in members for begins in (True, False)]
+    return (ModuleCall(True), *inside, ModuleCall(False))
+
+
+@pytest.mark.parametrize(("live", "most"), [(10**9, [800, 500, 700, 400, 400]), (400_000, [600, 300, 500, 400, 400])])
+def test_at_stage_3_fetching_runs_away_from_releasing(monkeypatch, live, most):
+    """A block of two parameters fetches three ahead, until the limit of live ones, which the last may pass.
+
+    Embedding: its 600 thousand and the first 200 of a block. Blocks: 100 + 200 + 200 at the second of three modules;
+    then 300 + 200 + 200, the last two of the trained blocks, which stay for their backward.
+    """
+    monkeypatch.setattr(zero3_gather, "LIVE_ELEMENTS", live)
+    zero3_gather._cached.cache_clear()
     blocks = (LayerRun(name="block", count=2, matrices=(), vectors=(), frozen=(200_000, 100_000)), PROFILE.layers[1])
-    costs = {setting("bf16", False, 1, 1): (COSTS[0], COSTS[1], COSTS[1])}
-    line = timeline(replace(FROZEN, layers=(FROZEN.layers[0], *blocks), costs=costs), setting("bf16", False, 1, 1))
-    assert gathered_in_forward(line, layout(3, dp=4))[:3] == [2 * 600_000, 2 * 1_000_000, 2 * 700_000]
-    zero3_gather._cached_layers.cache_clear()
-    with patch.object(zero3_gather, "LIVE_ELEMENTS", 300_000):
-        assert gathered_in_forward(line, layout(3, dp=4))[1] == 2 * 500_000
-    zero3_gather._cached_layers.cache_clear()
+    costs = (COSTS[0], replace(COSTS[1], calls=called(0, 1)), COSTS[1])
+    profile = replace(FROZEN, layers=(FROZEN.layers[0], *blocks), costs={setting("bf16", False, 1, 1): costs})
+    line = timeline(profile, setting("bf16", False, 1, 1))
+    assert gathered_in_forward(line, layout(3, dp=4, prefetch=1)) == [2000 * one for one in most]
+    assert max(gathered_in_backward(line, layout(3, dp=4, prefetch=1))) == 2 * 400_000
+    zero3_gather._cached.cache_clear()
+
+
+def test_a_tied_matrix_is_gathered_for_the_head():
+    """The embedding, which is released after its own forward where the head is too far, and the trained block."""
+    blocks = replace(FROZEN.layers[1], matrices=(), frozen=(200_000,)), replace(PROFILE.layers[1], count=1)
+    head = LayerRun(name="head", count=1, matrices=(), vectors=(), tied_to="embedding")
+    shared = replace(COSTS[1], calls=(ModuleCall(True, others=((0, 0),)), ModuleCall(False, others=((0, 0),))))
+    costs = {setting("bf16", False, 1, 1): (COSTS[0], COSTS[1], COSTS[1], shared)}
+    line = timeline(replace(FROZEN, layers=(FROZEN.layers[0], *blocks, head), costs=costs), next(iter(costs)))
+    assert line.still == 3
+    assert gathered_in_backward(line, layout(3, dp=4))[0] == 2 * 800_000
 
 
 PACKED = replace(
@@ -134,13 +157,15 @@ def test_weights_in_4_bits_go_with_all_stages_and_stay_on_the_device():
     assert {(one.zero_stage, one.offload_param) for one, *_ in families} == {(n, "none") for n in range(4)}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_quantised_weights_outlive_their_release(monkeypatch, checkpointing):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_quantised_weights_outlive_their_release(monkeypatch, recomputed):
     """Two blocks' 200,000 bytes are held by the graph, and those in use are gathered once more in backward."""
     monkeypatch.setattr(zero3_gather, "REUSE_ELEMENTS", 0)
-    line, four = timeline(PACKED, setting("bf16", False, 1, 1)), layout(3, dp=4, checkpointing=checkpointing)
+    costs = COSTS[0], replace(COSTS[1], calls=called(1, 0), recomputed=recomputed)
+    line = timeline(replace(PACKED, costs=dict.fromkeys(PACKED.costs, costs)), setting("bf16", False, 1, 1))
+    four = layout(3, dp=4, checkpointing=recomputed)
     assert max(gathered_in_forward(line, four)[1:]) == 2 * 200_000 + 2 * 100_000
-    assert gathered_in_backward(line, four)[0] == 2 * 200_000 + 200_000 + (2 * 100_000 if checkpointing else 0)
+    assert gathered_in_backward(line, four)[0] == 2 * 200_000 + 200_000 + (2 * 100_000 if recomputed else 0)
 
 
 def test_each_stage_trains_something():

@@ -1,12 +1,19 @@
 """What a step costs otherwise at ZeRO-3 than at the other stages, as a profile and a plan have it."""
 
+from typing import Any
+
+import pytest
+
 from tests.models.small import NAMED
-from zerofit.models.catalog import find
+from tests.simulate.targets import target
+from zerofit.models.catalog import find, source_of
 from zerofit.models.inputs import Fed
 from zerofit.models.named_inputs import named_inputs
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import forecast
+from zerofit.plan.memory import Forecaster, forecast
+from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import ZERO3, Profile, setting
 
 
@@ -31,3 +38,20 @@ def test_the_logits_of_bart_stay_low_at_stage_3():
 
 def test_a_model_without_such_buffers_is_traced_once():
     assert not traced("t5-small").zero3
+
+
+GPT2 = {"model": "gpt2", "model_args": {"n_layer": 6}, "freeze": ["transformer.wte", "transformer.h.[0-3]"]}
+LLAMA = {"model": "llama-3.1-8b", "model_args": {"num_hidden_layers": 4}}
+CASES: list[dict[str, Any]] = [GPT2, LLAMA, {**LLAMA, "activation_checkpointing": True}]
+
+
+def test_plan_gathers_what_the_engine_gathers():
+    """Frozen layers below a tied head; more than the billion parameters that may be live, to which fetching runs."""
+    more = {"config": "zero3", "precision": "bf16", "seq_len": 128, "gpus": 4, "kind": "h100-80gb"}
+    targets = [target(**case, **more) for case in CASES]
+    for one, record in zip(targets, simulate_all(targets, lambda text: None), strict=True):
+        run = one.job.run
+        setting = TraceSetting("bf16", run.activation_checkpointing)
+        profile = profile_model(source_of(run), "causal-lm", one.inputs, dict(run.model_args), [setting])
+        planned = Forecaster(profile, "cuda", blas_workspace_bytes(more["kind"])).memory(PlannedLayout.of(one.job))
+        assert planned.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-6)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
-from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, Profile
+from zerofit.spec.profile import BackwardMoment, LayerCost, LayerRun, Linear, ModuleCall, Profile
 
 # of many equal layers, these of the last and the first; the rest lie between them (see `_representatives`)
 _LAST, _FIRST = 3, 1
@@ -83,6 +83,8 @@ class StageTimeline:
     ep: int = 1  # ranks that hold the experts together
     factors: int = 0  # numbers that Adafactor keeps of whole parameters
     still: int = 0  # first layers with which no backward has to do: nothing up to them is trained
+    calls: tuple[tuple[ModuleCall, ...], ...] = ()  # of each layer's forward; places are in `layers`, then in `packed`
+    recomputed: tuple[bool, ...] = ()  # whether the backward of each layer begins with its forward
 
     @cached_property
     def members(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -135,6 +137,7 @@ def timeline(
     mine = _untied(expanded, ranges, ELEMENT_BYTES[key.split("/")[0]])
     (first, last), start = ranges[part], sum(end - begin for begin, end in ranges[:part])
     here = range(start, start + last - first)
+    starts = list(accumulate((run.count for run in profile.layers), initial=0))
     layers, chosen = _in_groups(mine), [start + n for n in _representatives(mine[here.start : here.stop])]
     # what earlier layers of the part have saved before each layer's forward, and in all
     saved = accumulate((_point(mine[n].cost.saved_bytes) for n in here), add, initial=NOTHING)
@@ -155,16 +158,27 @@ def timeline(
         ep=int(key.partition("/ep=")[2] or 1),
         factors=sum(placed.layer.factors for placed in mine),
         still=_still(mine),
+        calls=tuple(_calls(placed, starts) for placed in mine),
+        recomputed=tuple(placed.cost.recomputed for placed in mine),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
     )
 
 
 def _still(mine: Sequence[_Placed]) -> int:
-    """Count the first layers without trained parameters; none where the head shares their matrix."""
-    if mine[-1].layer.tied_to is not None:
-        return 0
+    """Count the first layers without trained parameters."""
     return next((n for n, placed in enumerate(mine) if placed.trained), 0)
+
+
+def _calls(placed: _Placed, starts: Sequence[int]) -> tuple[ModuleCall, ...]:
+    """Return the traced calls; without a trace each parameter is a module's. `starts`: of the runs of equal layers."""
+    if not placed.cost.calls:
+        places = range(len(placed.numels) + len(placed.layer.packed))
+        return tuple(ModuleCall(begins, (n,)) for n in places for begins in (True, False))
+    return tuple(
+        call._replace(others=tuple((starts[run], place) for run, place in call.others)) if call.others else call
+        for call in placed.cost.calls
+    )
 
 
 class _Placed:

@@ -1,30 +1,32 @@
 """Stage 3's gathered parameters: how many of them are whole on a rank at each moment of a step.
 
-Places are of DeepSpeed 0.19.8, deepspeed/runtime/zero/partitioned_param_coordinator.py.
+DeepSpeed's coordinator, replayed module by module. Places are of DeepSpeed 0.19.8,
+deepspeed/runtime/zero/partitioned_param_coordinator.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import ParameterSharers, sharers
-from zerofit.plan.timeline import Parameter, StageTimeline
+from zerofit.plan.timeline import StageTimeline
+from zerofit.spec.profile import ModuleCall
 
 REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
 LIVE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_live_parameters, its default
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the bytes that are gathered at most in the forward of each of line.forward's layers."""
-    layers = _layers(line, layout)
-    ahead = layers.fetched_ahead(len(line.layers) - 1)
-    return [
-        max(ahead, layers.fetched_past(n), layers.earlier[n] + layers.inside(n, layers.kept[n], forward=True))
-        for n, *_ in line.forward
-    ]
+    """Return the bytes that are gathered at most in the forward of each of line.forward's layers.
+
+    And of the equal ones before it, which are left out there.
+    """
+    return [max(moment.bytes for moment in passed) for passed in _passed(line, layout)]
 
 
 def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) -> list[int]:
@@ -33,42 +35,73 @@ def gathered_at_once(line: StageTimeline, layout: PlannedLayout, device: str) ->
     Several parameters come as one buffer, out of which each is then put together (partition_parameters.py:1343); gloo
     gathers one alone into a copy, too (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
-    layers = _layers(line, layout)
-    return [layers.at_once(n, 1 if device == "cpu" else 2) for n, *_ in line.forward]
-
-
-def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
-    """Return the bytes that are gathered at most in each of line.backward's events."""
-    layers = _layers(line, layout)
     found = []
-    layer, released = -1, 0
-    for event in line.backward:
-        if event.layer != layer:
-            layer, released = event.layer, 0
-        whole = layers.kept[layer] or layout.checkpointing
-        held = layers.earlier[layer] + layers.outliving(layer)
-        inside = max(layers.inside(layer, whole) - released, 0) if layer >= layers.still else 0
-        found.append(max(held + inside, layers.fetched_ahead(layer, released)))
-        if event.parameter is not None and whole and layers.gathers(event.parameter):
-            released += event.parameter.bytes(layout.element_bytes)
+    for passed in _passed(line, layout):
+        most = max(moment.bytes for moment in passed)
+        copied = max(max(moment.waited, moment.sent if device == "cpu" else 0) for moment in passed)
+        found.append(max(copied - most, 0))
     return found
 
 
-def _layers(line: StageTimeline, layout: PlannedLayout) -> _Layers:
-    # a parameter on the host comes to the device even where it is whole
-    spread, hosted = sharers(layout), layout.offload_param != "none"
+def _passed(line: StageTimeline, layout: PlannedLayout) -> list[list[_Fetch]]:
+    moments, chosen = _gathering(line, layout).forward, [n for n, *_ in line.forward]
+    return [list(chain(*moments[before + 1 : n + 1])) for before, n in zip([-1, *chosen], chosen, strict=False)]
+
+
+def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
+    """Return the bytes that are gathered at most in each of line.backward's events.
+
+    In a layer's last event also in the equal ones after it, which are left out there.
+    """
+    gathering = _gathering(line, layout)
+    found: list[int] = []
+    following = [event.layer for event in line.backward[1:]] + [-1]
+    layer, cursor = -1, 0
+    for event, after in zip(line.backward, following, strict=True):
+        if event.layer != layer:
+            layer, cursor = event.layer, 0
+        moments = gathering.backward[layer]
+        if event.parameter is None or after != layer:
+            passed = [*moments[cursor:], *(chain(*gathering.backward[after + 1 : layer]) if after != layer else ())]
+        else:
+            member, start = gathering.begins[layer] + line.layers[layer].index(event.parameter), cursor
+            cursor = next((n for n in range(start, len(moments)) if member in moments[n].members), start)
+            passed = moments[start : cursor + 1]
+        found.append(max(moment.bytes for moment in passed))
+    return found
+
+
+def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
+    # a parameter on the host comes to the device even where it is whole; more ranks change nothing
+    few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = 0 if layout.checkpointing else line.still
-    return _cached_layers(line, layout.element_bytes, layout.persistence, layout.prefetch, spread, hosted, still)
+    return _cached(line, layout.element_bytes, layout.persistence, layout.prefetch, ParameterSharers(*few), still)
 
 
-class _Layers:
-    """Layers and whether their parameters stay gathered from forward to backward (`__params_to_release`).
+def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
+    """Return the calls of a layer's backward. It recomputes where it needs what was saved: once a product begins."""
+    turned = [call.turned for call in reversed(modules)]
+    if not recomputed:
+        return turned
+    start = next((n for n, call in enumerate(turned) if call.begins and call.places), 0) + 1
+    return [*turned[:start], *modules, *turned[start:]]
 
-    A module's parameters are released after it, unless the trace uses them again within the reuse distance; between
-    a layer's forward and its backward lies twice what follows it. Without other ranks nothing is gathered. The first
-    `still` layers have no backward: so it was seen beside frozen weights, but not where blocks are checkpointed.
-    bitsandbytes' products keep the gathered bytes of their weights as attributes of their nodes, checkpointed or not,
-    and so these outlive their release until the graph is dropped (autograd/_functions.py, MatMul4Bit).
+
+class _Fetch(NamedTuple):
+    """A module that has fetched its parameters and those ahead; the first of a layer has fetched nothing."""
+
+    bytes: int  # that are whole
+    members: tuple[int, ...] = ()
+    waited: int = 0  # bytes once a buffer with several of its parameters has come, and each is copied out of it
+    sent: int = 0  # bytes with a copy of what is gathered now
+
+
+class _Gathering:
+    """A step's gathered parameters, layer by layer.
+
+    The first `still` layers have no backward. bitsandbytes' products keep the gathered bytes of their weights as
+    attributes of their nodes, checkpointed or not, and so these outlive their release until the graph is dropped
+    (autograd/_functions.py, MatMul4Bit).
     """
 
     def __init__(
@@ -78,86 +111,134 @@ class _Layers:
         persistence: int,
         prefetch: int,
         spread: ParameterSharers,
-        hosted: bool,
         still: int,
     ):
-        self.element, self.persistence, self.prefetch = element, persistence, prefetch
-        self.spread, self.hosted, self.still = spread, hosted, still
-        every = [(*packed, *layer) for packed, layer in zip(line.packed, line.layers, strict=True)]
-        self.members = [[p for p in layer if self.gathers(p)] for layer in every]
-        totals = [sum(p.numel for p in layer) for layer in every]
-        following, self.kept = 0, [False] * len(totals)
-        for n in reversed(range(len(totals))):
-            self.kept[n] = 2 * following < REUSE_ELEMENTS and n >= still
-            following += totals[n]
-        self.experts = any(p.expert for layer in line.layers for p in layer)
-        sizes = [self._bytes(layer) for layer in self.members]
-        self.needed = list(accumulate(sizes, initial=0))
-        self.packed = [sum(p.numel for p in layer if p.packed) for layer in self.members]
-        staying = [size if kept else bits for size, kept, bits in zip(sizes, self.kept, self.packed, strict=True)]
-        self.earlier = list(accumulate(staying, initial=0))
+        layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
+        self.begins = list(accumulate(map(len, layers), initial=0))
+        every = list(chain(*layers))
+        self.bytes = [p.bytes(element) if spread.of(p) > 1 else 0 for p in every]
+        self.packed = [p.packed for p in every]
+        self.whole = 0
+        passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
+        for n, _, modules in reversed(passes[still:]):
+            passes.append((n, True, _backward(modules, line.recomputed[n])))
+        calls = [call for _, _, modules in passes for call in modules]
+        self.coordinator = _Coordinator(calls, [p.numel for p in every], persistence, prefetch)
+        self.kept_by_graph: set[int] = set()
+        self.forward: list[list[_Fetch]] = [[] for _ in layers]
+        self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
+        for n, backward, modules in passes:
+            (self.backward if backward else self.forward)[n] = [_Fetch(self.whole), *self._moments(modules)]
 
-    def fetched_ahead(self, layer: int, released: int = 0) -> int:
-        """Count what is gathered once the layers up to one are all that are still needed, where experts are spread.
+    def _modules(self, layer: int, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+        """Return calls with their parameters by number in the whole model."""
+        return [
+            ModuleCall(
+                call.begins,
+                (*(self.begins[layer] + n for n in call.places), *(self.begins[other] + n for other, n in call.others)),
+            )
+            for call in calls
+        ]
 
-        Each module fetches ahead, and one has all experts in three parameters: so fetching runs through the layers
-        until it meets its limit, and what it has passed stays (:649).
-        """
-        return min(self.element * LIVE_ELEMENTS, self.needed[layer + 1] - released) if self.experts else 0
+    def _moments(self, modules: Sequence[ModuleCall]) -> Iterator[_Fetch]:
+        for call in modules:
+            if not call.begins:
+                self._release(call.places)
+                continue
+            own, waited, ahead = self.coordinator.fetch(call.places)
+            if not (call.places or ahead):
+                continue
+            now, later = self._size(own), self._size(ahead)
+            self.whole += now
+            waiting = self.whole + max((self._size(group) for group in waited if len(group) > 1), default=0)
+            self.whole += later
+            yield _Fetch(self.whole, call.places, waiting, self.whole + max(now, later))
 
-    def fetched_past(self, layer: int) -> int:
-        """Count what is gathered at most in the forward of a layer that has no backward: all from it on.
+    def _size(self, members: Sequence[int]) -> int:
+        return sum([self.bytes[n] for n in members])
 
-        Each module fetches ahead, those without parameters too, and so fetching runs away from releasing until the
-        limit, which the last parameter may pass (:447). The first layer of a model is an embedding of few modules.
-        """
-        if not 0 < layer < self.still:
-            return 0
-        largest = max((p.bytes(self.element) for members in self.members[layer:] for p in members), default=0)
-        return min(self.element * LIVE_ELEMENTS + largest, self.needed[-1] - self.needed[layer])
-
-    def inside(self, layer: int, whole: bool, forward: bool = False) -> int:
-        """Count the bytes of a layer's own parameters that are gathered at once: one in use, those fetched ahead.
-
-        `whole`: all of them are. In forward packed ones that were used before are still there.
-        """
-        members = self.members[layer]
-        if whole:
-            return self._bytes(members)
-        most = used = 0
-        for place, parameter in enumerate(members):
-            ahead = self._bytes(self._ahead(members[place + 1 :]))
-            most = max(most, used + parameter.bytes(self.element) + ahead)
-            used += parameter.numel if forward and parameter.packed else 0
-        return most
-
-    def outliving(self, layer: int) -> int:
-        """Count the bytes of packed weights that a layer's backward finds beside those that are gathered for it."""
-        return sum(self.packed[layer + 1 :]) + (0 if self.kept[layer] else self.packed[layer])
-
-    def gathers(self, parameter: Parameter) -> bool:
-        """Return whether a parameter is gathered and released: it is spread over ranks, and too large to stay."""
-        return parameter.numel > self.persistence and (self.hosted or self.spread.of(parameter) > 1)
-
-    def at_once(self, layer: int, fewest: int) -> int:
-        """Count the bytes of the largest all-gather of `fewest` parameters or more: one in use, or those ahead."""
-        members = self.members[layer]
-        groups = [[p] for p in members] + [self._ahead(members[place:]) for place in range(len(members))]
-        return max((self._bytes(group) for group in groups if len(group) >= fewest), default=0)
-
-    def _ahead(self, members: Sequence[Parameter]) -> list[Parameter]:
-        """Return parameters that are fetched together, until they reach the prefetch size (:447)."""
-        ahead: list[Parameter] = []
-        fetched = 0
-        for parameter in members:
-            if fetched >= self.prefetch:
-                break
-            ahead.append(parameter)
-            fetched += parameter.numel
-        return ahead
-
-    def _bytes(self, members: Iterable[Parameter]) -> int:
-        return sum(p.bytes(self.element) for p in members)
+    def _release(self, members: Sequence[int]) -> None:
+        for n in self.coordinator.release(members) if members else ():
+            if self.packed[n] and n not in self.kept_by_graph:
+                self.kept_by_graph.add(n)
+            else:
+                self.whole -= self.bytes[n]
 
 
-_cached_layers = lru_cache(maxsize=1024)(_Layers)
+class _Coordinator:
+    """DeepSpeed's: which parameters are gathered and released as modules begin and end.
+
+    A module fetches its own parameters, then further ones of the step until they reach the prefetch size (:447), as
+    long as no more than LIVE_ELEMENTS are there. So modules without parameters fetch ahead, too, and fetching runs away
+    from releasing. What a module releases stays where it is used again within the reuse distance, or where
+    fetching has passed its next use (:649).
+    """
+
+    def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], persistence: int, prefetch: int):
+        fetched = [call.places for call in calls if call.begins]
+        self.numels, self.persistence, self.prefetch = numels, persistence, prefetch
+        self.queue = [(n, step) for step, members in enumerate(fetched) for n in members]
+        self.traversed = list(accumulate((sum(numels[n] for n in members) for members in fetched), initial=0))
+        self.uses: dict[int, list[int]] = {}
+        for n, step in self.queue:
+            self.uses.setdefault(n, []).append(step)
+        self.step = self.place = self.live = 0
+        self.passed = [-1] * len(numels)  # the step of the last use that fetching has come to
+        self.here: set[int] = set()
+        self.coming: dict[int, list[int]] = {}  # what was fetched ahead with each parameter, itself included
+
+    def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:
+        """Return the parameters that are gathered now, the groups that are waited for, and those fetched ahead."""
+        own, waited = self._fetch_own(members) if members else ([], [])
+        ahead, elements, most = list[int](), 0, min(LIVE_ELEMENTS - self.live, self.prefetch)
+        while elements < most and self.place < len(self.queue):
+            n = self._next()
+            if self._is_missing(n) and n not in ahead:
+                ahead.append(n)
+                elements += self.numels[n]
+        self.step += 1
+        if ahead:
+            self._gather(ahead)
+            self.coming.update(dict.fromkeys(ahead, ahead))
+        return own, waited, ahead
+
+    def _fetch_own(self, members: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        own = [n for n in dict.fromkeys(members) if self._is_missing(n)]
+        self._gather(own)
+        waited = [own, *(self.coming[n] for n in members if n in self.coming)]
+        for n in chain(*waited):
+            self.coming.pop(n, None)
+        unpassed, found = {n for n in members if self.passed[n] < self.step}, set[int]()
+        while self.place < len(self.queue) and len(found) < len(unpassed):
+            found.add(self._next())
+        return own, waited
+
+    def release(self, members: Sequence[int]) -> list[int]:
+        """Return the parameters that are released."""
+        released = [n for n in dict.fromkeys(members) if n in self.here and not self._is_wanted(n)]
+        self.here.difference_update(released)
+        self.live -= sum(self.numels[n] for n in released)
+        return released
+
+    def _is_missing(self, n: int) -> bool:
+        return n not in self.here and self.numels[n] > self.persistence
+
+    def _gather(self, members: Sequence[int]) -> None:
+        self.here.update(members)
+        self.live += sum(self.numels[n] for n in members)
+
+    def _next(self) -> int:
+        n, step = self.queue[self.place]
+        self.place += 1
+        self.passed[n] = max(self.passed[n], step)
+        return n
+
+    def _is_wanted(self, n: int) -> bool:
+        if self.passed[n] > self.step:
+            return True
+        uses = self.uses[n]
+        later = bisect_left(uses, self.step)
+        return later < len(uses) and self.traversed[uses[later]] - self.traversed[self.step] < REUSE_ELEMENTS
+
+
+_cached = lru_cache(maxsize=1024)(_Gathering)

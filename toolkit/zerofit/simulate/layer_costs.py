@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from zerofit.models.quantized import elements, source_of_bits, statistics_bytes
 from zerofit.simulate.kernels import KernelCall, call_of, kernels_of
 from zerofit.simulate.traced_experts import STAND_INS
 from zerofit.simulate.traced_model import TracedModel
-from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear
+from zerofit.spec.profile import BackwardMoment, Kernel, LayerCost, LayerRun, Linear, ModuleCall
 
 # with one sample some ops copy less: a transposed batch of one is contiguous, a gradient is not summed over samples
 MICRO_BATCHES = (2, 3)
@@ -58,6 +59,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
         self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
         self.exchanged: Counter[Key] = Counter()  # bytes that a section sends to the ranks of spread experts
+        self.modules: dict[Key, list[ModuleCall]] = {}  # places are those in model.parameters()
         self.last_op = ""
         self._later: Key | None = None
         self.readers: dict[int, int] = {}  # of a frozen parameter in model.parameters(): the first unit that reads it
@@ -90,6 +92,19 @@ class ProfileRecorder(TorchDispatchMode):
             for index, parameter in enumerate(self._model.parameters())
             if parameter.requires_grad
         ]
+
+    def watch_modules(self) -> list[Any]:
+        """Note where modules begin and end, in a recomputation, too; return the handles of the hooks that do."""
+        place = {id(p): n for n, p in enumerate(self._model.parameters())}
+        handles = []
+        for module in self._model.modules():
+            own = tuple(place[id(p)] for p in module.parameters(recurse=False))
+            begin, end = (partial(self._note_module, ModuleCall(begins, own)) for begins in (True, False))
+            handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        return handles
+
+    def _note_module(self, call: ModuleCall, *_: Any) -> None:
+        self.modules.setdefault(self._later or self.segments[-1].key, []).append(call)
 
     def _take_gradient(self, index: int, parameter: Tensor) -> None:
         last = self.segments[-1]
@@ -172,8 +187,7 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
     mine = [every[index] for index in _parameters_of(model, recorder, unit)]
-    still = [p for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
-    frozen, bits = ([p for p in still if (source_of_bits(p) is None) is plain] for plain in (True, False))
+    frozen, bits = ([every[index] for index in found] for found in _frozen_of(model, recorder, unit))
     quantized_bytes = sum(p.nbytes + statistics_bytes(p) for p in bits)
     return LayerRun(
         name=here.name,
@@ -185,7 +199,7 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
         quantized=tuple(map(elements, bits)),
         packed=tuple(p.nbytes for p in bits),
         quantized_bytes=quantized_bytes,
-        buffers_bytes=quantized_bytes + _buffers_bytes(model, {id(p) for p in (*mine, *still)}, rest=unit == 0),
+        buffers_bytes=quantized_bytes + _buffers_bytes(model, {id(p) for p in (*mine, *frozen, *bits)}, rest=unit == 0),
         tied_to="embedding" if here.name == "head" and _is_tied(model) else None,
     )
 
@@ -207,6 +221,29 @@ def _parameters_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> li
     every = list(model.parameters())
     mine = [index for index, p in enumerate(every) if p.requires_grad and units.get(index, 0) == unit]
     return sorted(mine, key=lambda index: every[index].dim() <= 1)
+
+
+def _frozen_of(model: nn.Module, recorder: ProfileRecorder, unit: int) -> tuple[list[int], list[int]]:
+    """Return the places in model.parameters() of those that are not trained, and of quantised ones."""
+    every = list(model.parameters())
+    still = [n for n, p in enumerate(every) if not p.requires_grad and recorder.readers.get(n, 0) == unit]
+    plain, bits = ([n for n in still if (source_of_bits(every[n]) is None) is plain] for plain in (True, False))
+    return plain, bits
+
+
+def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[ModuleCall, ...]:
+    """Return where modules begin and end in a unit's forward, their parameters by place in its layer or in others."""
+    layers = [n for n, one in enumerate(subject.units) if one.count]
+    found: dict[int, tuple[int, int]] = {}  # of a parameter in model.parameters(): its unit, and its place there
+    for one in {*layers, unit}:
+        mine = *_parameters_of(subject.model, recorder, one), *chain(*_frozen_of(subject.model, recorder, one))
+        found.update({index: (one, place) for place, index in enumerate(mine)})
+    calls = []
+    for begins, indices, _ in recorder.modules.get(("forward", unit), ()):
+        known = [found[index] for index in indices if index in found]
+        others = tuple((layers.index(one), place) for one, place in known if one != unit)
+        calls.append(ModuleCall(begins, tuple(place for one, place in known if one == unit), others))
+    return tuple(calls)
 
 
 def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecorder], unit: int) -> LayerCost:
@@ -237,6 +274,8 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
         host_bytes=_line([r.on_host[unit] for r in recorders]),
         ep_alltoall_bytes=_line([r.exchanged["forward", unit] for r in recorders]),
         experts=tuple(places[n] for n in expert_places(subject.model) if n in places),
+        calls=_calls(subject, recorders[0], unit),
+        recomputed=any(call.begins for call in recorders[0].modules.get(("backward", unit), ())),
         forward_kernels=_kernels(recorders, unit, "forward"),
         backward_kernels=_kernels(recorders, unit, "backward"),
     )

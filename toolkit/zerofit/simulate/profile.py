@@ -212,6 +212,7 @@ def _run(
     handles = recorder.watch()
     try:
         with recorder, watched(subject.units, begin), torch.device("meta"), _stand_ins(recorder, device):
+            handles += recorder.watch_modules()  # after those by which sections begin
             recorder.mark("forward", 0)
             batch, kept = _batch(inputs, count, one, device)
             loss = _loss(model, batch, inputs, task, one, recorder)

@@ -87,6 +87,19 @@ class Kernel:
     causal: bool = False
 
 
+class ModuleCall(NamedTuple):
+    """The begin or the end of a module's forward within a layer's."""
+
+    begins: bool
+    places: tuple[int, ...] = ()  # of the module's own parameters: in the layer's matrices + vectors + frozen + packed
+    others: tuple[tuple[int, int], ...] = ()  # layers, and places in them, of those that count as another layer's
+
+    @property
+    def turned(self) -> ModuleCall:
+        """What the backward has in its place."""
+        return self._replace(begins=not self.begins)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
     """Costs of one layer of one kind on one rank, in one setting (precision, checkpointing, tensor parallel degree).
@@ -111,6 +124,8 @@ class LayerCost:
     ] = ()  # numels on one rank where tensor or expert parallelism splits them; else the layer's own
     vectors: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()  # places in `matrices` of spread experts' weights
+    calls: tuple[ModuleCall, ...] = ()  # of its forward, in their order
+    recomputed: bool = False  # whether its backward begins with its forward
 
     @property
     def forward_flops(self) -> Linear:
@@ -222,7 +237,11 @@ def _cost(entry: dict[str, Any]) -> LayerCost:
     )
     kernels = {key: tuple(map(_kernel, entry[key])) for key in ("forward_kernels", "backward_kernels")}
     forward = _lines(entry.get("forward", ()))
-    return LayerCost(**{**plain, **lists, **kernels, "forward": forward, "backward": moments})
+    calls = tuple(
+        ModuleCall(begins, tuple(places), tuple(map(tuple, others)))
+        for begins, places, others in entry.get("calls", ())
+    )
+    return LayerCost(**{**plain, **lists, **kernels, "forward": forward, "backward": moments, "calls": calls})
 
 
 def _kernel(entry: dict[str, Any]) -> Kernel:
