@@ -1,4 +1,4 @@
-"""Published memory figures of real DeepSpeed runs beside what `zerofit simulate` says of the same runs.
+"""Published memory figures of real DeepSpeed runs beside what `zerofit simulate` and `plan` say of the same runs.
 
 python benchmarks/field_cases.py [--cases FILE] [--case ID ...] [--output FILE.json]
 
@@ -15,7 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meter.planned import planned
+
 import zerofit as zf
+from zerofit.app.simulation import prepare_simulation
+from zerofit.spec.overhead import blas_workspace_bytes
+from zerofit.spec.run import RunRequest
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -29,27 +34,45 @@ def main() -> None:
     options = parser.parse_args()
     cases = json.loads(options.cases.read_text())["cases"]
     rows: list[dict[str, Any]] = []
+    peaks: list[dict[str, Any]] = []
     for case in cases:
         if not options.case or case["id"] in options.case:
             started = time.monotonic()
-            rows += compare(case, simulate(case))
+            result = simulate(case)
+            rows += compare(case, result)
+            if not isinstance(result, zf.UserError):
+                peaks.append({"case": case["id"], "simulated_bytes": result.peak_bytes, "planned_bytes": plan(case)})
             print(f"{case['id']}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     print(table(rows))
+    for peak in peaks:
+        print(f"{peak['case']}: plan / simulate - 1 = {peak['planned_bytes'] / peak['simulated_bytes'] - 1:+.3%}")
     for case in cases:
         if any(row["case"] == case["id"] for row in rows):
             print(f"\n{case['id']} ({case['source']}). Assumed: {'; '.join(case['assumed'])}.")
     if options.output:
-        options.output.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+        options.output.write_text(json.dumps({"rows": rows, "peaks": peaks}, indent=2) + "\n")
+
+
+def asked(case: dict[str, Any]) -> tuple[zf.Run, zf.Cluster]:
+    """The run of a case, and what it runs on."""
+    names = ("model", "model_args", "ds_config", "micro_batch", "seq_len", "precision", "activation_checkpointing")
+    run = zf.Run(**{name: case[name] for name in names if case[name] is not None}, **case.get("adapters", {}))
+    return run, zf.Cluster(case["gpu"], gpus=case["gpus"])
 
 
 def simulate(case: dict[str, Any]) -> zf.Simulation | zf.UserError:
     """Simulate a case, or return what stands in the way."""
-    names = ("model", "model_args", "ds_config", "micro_batch", "seq_len", "precision", "activation_checkpointing")
-    run = zf.Run(**{name: case[name] for name in names if case[name] is not None}, **case.get("adapters", {}))
     try:
-        return zf.simulate(run, zf.Cluster(case["gpu"], gpus=case["gpus"]))
+        return zf.simulate(*asked(case))
     except zf.UserError as error:
         return error
+
+
+def plan(case: dict[str, Any]) -> int:
+    """The peak that plan forecasts, with the products' workspaces, which a simulation has."""
+    run, cluster = asked(case)
+    peak = planned(prepare_simulation(RunRequest.of(run), cluster).target(0))["peak_bytes"]
+    return peak + 2 * blas_workspace_bytes(cluster.device.kind)
 
 
 def _after_step(result: zf.Simulation) -> int:
