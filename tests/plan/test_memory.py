@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 
 from zerofit.plan import memory as memory_module
-from zerofit.plan import zero3_gather
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster, forecast
 from zerofit.plan.persistent import overlap_in_partition, overlaps_and_pieces, parameters_offloaded, sub_groups
@@ -97,21 +96,19 @@ def called(*members: int) -> tuple[ModuleCall, ...]:
 
 
 @pytest.mark.parametrize(("live", "most"), [(10**9, [800, 500, 700, 400, 400]), (400_000, [600, 300, 500, 400, 400])])
-def test_at_stage_3_fetching_runs_away_from_releasing(monkeypatch, live, most):
+def test_at_stage_3_fetching_runs_away_from_releasing(live, most):
     """A block of two parameters fetches three ahead, until the limit of live ones, which the last may pass.
 
     Embedding: its 600 thousand and the first 200 of a block. Blocks: 100 + 200 + 200 at the second of three modules;
     then 300 + 200 + 200, the last two of the trained blocks, which stay for their backward.
     """
-    monkeypatch.setattr(zero3_gather, "LIVE_ELEMENTS", live)
-    zero3_gather._cached.cache_clear()
     blocks = (LayerRun(name="block", count=2, matrices=(), vectors=(), frozen=(200_000, 100_000)), PROFILE.layers[1])
     costs = (COSTS[0], replace(COSTS[1], calls=called(0, 1)), COSTS[1])
     profile = replace(FROZEN, layers=(FROZEN.layers[0], *blocks), costs={setting("bf16", False, 1, 1): costs})
     line = timeline(profile, setting("bf16", False, 1, 1))
-    assert gathered_in_forward(line, layout(3, dp=4, prefetch=1)) == [2000 * one for one in most]
-    assert max(gathered_in_backward(line, layout(3, dp=4, prefetch=1))) == 2 * 400_000
-    zero3_gather._cached.cache_clear()
+    four = layout(3, dp=4, prefetch=1, live=live)
+    assert gathered_in_forward(line, four) == [2000 * one for one in most]
+    assert max(gathered_in_backward(line, four)) == 2 * 400_000
 
 
 def test_a_tied_matrix_is_gathered_for_the_head():
@@ -158,12 +155,11 @@ def test_weights_in_4_bits_go_with_all_stages_and_stay_on_the_device():
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_quantised_weights_outlive_their_release(monkeypatch, recomputed):
+def test_quantised_weights_outlive_their_release(recomputed):
     """Two blocks' 200,000 bytes are held by the graph, and those in use are gathered once more in backward."""
-    monkeypatch.setattr(zero3_gather, "REUSE_ELEMENTS", 0)
     costs = COSTS[0], replace(COSTS[1], calls=called(1, 0), recomputed=recomputed)
     line = timeline(replace(PACKED, costs=dict.fromkeys(PACKED.costs, costs)), setting("bf16", False, 1, 1))
-    four = layout(3, dp=4, checkpointing=recomputed)
+    four = layout(3, dp=4, checkpointing=recomputed, reuse=0)
     assert max(gathered_in_forward(line, four)[1:]) == 2 * 200_000 + 2 * 100_000
     assert gathered_in_backward(line, four)[0] == 2 * 200_000 + 200_000 + (2 * 100_000 if recomputed else 0)
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.models.small import NAMED
 from tests.simulate.targets import target
 from zerofit.models.catalog import find, source_of
@@ -42,16 +40,26 @@ def test_a_model_without_such_buffers_is_traced_once():
 
 GPT2 = {"model": "gpt2", "model_args": {"n_layer": 6}, "freeze": ["transformer.wte", "transformer.h.[0-3]"]}
 LLAMA = {"model": "llama-3.1-8b", "model_args": {"num_hidden_layers": 4}}
-CASES: list[dict[str, Any]] = [GPT2, LLAMA, {**LLAMA, "activation_checkpointing": True}]
+ZERO = {"stage": 3, "stage3_max_live_parameters": 5e8, "stage3_max_reuse_distance": 0}
+FEW = {"zero_optimization": ZERO, "bf16": {"enabled": True}}
+CASES: list[dict[str, Any]] = [
+    GPT2,
+    LLAMA,
+    {**LLAMA, "activation_checkpointing": True},
+    {**LLAMA, "config": FEW},
+]
 
 
 def test_plan_gathers_what_the_engine_gathers():
-    """Frozen layers below a tied head; more than the billion parameters that may be live, to which fetching runs."""
+    """Frozen layers below a tied head; a limit of live parameters, to which fetching runs.
+
+    A parameter that the first module of the backward fetches, when the loss has had its own, counts beside that, too.
+    """
     more = {"config": "zero3", "precision": "bf16", "seq_len": 128, "gpus": 4, "kind": "h100-80gb"}
-    targets = [target(**case, **more) for case in CASES]
+    targets = [target(**{**more, **case}) for case in CASES]
     for one, record in zip(targets, simulate_all(targets, lambda text: None), strict=True):
         run = one.job.run
         setting = TraceSetting("bf16", run.activation_checkpointing)
         profile = profile_model(source_of(run), "causal-lm", one.inputs, dict(run.model_args), [setting])
         planned = Forecaster(profile, "cuda", blas_workspace_bytes(more["kind"])).memory(PlannedLayout.of(one.job))
-        assert planned.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-6)
+        assert -100 <= planned.peak_bytes - record.peaks[0].bytes <= (2 * 4096 * 14336 if run.ds_config == FEW else 0)

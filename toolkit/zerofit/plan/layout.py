@@ -16,7 +16,8 @@ PlannedOptimizer = Literal["adamw", "adamw8bit", "paged-adamw8bit", "adafactor"]
 PLANNED: tuple[PlannedOptimizer, ...] = get_args(PlannedOptimizer)
 # DeepSpeed's own elements where a JSON has none (runtime/zero/config.py)
 DEFAULT_BUCKET = 500_000_000
-DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000}  # at stage 3
+LIVE = REUSE = 1_000_000_000  # at stage 3, too
+DEFAULTS = {"prefetch": 50_000_000, "persistence": 100_000, "live": LIVE, "reuse": REUSE}  # at stage 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class PlannedLayout:
     bucket: int = 50_000_000  # elements of reduce_bucket_size and allgather_bucket_size
     prefetch: int = 0  # elements of stage3_prefetch_bucket_size
     persistence: int = 0  # elements of stage3_param_persistence_threshold
+    live: int = LIVE  # elements of stage3_max_live_parameters
+    reuse: int = REUSE  # elements of stage3_max_reuse_distance
     overlap: bool = False  # overlap_comm: a second bucket
     ema: float | None = None  # decay of averaged weights; None: there are none
     by_rank: tuple[int, ...] = ()  # samples of each data parallel rank, where they are not all `micro_batch`
@@ -64,6 +67,8 @@ class PlannedLayout:
         sizes = {
             "prefetch": "stage3_prefetch_bucket_size",
             "persistence": "stage3_param_persistence_threshold",
+            "live": "stage3_max_live_parameters",
+            "reuse": "stage3_max_reuse_distance",
         }
         return cls(
             zero_stage=layout.zero_stage,

@@ -17,8 +17,14 @@ from zerofit.plan.persistent import ParameterSharers, sharers
 from zerofit.plan.timeline import StageTimeline
 from zerofit.spec.profile import ModuleCall
 
-REUSE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_reuse_distance, its default (zero/config.py)
-LIVE_ELEMENTS = 1_000_000_000  # zero_optimization.stage3_max_live_parameters, its default
+
+class _Sizes(NamedTuple):
+    """Elements, as a JSON has them."""
+
+    persistence: int
+    prefetch: int
+    live: int
+    reuse: int
 
 
 def gathered_in_forward(line: StageTimeline, layout: PlannedLayout) -> list[int]:
@@ -75,7 +81,8 @@ def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
     # a parameter on the host comes to the device even where it is whole; more ranks change nothing
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
     still = 0 if layout.checkpointing else line.still
-    return _cached(line, layout.element_bytes, layout.persistence, layout.prefetch, ParameterSharers(*few), still)
+    sizes = _Sizes(layout.persistence, layout.prefetch, layout.live, layout.reuse)
+    return _cached(line, layout.element_bytes, sizes, ParameterSharers(*few), still)
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
@@ -104,15 +111,7 @@ class _Gathering:
     (autograd/_functions.py, MatMul4Bit).
     """
 
-    def __init__(
-        self,
-        line: StageTimeline,
-        element: int,
-        persistence: int,
-        prefetch: int,
-        spread: ParameterSharers,
-        still: int,
-    ):
+    def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
         layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
         self.begins = list(accumulate(map(len, layers), initial=0))
         every = list(chain(*layers))
@@ -123,7 +122,7 @@ class _Gathering:
         for n, _, modules in reversed(passes[still:]):
             passes.append((n, True, _backward(modules, line.recomputed[n])))
         calls = [call for _, _, modules in passes for call in modules]
-        self.coordinator = _Coordinator(calls, [p.numel for p in every], persistence, prefetch)
+        self.coordinator = _Coordinator(calls, [p.numel for p in every], sizes)
         self.kept_by_graph: set[int] = set()
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
         self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
@@ -169,14 +168,14 @@ class _Coordinator:
     """DeepSpeed's: which parameters are gathered and released as modules begin and end.
 
     A module fetches its own parameters, then further ones of the step until they reach the prefetch size (:447), as
-    long as no more than LIVE_ELEMENTS are there. So modules without parameters fetch ahead, too, and fetching runs away
+    long as no more than may be live are there. So modules without parameters fetch ahead, too, and fetching runs away
     from releasing. What a module releases stays where it is used again within the reuse distance, or where
     fetching has passed its next use (:649).
     """
 
-    def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], persistence: int, prefetch: int):
+    def __init__(self, calls: Sequence[ModuleCall], numels: Sequence[int], sizes: _Sizes):
         fetched = [call.places for call in calls if call.begins]
-        self.numels, self.persistence, self.prefetch = numels, persistence, prefetch
+        self.numels, self.sizes = numels, sizes
         self.queue = [(n, step) for step, members in enumerate(fetched) for n in members]
         self.traversed = list(accumulate((sum(numels[n] for n in members) for members in fetched), initial=0))
         self.uses: dict[int, list[int]] = {}
@@ -190,7 +189,7 @@ class _Coordinator:
     def fetch(self, members: Sequence[int]) -> tuple[list[int], list[list[int]], list[int]]:
         """Return the parameters that are gathered now, the groups that are waited for, and those fetched ahead."""
         own, waited = self._fetch_own(members) if members else ([], [])
-        ahead, elements, most = list[int](), 0, min(LIVE_ELEMENTS - self.live, self.prefetch)
+        ahead, elements, most = list[int](), 0, min(self.sizes.live - self.live, self.sizes.prefetch)
         while elements < most and self.place < len(self.queue):
             n = self._next()
             if self._is_missing(n) and n not in ahead:
@@ -221,7 +220,7 @@ class _Coordinator:
         return released
 
     def _is_missing(self, n: int) -> bool:
-        return n not in self.here and self.numels[n] > self.persistence
+        return n not in self.here and self.numels[n] > self.sizes.persistence
 
     def _gather(self, members: Sequence[int]) -> None:
         self.here.update(members)
@@ -238,7 +237,7 @@ class _Coordinator:
             return True
         uses = self.uses[n]
         later = bisect_left(uses, self.step)
-        return later < len(uses) and self.traversed[uses[later]] - self.traversed[self.step] < REUSE_ELEMENTS
+        return later < len(uses) and self.traversed[uses[later]] - self.traversed[self.step] < self.sizes.reuse
 
 
 _cached = lru_cache(maxsize=1024)(_Gathering)
