@@ -86,8 +86,11 @@ def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
 
 
 def _backward(modules: Sequence[ModuleCall], recomputed: bool) -> list[ModuleCall]:
-    """Return the calls of a layer's backward. It recomputes where it needs what was saved: once a product begins."""
-    turned = [call.turned for call in reversed(modules)]
+    """Return the calls of a layer's backward. It recomputes where it needs what was saved: once a product begins.
+
+    DeepSpeed sees a module's backward end where its input gets a gradient (parameter_offload.py, post_bwd_fn).
+    """
+    turned = [call.turned for call in reversed(modules) if call.fed or not call.begins]
     if not recomputed:
         return turned
     start = next((n for n, call in enumerate(turned) if call.begins and call.places), 0) + 1
@@ -131,12 +134,10 @@ class _Gathering:
 
     def _modules(self, layer: int, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
         """Return calls with their parameters by number in the whole model."""
+        places = [[(layer, n) for n in call.places] + list(call.others) for call in calls]
         return [
-            ModuleCall(
-                call.begins,
-                (*(self.begins[layer] + n for n in call.places), *(self.begins[other] + n for other, n in call.others)),
-            )
-            for call in calls
+            call._replace(places=tuple(self.begins[at] + n for at, n in members))
+            for call, members in zip(calls, places, strict=True)
         ]
 
     def _moments(self, modules: Sequence[ModuleCall]) -> Iterator[_Fetch]:

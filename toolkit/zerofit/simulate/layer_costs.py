@@ -103,8 +103,9 @@ class ProfileRecorder(TorchDispatchMode):
             handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
         return handles
 
-    def _note_module(self, call: ModuleCall, *_: Any) -> None:
-        self.modules.setdefault(self._later or self.segments[-1].key, []).append(call)
+    def _note_module(self, call: ModuleCall, _: nn.Module, args: Any, *__: Any) -> None:
+        fed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(args))
+        self.modules.setdefault(self._later or self.segments[-1].key, []).append(call._replace(fed=fed))
 
     def _take_gradient(self, index: int, parameter: Tensor) -> None:
         last = self.segments[-1]
@@ -239,10 +240,10 @@ def _calls(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> tuple[
         mine = *_parameters_of(subject.model, recorder, one), *chain(*_frozen_of(subject.model, recorder, one))
         found.update({index: (one, place) for place, index in enumerate(mine)})
     calls = []
-    for begins, indices, _ in recorder.modules.get(("forward", unit), ()):
+    for begins, indices, _, fed in recorder.modules.get(("forward", unit), ()):
         known = [found[index] for index in indices if index in found]
         others = tuple((layers.index(one), place) for one, place in known if one != unit)
-        calls.append(ModuleCall(begins, tuple(place for one, place in known if one == unit), others))
+        calls.append(ModuleCall(begins, tuple(place for one, place in known if one == unit), others, fed))
     return tuple(calls)
 
 

@@ -93,6 +93,7 @@ class ModuleCall(NamedTuple):
     begins: bool
     places: tuple[int, ...] = ()  # of the module's own parameters: in the layer's matrices + vectors + frozen + packed
     others: tuple[tuple[int, int], ...] = ()  # layers, and places in them, of those that count as another layer's
+    fed: bool = True  # whether its input has a gradient
 
     @property
     def turned(self) -> ModuleCall:
@@ -238,8 +239,8 @@ def _cost(entry: dict[str, Any]) -> LayerCost:
     kernels = {key: tuple(map(_kernel, entry[key])) for key in ("forward_kernels", "backward_kernels")}
     forward = _lines(entry.get("forward", ()))
     calls = tuple(
-        ModuleCall(begins, tuple(places), tuple(map(tuple, others)))
-        for begins, places, others in entry.get("calls", ())
+        ModuleCall(begins, tuple(places), tuple(map(tuple, others)), fed)
+        for begins, places, others, fed in entry.get("calls", ())
     )
     return LayerCost(**{**plain, **lists, **kernels, "forward": forward, "backward": moments, "calls": calls})
 
