@@ -102,9 +102,11 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> fl
 def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
     """Sum context and communicators, each at the upper end of what sources give."""
     device = cluster.device
-    degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
-    # the last: all ranks; of spread experts those that hold them together, and those that hold the same
-    groups = len(degrees) + (layout.sp > 1) + 2 * (layout.ep > 1) + (len(degrees) > 1)
+    divided = (layout.zero_ranks > 1) + (layout.tp > 1)
+    # a pipeline's: a rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
+    # (runtime/pipe/engine.py:629, :153, p2p.py:60); of spread experts who holds them together, and who holds the same
+    beside = 3 if layout.pp > 1 else divided > 1
+    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside
     # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
     peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:
