@@ -78,6 +78,14 @@ def test_a_stage_takes_no_norm_of_the_tied_matrix_that_another_one_has():
     assert overlaps_and_pieces(timeline(TIED, SETTING, ((2, 4),)), 1) == ((800_000, 200_000),)
 
 
+@pytest.mark.parametrize(("schedule", "apart"), [("1f1b", True), ("dualpipev", False)])
+def test_stages_that_have_one_matrix_exchange_its_gradient(schedule, apart):
+    """In DualPipeV the first stage has both ends."""
+    planned = layout(1, pp=2, accumulation=4, schedule=schedule)
+    assert forecast(TIED, planned).tied_stages is apart
+    assert not forecast(PROFILE, layout(1, pp=2, accumulation=4)).tied_stages
+
+
 @pytest.mark.parametrize("parts", [((0, 2),), ((0, 1), (3, 4))], ids=["two stages", "two parts of one"])
 def test_a_part_adds_no_gradients_of_a_tied_matrix(parts):
     """In the whole model the head's and the embedding's are added into a third one."""
