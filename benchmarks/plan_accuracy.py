@@ -1,6 +1,6 @@
 """How far `zerofit plan` is from `zerofit simulate`, on random models, layouts and devices; see README.md.
 
-python benchmarks/plan_accuracy.py [--dualpipev] [--count N] [--seed N] [--minutes M] [--out FILE]
+python benchmarks/plan_accuracy.py [--pipeline SCHEDULE] [--count N] [--seed N] [--minutes M] [--out FILE]
 
 Each triple is forecast and simulated (the rank that needs most; nothing is trained), and simulate's verdict is asked
 for on the smallest device that plan would call large enough. Exit code 1 where a figure misses its target.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from zerofit.app.simulation import PreparedSimulation, prepare_simulation
 from zerofit.models.catalog import source_of
@@ -31,7 +31,7 @@ from zerofit.simulate.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import blas_workspace_bytes
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import PipelineSchedule, Run, RunRequest
 
 MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
 PRECISION = 0.01  # of the smallest device that fits
@@ -110,8 +110,8 @@ def drawn(chance: random.Random) -> tuple[Run, Cluster]:
     return run, Cluster(gpu, gpus=chance.choice((1, 2, 4, 8)), nodes=chance.choice((1, 1, 2)))
 
 
-def drawn_dualpipev(chance: random.Random) -> tuple[Run, Cluster]:
-    """Draw a model, a layout whose pipeline is DualPipeV's, and a device."""
+def drawn_pipeline(chance: random.Random, schedule: PipelineSchedule) -> tuple[Run, Cluster]:
+    """Draw a model, a layout with a pipeline, and a device."""
     model, gpu = chance.choice(PIPELINED), chance.choice(KINDS[:3])
     stages, others = chance.choice((2, 4)), [chance.choice((1, 2)), chance.choice((1, 1, 2)), chance.choice((1, 2))]
     tensor, sequence, data = others if model in SPLIT else (1, 1, others[2])
@@ -120,7 +120,7 @@ def drawn_dualpipev(chance: random.Random) -> tuple[Run, Cluster]:
         model_args={"n_layer" if model == "gpt2" else "num_hidden_layers": 10},
         ds_config="pipeline",
         pipeline=stages,
-        pipeline_schedule="dualpipev",
+        pipeline_schedule=schedule,
         tensor_parallel=tensor,
         sequence_parallel=sequence,
         precision=chance.choice(("fp32", "bf16")),
@@ -193,7 +193,7 @@ def main() -> int:
     while drew < asked.count and time.monotonic() - started < 60 * asked.minutes:
         several = []
         while len(several) < AT_ONCE and drew < asked.count:
-            run, cluster = (drawn_dualpipev if asked.dualpipev else drawn)(chance)
+            run, cluster = drawn_pipeline(chance, asked.pipeline) if asked.pipeline else drawn(chance)
             drew += 1
             try:
                 several.append(prepare_simulation(RunRequest.of(run), cluster))
@@ -217,7 +217,9 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dualpipev", action="store_true", help="draw layouts with this schedule of a pipeline")
+    parser.add_argument(
+        "--pipeline", choices=get_args(PipelineSchedule), help="draw layouts with a pipeline in this order"
+    )
     parser.add_argument("--count", type=int, default=500, help="triples to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="draw no more after so long")
