@@ -58,6 +58,7 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[[str], bool]]] 
     "--train '*.mlp.*'": ({"train": ["*.mlp.*"]}, lambda name: ".mlp." in name),
     "--freeze model.embed_tokens": ({"freeze": ["model.embed_tokens"]}, lambda name: "embed_tokens" not in name),
 }
+DUAL_PIPE: dict[str, Any] = {"pipeline": 2, "pipeline_schedule": "dualpipev"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage {stage}": (2, {"ds_config": f"zero{stage}"}) for stage in range(4)},
     "stage 2, optimizer on the host": (2, {"ds_config": "zero2_offload"}),
@@ -68,11 +69,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2, stage 0": (2, {"ds_config": "zero0", "pipeline": 2, "micro_batch": 2}),
     "pipeline 2, stage 1": (2, {"pipeline": 2, "micro_batch": 2}),
     "pipeline 4, stage 1": (4, {"pipeline": 4, "micro_batch": 2}),
+    "pipeline 2, DualPipeV": (2, DUAL_PIPE | {"micro_batch": 2}),
     "sequence 2, stage 0": (2, {"sequence_parallel": 2, "ds_config": "zero0"}),
     "sequence 2, stage 2": (2, {"sequence_parallel": 2, "ds_config": "zero2"}),
     "sequence 2, stage 3": (2, {"sequence_parallel": 2, "ds_config": "zero3"}),
     "pipeline 2 x sequence 2": (4, {"pipeline": 2, "sequence_parallel": 2, "micro_batch": 2}),
     "pipeline 2 x data 2": (4, {"pipeline": 2, "micro_batch": 2}),
+    "pipeline 2 x data 2, DualPipeV": (4, DUAL_PIPE | {"micro_batch": 1}),
     "tensor 2": (2, {"tensor_parallel": 2, "ds_config": "zero1"}),
 }
 # beside quantised weights

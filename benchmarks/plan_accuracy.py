@@ -1,6 +1,6 @@
 """How far `zerofit plan` is from `zerofit simulate`, on random models, layouts and devices; see README.md.
 
-python benchmarks/plan_accuracy.py [--count N] [--seed N] [--minutes M] [--out FILE]
+python benchmarks/plan_accuracy.py [--pipeline SCHEDULE] [--count N] [--seed N] [--minutes M] [--out FILE]
 
 Each triple is forecast and simulated (the rank that needs most; nothing is trained), and simulate's verdict is asked
 for on the smallest device that plan would call large enough. Exit code 1 where a figure misses its target.
@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from zerofit.app.simulation import PreparedSimulation, prepare_simulation
 from zerofit.models.catalog import source_of
@@ -32,7 +31,7 @@ from zerofit.simulate.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.overhead import blas_workspace_bytes
-from zerofit.spec.run import Run, RunRequest
+from zerofit.spec.run import PipelineSchedule, Run, RunRequest
 
 MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
 PRECISION = 0.01  # of the smallest device that fits
@@ -52,9 +51,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "dit-xl-2": {"num_layers": 3},
     "resnet50": {},
 }
-TEXT = {"llama-3.2-1b": 512, "qwen2.5-0.5b": 512, "gpt2": 512, "bert-base": 256, "t5-base": 256, "bart-base": 256}
+TEXT = {
+    "llama-3.2-1b": 512,
+    "qwen2.5-0.5b": 512,
+    "qwen3-0.6b": 512,
+    "gpt2": 512,
+    "bert-base": 256,
+    "t5-base": 256,
+    "bart-base": 256,
+}
 SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 KINDS = ("a100-40gb", "h100-80gb", "l4", "v100-16gb")
+# layers for two parts on each of four stages; the number of heads and of key-value heads is even
+PIPELINED = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b", "gpt2", "bert-base", "vit-b-16-hf")
+SPLIT = PIPELINED[:3]  # models that tensor and sequence parallel ranks take beside a pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,21 +110,35 @@ def drawn(chance: random.Random) -> tuple[Run, Cluster]:
     return run, Cluster(gpu, gpus=chance.choice((1, 2, 4, 8)), nodes=chance.choice((1, 1, 2)))
 
 
-@cache
-def _profile(model: str, seq_len: int | None, precision: str, checkpointing: bool, task: str, inputs: Any):
-    run = Run(model=model, model_args=MODELS[model])
-    setting = TraceSetting(precision, checkpointing)
-    return profile_model(source_of(run), task, inputs, MODELS[model], [setting], "cuda")  # pyright: ignore
+def drawn_pipeline(chance: random.Random, schedule: PipelineSchedule) -> tuple[Run, Cluster]:
+    """Draw a model, a layout with a pipeline, and a device."""
+    model, gpu = chance.choice(PIPELINED), chance.choice(KINDS[:3])
+    stages, others = chance.choice((2, 4)), [chance.choice((1, 2)), chance.choice((1, 1, 2)), chance.choice((1, 2))]
+    tensor, sequence, data = others if model in SPLIT else (1, 1, others[2])
+    run = Run(
+        model=model,
+        model_args={"n_layer" if model == "gpt2" else "num_hidden_layers": 10},
+        ds_config="pipeline",
+        pipeline=stages,
+        pipeline_schedule=schedule,
+        tensor_parallel=tensor,
+        sequence_parallel=sequence,
+        precision=chance.choice(("fp32", "bf16")),
+        optimizer="adamw",
+        micro_batch=chance.choice((1, 2, 4)),
+        gradient_accumulation_steps=2 * stages + chance.choice((0, 1, 3)),
+        activation_checkpointing=chance.random() < 0.4,
+        seq_len=TEXT.get(model),
+    )
+    return run, Cluster(gpu, gpus=stages * tensor * sequence * data, nodes=1)
 
 
 def forecast(prepared: PreparedSimulation) -> tuple[int, Cluster, PlannedLayout]:
     """The peak, and the cluster with the smallest device that would be called large enough."""
     job, cluster = prepared.job, prepared.cluster
-    run = job.run
-    profile = _profile(
-        run.model, run.seq_len, job.precision, run.activation_checkpointing, job.facts.task, prepared.inputs
-    )
     layout = PlannedLayout.of(job)
+    setting = TraceSetting(job.precision, layout.checkpointing, layout.tp, layout.sp)
+    profile = profile_model(source_of(job.run), job.facts.task, prepared.inputs, dict(job.run.model_args), [setting])
     workspace = blas_workspace_bytes(cluster.device.kind)
     memory = Forecaster(profile, "cuda", workspace).memory(layout)
     needed = round(check_fit(memory, layout, cluster).device_bytes) + 1
@@ -140,12 +164,13 @@ def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
         layout = one.job.layout
         # stages 1 and 2 keep whole gradients of parameters that reach into a rank's part, more on some than on others
         alike = layout.zero_stage not in (1, 2)
-        found = simulate([one.target(rank) for rank in range(1 if alike else layout.world_size)], show, exact=True)
-        ranks = [rank for rank in found if isinstance(rank, SimulatedRank)]
-        if len(ranks) < len(found):
+        ranks = range(0, 1 if alike else layout.world_size, layout.tp)  # of tensor parallel ones the first
+        found = simulate([one.target(rank) for rank in ranks], show, exact=True)
+        simulated = [rank for rank in found if isinstance(rank, SimulatedRank)]
+        if len(simulated) < len(found):
             print(f"{one.job.run.model}: {found}", file=sys.stderr)
             continue
-        rank = max(ranks, key=lambda one: one.record.peaks[0].bytes)
+        rank = max(simulated, key=lambda one: one.record.peaks[0].bytes)
         planned, smallest, layout = forecast(one)
         verdict = assess(rank, smallest)
         yield Found(
@@ -168,7 +193,7 @@ def main() -> int:
     while drew < asked.count and time.monotonic() - started < 60 * asked.minutes:
         several = []
         while len(several) < AT_ONCE and drew < asked.count:
-            run, cluster = drawn(chance)
+            run, cluster = drawn_pipeline(chance, asked.pipeline) if asked.pipeline else drawn(chance)
             drew += 1
             try:
                 several.append(prepare_simulation(RunRequest.of(run), cluster))
@@ -192,6 +217,9 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--pipeline", choices=get_args(PipelineSchedule), help="draw layouts with a pipeline in this order"
+    )
     parser.add_argument("--count", type=int, default=500, help="triples to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="draw no more after so long")

@@ -1,6 +1,6 @@
 """Does a run that goes on in another layout train like the one that never stopped?
 
-    python benchmarks/resume_matrix.py [--only WORD] [--output benchmarks/results/resume_matrix.json]
+    python -m benchmarks.resume_matrix [--only WORD] [--output benchmarks/results/resume_matrix.json]
 
 Each case trains in one layout, saves after STEPS steps and trains on; a second run takes the checkpoint up in another
 layout, through the same door as `zerofit train --resume`. The losses of the next AFTER steps of both must agree. What
@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -243,33 +242,38 @@ def main() -> None:
     """Run the cases, print each, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="only cases whose name this regular expression finds")
-    parser.add_argument("--output", type=Path, help="write the table as JSON")
+    parser.add_argument("--output", type=Path, help="write the table as JSON; cases that it has already are kept")
     arguments = parser.parse_args()
-    start, rows = time.perf_counter(), []
+    kept = json.loads(arguments.output.read_text())["rows"] if arguments.output and arguments.output.exists() else []
+    rows = {row["case"]: row for row in kept}
     with tempfile.TemporaryDirectory() as name:
         matrix = Matrix(Path(name))
         (nvme := Path(name) / "nvme").mkdir()
         for case in cases(nvme):
-            if re.search(arguments.only, case.name):
-                rows.append(matrix.run(case))
-                print(_line(rows[-1]), flush=True)
+            if case.name not in rows and re.search(arguments.only, case.name):
+                rows[case.name] = matrix.run(case)
+                print(_line(rows[case.name]), flush=True)
+                _write(arguments.output, list(rows.values()))
         matrix.close()
-    apart = [row["case"] for row in rows if row.get("agrees") is False]
-    agreed = [row["difference"] for row in rows if row.get("agrees")]
+    apart = [row for row in rows.values() if row.get("agrees") is False]
+    agreed = [row for row in rows.values() if row.get("agrees")]
     print(f"{len(agreed)} agree, {len(apart)} do not, {len(rows) - len(agreed) - len(apart)} are refused")
-    if arguments.output:
-        result = {
-            "date": date.today().isoformat(),
-            "hardware": f"{os.cpu_count()} CPU cores",
-            "versions": versions(),
-            "seconds": round(time.perf_counter() - start),
-            "steps_before": STEPS,
-            "steps_compared": AFTER,
-            "largest_difference": max(agreed, default=None),
-            "rows": rows,
-        }
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(1 if apart else 0)
+
+
+def _write(output: Path | None, rows: list[dict[str, Any]]) -> None:
+    if output is None:
+        return
+    result = {
+        "date": date.today().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores",
+        "versions": versions(),
+        "steps_before": STEPS,
+        "steps_compared": AFTER,
+        "largest_difference": max((row["difference"] for row in rows if row.get("agrees")), default=None),
+        "rows": rows,
+    }
+    output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _line(row: dict[str, Any]) -> str:

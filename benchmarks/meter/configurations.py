@@ -405,6 +405,9 @@ llama zero0 fp32 mb2 adafactor x2
 llama zero0 fp32 mb2 pp2 x2
 llama zero0 fp32 mb2 pp2 adafactor x2
 llama zero0 bf16 mb2 ga2 adafactor x2
+llama zero1 bf16 mb2 ckpt dualpipev pp2 x2
+gpt2 zero1 fp32 mb2 dualpipev pp2 x2
+llama zero1 fp32 mb2 ckpt dualpipev sp2 pp2 x4
 """.strip().splitlines()
 
 

@@ -36,6 +36,9 @@ TAKING = {
 }
 
 
+BATCH_NORM = "aten::native_batch_norm_backward"
+
+
 class KernelScratch:
     """Bytes that an op takes and gives back while it runs; each kind of call is measured once."""
 
@@ -50,7 +53,8 @@ class KernelScratch:
         key = (op, *(_described(leaf) for leaf in tree_leaves((args, kwargs))))
         if key not in self._known:
             with _disable_current_modes(), torch.no_grad():
-                self._known[key] = self._measure(op, *tree_map(_zeros, (args, kwargs)))
+                args, kwargs = tree_map(_zeros, (args, kwargs))
+                self._known[key] = self._measure(op, _with_statistics(args) if op == BATCH_NORM else args, kwargs)
         return self._known[key]
 
     def _measure(self, op: str, args: Any, kwargs: Any) -> int:
@@ -62,6 +66,15 @@ class KernelScratch:
         kept = self._meter.live() - before
         del out
         return taken - kept
+
+
+def _with_statistics(args: Any) -> Any:
+    """Give a batch norm's backward the type of statistics that kernels keep; fakes have the input's.
+
+    Beside float32 weights that is float32 (aten/src/ATen/native/mixed_data_type.h).
+    """
+    weight, statistics = args[2], args[5:7]
+    return (*args[:5], *(one.to(weight.dtype) for one in statistics), *args[7:])
 
 
 def _described(leaf: Any) -> Any:

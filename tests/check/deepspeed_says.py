@@ -228,7 +228,9 @@ class Say:
         linear = self.torch.nn.Linear
         if case.setting.pipeline:
             layers = [self.deepspeed.pipe.LayerSpec(linear, 8, 8) for _ in range(2)]
-            return self.deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=self.torch.nn.MSELoss())
+            dual = case.setting.schedule == "dualpipev"
+            kind = self.deepspeed.pipe.DualPipeVModule if dual else self.deepspeed.pipe.PipelineModule
+            return kind(layers, num_stages=1, loss_fn=self.torch.nn.MSELoss())
         if case.setting.ranks in (None, 1) or not {"tensor_parallel", "expert_parallel"} & set(config):
             return self.torch.nn.Sequential(linear(8, 8), linear(8, 8))
         import transformers

@@ -54,6 +54,18 @@ def test_exit_codes(tmp_path, text, flags, code):
     assert run(path, *flags, "--json").exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("config", "steps", "problem"),
+    [("pipeline", 3, "dualpipev-accumulation"), ("zero0", 4, "dualpipev-stage"), ("pipeline", 4, None)],
+)
+def test_a_schedule_asks_for_its_accumulation_and_stage(config, steps, problem):
+    flags = ("--pipeline", 2, "--pipeline-schedule", "dualpipev", "--gradient-accumulation-steps", steps)
+    done = run(config, *flags, "--json")
+    found = json.loads(done.stdout.strip().splitlines()[-1])["problems"]
+    assert [one["code"] for one in found] == ([problem] if problem else [])
+    assert done.exit_code == (2 if problem else 0)
+
+
 def test_fix_writes_beside_and_never_over(broken):
     done = run(broken, "--fix")
     assert broken.read_text() == BROKEN

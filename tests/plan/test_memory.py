@@ -38,6 +38,7 @@ def cost(saved: int, forward: int, backward: int, **more) -> LayerCost:
     )
 
 
+SETTING = setting("bf16", False, 1, 1)
 COSTS = (cost(1000, 2000, 2000), cost(3000, 5000, 6000))
 PROFILE = Profile(
     model="hand",
@@ -62,6 +63,37 @@ def test_static_bytes_of_a_mixed_precision_adam(stage, device):
     """Stage 0: 2 + 4 + 8 bytes an element; 1, 2: 2 + 12/4; 3: (2 + 12 + 2)/4 and its bucket."""
     expected = {0: 14_000_000, 1: 5_000_000, 2: 5_000_000, 3: 4_000_000 + 2_000_000}
     assert forecast(PROFILE, layout(stage, dp=4), device).static_bytes == expected[stage]
+
+
+TIED = replace(
+    PROFILE,
+    layers=(*PROFILE.layers, LayerRun(name="head", count=1, matrices=(), vectors=(), tied_to="embedding")),
+    costs={SETTING: (*COSTS, cost(1000, 2000, 2000))},
+)
+
+
+def test_a_stage_takes_no_norm_of_the_tied_matrix_that_another_one_has():
+    """The last of two stages has a block and a copy of the embedding's matrix (stage_1_and_2.py:2680)."""
+    assert overlaps_and_pieces(timeline(TIED, SETTING, ((2, 4),)), 1) == ((800_000, 200_000),)
+
+
+@pytest.mark.parametrize(("schedule", "apart"), [("1f1b", True), ("dualpipev", False)])
+def test_stages_that_have_one_matrix_exchange_its_gradient(schedule, apart):
+    """In DualPipeV the first stage has both ends."""
+    planned = layout(1, pp=2, accumulation=4, schedule=schedule)
+    assert forecast(TIED, planned).tied_stages is apart
+    assert not forecast(PROFILE, layout(1, pp=2, accumulation=4)).tied_stages
+
+
+@pytest.mark.parametrize("parts", [((0, 2),), ((0, 1), (3, 4))], ids=["two stages", "two parts of one"])
+def test_a_part_adds_no_gradients_of_a_tied_matrix(parts):
+    """In the whole model the head's and the embedding's are added into a third one."""
+    one = 1_200_000
+    added = BackwardMoment(live=(Linear(fixed=3 * one), Linear(fixed=2 * one, per_sample=500)), parameter=0)
+    traced = replace(TIED, costs={SETTING: (replace(COSTS[0], backward=(added,)), *TIED.costs[SETTING][1:])})
+    assert [event.live for event in timeline(traced, SETTING, parts).backward if event.layer == 0] == [((one, 500),)]
+    whole = timeline(traced, SETTING).backward
+    assert [event.live[0] for event in whole if event.layer == 0] == [(3 * one, 0)]
 
 
 FROZEN = replace(

@@ -12,11 +12,13 @@ from tests.plan.stub import GIB, Formula, make_cluster, make_profile
 from zerofit.plan.degrees import Degrees, degree_problem, settings_of
 from zerofit.plan.fit import check_fit, margin_bytes
 from zerofit.plan.inverse import fewest, largest, with_layers
+from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.plan.pipeline import stage_bounds
 from zerofit.plan.search import host_needed, pressure, search
 from zerofit.plan.space import PlanRequest, space_of
 from zerofit.spec.errors import UserError
+from zerofit.spec.overhead import NCCL_ALL_TO_ALL_BYTES, NCCL_NVLINK_BYTES
 
 REQUEST = PlanRequest(precision="bf16", global_batch=64)
 
@@ -95,6 +97,16 @@ def test_the_verdict_keeps_a_margin():
     profile, cluster = make_profile(), make_cluster()
     one, three = (next(c for c in layouts(profile, cluster) if c.zero_stage == stage) for stage in (1, 3))
     assert margin_bytes(10 * GIB, three, cluster) > margin_bytes(10 * GIB, one, cluster) > 1 * GIB
+
+
+@pytest.mark.parametrize(("dp", "tp", "groups"), [(1, 1, 3), (2, 1, 3), (2, 2, 2)])
+def test_a_pipelines_communicators_are_kept_free(dp, tp, groups):
+    """Stages, stages with tensor ranks, all ranks (which two other dimensions have already); two neighbours."""
+    without = PlannedLayout(zero_stage=1, micro_batch=1, dp=dp, tp=tp)
+    more = margin_bytes(0, replace(without, pp=2), make_cluster()) - margin_bytes(0, without, make_cluster())
+    assert more == groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * 2 // 7
+    tied = margin_bytes(0, replace(without, pp=2), make_cluster(), tied_stages=True)
+    assert tied - margin_bytes(0, replace(without, pp=2), make_cluster()) == NCCL_NVLINK_BYTES
 
 
 def test_skipping_forecasts_changes_nothing():

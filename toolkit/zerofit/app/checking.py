@@ -248,6 +248,7 @@ def check(
     hardware = TargetHardware(
         ranks=ranks,
         pipeline=request.run.pipeline,
+        schedule=request.run.pipeline_schedule,
         accelerator=None if cluster is None else cluster.accelerator,
         precisions=tuple(cluster.device.tflops if cluster else ("fp32", "bf16", "fp16")),
         facts=_facts(request, on_event),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from zerofit.check.catalog import Catalog
 from zerofit.check.dotted import get
 from zerofit.spec.model_facts import PRECISIONS, ModelFacts
+from zerofit.spec.run import PipelineSchedule
 
 ZERO = "zero_optimization"
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -39,6 +40,7 @@ class TargetHardware:
 
     ranks: int | None = None
     pipeline: int | None = None  # stages: DeepSpeed's JSON does not say
+    schedule: PipelineSchedule = "1f1b"  # of their micro batches: nor this
     accelerator: str | None = None  # "cuda" or "cpu"
     precisions: tuple[str, ...] = PRECISIONS  # that the device has
     facts: ModelFacts | None = None
@@ -145,3 +147,8 @@ class CheckSubject:
     def pipeline(self) -> int:
         """Pipeline parallel degree."""
         return self.setting.pipeline or 1
+
+    @property
+    def dualpipev(self) -> bool:
+        """Whether the pipeline's schedule is DualPipeV."""
+        return self.pipeline > 1 and self.setting.schedule == "dualpipev"

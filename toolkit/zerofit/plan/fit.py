@@ -71,7 +71,7 @@ class Fit:
 
 def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
     """Compare a forecast with what the cluster has."""
-    margin = margin_bytes(memory.peak_bytes, layout, cluster)
+    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.tied_stages)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
@@ -84,8 +84,11 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
     )
 
 
-def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> float:
-    """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates."""
+def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster, tied_stages: bool = False) -> float:
+    """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates.
+
+    `tied_stages`: two pipeline stages have one matrix.
+    """
     if cluster.on_cpu:
         return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
     share = FRAGMENTATION
@@ -96,15 +99,17 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster) -> fl
         # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
         fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
     fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
-    return fragmentation + _process_bytes(layout, cluster)
+    return fragmentation + _process_bytes(layout, cluster, tied_stages)
 
 
-def _process_bytes(layout: PlannedLayout, cluster: Cluster) -> int:
+def _process_bytes(layout: PlannedLayout, cluster: Cluster, tied_stages: bool) -> int:
     """Sum context and communicators, each at the upper end of what sources give."""
     device = cluster.device
-    degrees = [d for d in (layout.zero_ranks, layout.tp, layout.pp) if d > 1]
-    # the last: all ranks; of spread experts those that hold them together, and those that hold the same
-    groups = len(degrees) + (layout.sp > 1) + 2 * (layout.ep > 1) + (len(degrees) > 1)
+    divided = (layout.zero_ranks > 1) + (layout.tp > 1)
+    # a pipeline's: a rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
+    # (runtime/pipe/engine.py:629, :153, p2p.py:60); of spread experts who holds them together, and who holds the same
+    beside = 3 if layout.pp > 1 else divided > 1
+    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + tied_stages  # (pipe/module.py:475)
     # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
     peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:

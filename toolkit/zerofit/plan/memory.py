@@ -107,6 +107,7 @@ class Forecaster:
             host_bytes=max(one.host_at(samples) for one in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
+            tied_stages=bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev",
         )
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:

@@ -134,13 +134,13 @@ def _locked_overlap(line: StageTimeline, ranks: int, element: int, device: str) 
 
 @lru_cache(maxsize=1024)
 def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return what `overlap_in_partition` counts and the elements of the largest piece in a partition, of one rank.
+    """Return what `overlap_in_partition` counts and the elements of the largest piece of which a rank takes the norm.
 
     Of each rank that has more of either than any other with as much of the other.
     """
     pieces = [0] * ranks
-    for rank, _, piece in _reaching(line, ranks):
-        pieces[rank] = max(pieces[rank], piece)
+    for rank, parameter, piece in _reaching(line, ranks):
+        pieces[rank] = max(pieces[rank], 0 if parameter.copied else piece)  # ds_pipe_replicated (:2680)
     found: list[tuple[int, int]] = []
     for overlap, piece in sorted(zip(overlaps(line, ranks, int), pieces, strict=True), reverse=True):
         if not found or piece > found[-1][1]:
@@ -151,22 +151,22 @@ def overlaps_and_pieces(line: StageTimeline, ranks: int) -> tuple[tuple[int, int
 def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> list[int]:
     """Return for each rank the weight of all parameters that reach into its partitions."""
     totals = [0] * ranks
-    for rank, numel, _ in _reaching(line, ranks):
-        totals[rank] += weigh(numel)
+    for rank, parameter, _ in _reaching(line, ranks):
+        totals[rank] += weigh(parameter.numel)
     return totals
 
 
-def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks with the parameters that reach into their partitions: all elements of each, and those inside."""
-    groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
+def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, Parameter, int]]:
+    """Yield ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
+    groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
     for group, size, sharing in groups:
         start, beside = 0, ranks // sharing  # neighbours hold other experts, and the same part of theirs
-        for numel in group:
-            end = start + numel
+        for parameter in group:
+            end = start + parameter.numel
             for part in range(start // size, (end - 1) // size + 1):
                 piece = min(end, (part + 1) * size) - max(start, part * size)
                 for rank in range(part * beside, (part + 1) * beside):
-                    yield rank, numel, piece
+                    yield rank, parameter, piece
             start = end
 
 

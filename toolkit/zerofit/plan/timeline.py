@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,6 +40,7 @@ class Parameter(NamedTuple):
     start: int  # elements before it in its group
     split: bool = False  # tensor parallel ranks have a part each
     packed: bool = False  # quantised: its elements are bytes, whatever the precision
+    copied: bool = False  # another pipeline stage's, which counts it in the norm of gradients
 
     @property
     def expert(self) -> bool:
@@ -206,6 +207,7 @@ class _Placed:
         # with spread experts, whose weights are other ones than the whole model's, nothing else is divided
         pairs = [(0, 0)] * len(matrices + vectors) if cost.experts else zip(matrices + vectors, whole, strict=True)
         self.split = tuple(n < w for n, w in pairs) + (False,) * len(tied + frozen)
+        self.copied = (False,) * len(matrices + vectors) + (True,) * len(tied) + (False,) * len(frozen)
         self.shift = shift  # bytes that its backward holds more than in the trace
         self.early = early  # elements of the tied matrix whose gradient is in the head's backward, not the embedding's
 
@@ -223,8 +225,9 @@ class _Placed:
 def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_bytes: int) -> list[_Placed]:
     """Return a stage's layers; a tied matrix that another stage has is its own here (pipe/module.py, TiedLayerSpec).
 
-    In the whole model the tied matrix's first gradient waits through the whole backward for the second one. Where
-    embedding and head are two parts of a stage they have one matrix, and each part's backward leaves its gradient.
+    In the whole model the tied matrix's first gradient waits through the whole backward for the second one, and both
+    are added into a third tensor. Where embedding and head are two parts of a stage they have one matrix, and each
+    part's backward leaves its gradient.
     """
     head, mine = expanded[-1], [placed for first, last in ranges for placed in expanded[first:last]]
     if head.layer.tied_to is None or ranges[0] == (0, len(expanded)):
@@ -233,12 +236,19 @@ def _untied(expanded: list[_Placed], ranges: Sequence[tuple[int, int]], element_
     if tied in expanded[0].layer.frozen:  # no gradient of it waits
         own = mine[-1] is head and not one_matrix
         return [*mine[:-1], _Placed(head.layer, head.cost, frozen=(tied,))] if own else mine
-    found = [_Placed(p.layer, p.cost, shift=-tied * element_bytes) for p in mine]
+    size = tied * element_bytes
+    found = [_Placed(p.layer, _without_sums(p.cost, 3 * size), shift=-size) for p in mine]
     if mine[-1] is head and one_matrix:
         found[0].early, found[-1] = -tied, _Placed(head.layer, head.cost, early=tied)
     elif mine[-1] is head:
         found[-1] = _Placed(head.layer, head.cost, tied=(tied,))
     return found
+
+
+def _without_sums(cost: LayerCost, added: int) -> LayerCost:
+    """Return the costs without moments of the backward at which so many bytes of gradients are added."""
+    moments = (replace(one, live=tuple(line for line in one.live if line.fixed < added)) for one in cost.backward)
+    return replace(cost, backward=tuple(moments))
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
@@ -248,11 +258,11 @@ def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
     experts = EXPERTS  # the group that is being filled
     for placed in mine:
         layers.append([])
-        for numel, kind, split in zip(placed.numels, placed.group_of, placed.split, strict=True):
+        for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
                 experts += 1
             group = experts if kind == EXPERTS else kind
-            layers[-1].append(Parameter(numel, group, ends[group], split))
+            layers[-1].append(Parameter(numel, group, ends[group], split, copied=copied))
             ends[group] += numel
     return tuple(map(tuple, layers))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from zerofit.check.edit import Removal
 from zerofit.check.finding import Rule
-from zerofit.check.subject import ZERO, CheckSubject
+from zerofit.check.subject import STEPS, ZERO, CheckSubject
+from zerofit.spec.mesh import pipeline_parts
 
 TP = "tensor_parallel"
 EP = "expert_parallel"
+PIPE_PARTITIONED = ("pipe_partitioned", "grad_partitioned")  # of "pipeline": what tensor ranks send between stages
 PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 
 
@@ -31,6 +33,11 @@ def _heads(c: CheckSubject) -> tuple[int, int | None]:
 
 def _experts(c: CheckSubject) -> int:
     return c.degree(f"{EP}.autoep_size")
+
+
+def _parts(c: CheckSubject) -> int:
+    """Return into how many parts DualPipeV cuts the layers."""
+    return pipeline_parts(c.pipeline, "dualpipev")
 
 
 def _refused_beside_tensor_slices(c: CheckSubject) -> bool:
@@ -141,6 +148,40 @@ PARALLEL = (
         why="DeepSpeed fails at the first batch: \"unsupported operand type(s) for %: 'int' and 'NoneType'\"",
         fix="set steps_per_print",
         source="runtime/pipe/engine.py:1240",
+    ),
+    Rule(
+        code="dualpipev-accumulation",
+        path=STEPS,
+        when=lambda c: c.dualpipev and 0 < (c.number(STEPS) or 0) < _parts(c),
+        message=lambda c: f"{{value}} gradient accumulation steps for DualPipeV on {c.pipeline} pipeline stages",
+        why=lambda c: (
+            "DeepSpeed stops once every rank has built its engine: "
+            f'"DualPipeV needs gradient_accumulation_steps >= 2 * {c.pipeline}"'
+        ),
+        fix=lambda c: f"take {_parts(c)} or more, and a smaller micro batch for the same batch",
+        source="runtime/pipe/dualpipev.py:102",
+    ),
+    Rule(
+        code="dualpipev-stage",
+        path=f"{ZERO}.stage",
+        when=lambda c: c.dualpipev and c.setting.reader == "zerofit" and c.stage == 0,
+        message="DualPipeV at ZeRO stage 0",
+        why="zerofit refuses it: DeepSpeed has been seen to train like one device does at stage 1 alone",
+        fix="take stage 1",
+        source="runtime/pipe/dualpipev.py",
+    ),
+    *(
+        Rule(
+            code="dualpipev-partitioned",
+            path=f"pipeline.{key}",
+            when=lambda c, path=f"pipeline.{key}": c.dualpipev and c.tensor_parallel > 1 and c.get(path) is True,
+            message=f"{key} with DualPipeV and tensor parallel ranks",
+            why="DeepSpeed stops once every rank has built its engine: "
+            '"DualPipeV does not support pipe_partitioned or grad_partitioned"',
+            fix="set it to false: stages hand on whole activations",
+            source="runtime/pipe/dualpipev.py:104",
+        )
+        for key in PIPE_PARTITIONED
     ),
     Rule(
         code="managed-accumulation",
