@@ -99,6 +99,13 @@ def test_the_forecast_is_what_simulate_says_and_is_kept(tmp_path, monkeypatch):
     assert replace(again, host_margin_bytes=found.host_margin_bytes) == found  # what is free changes
 
 
+def test_the_forecast_is_of_the_rank_that_keeps_most_gradients(tmp_path):
+    run = zf.Run(**{**LLAMA, "ranks": 4, "micro_batch": 4, "gradient_accumulation_steps": 2})
+    first, second = (zf.simulate(run, zf.Cluster("cpu", gpus=4), rank=rank).peak_bytes for rank in (0, 1))
+    found = held_against(run, tmp_path)
+    assert found is not None and found.reserved_bytes == second > first, (first, second)
+
+
 def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(tmp_path, monkeypatch):
     run = zf.Run(**{**LLAMA, "micro_batch": 256}, output=tmp_path / "run")
     leave_four_fifths(monkeypatch, run, tmp_path)

@@ -52,6 +52,14 @@ def test_knobs_are_simulated_when_asked_for(simulation):
     assert simulation.knobs() is knobs and len(simulation.to_dict()["knobs"]) == len(knobs)
 
 
+def test_the_rank_that_keeps_most_gradients_is_found(cache):
+    """On three ranks the second one's partition is reached into by most of the parameters."""
+    run, cluster = zf.Run(**RUN, gradient_accumulation_steps=2), zf.Cluster("l4", gpus=3)
+    peaks = [zf.simulate(run, cluster, rank=rank).peak_bytes for rank in range(3)]
+    found = zf.simulate(run, cluster)
+    assert (found.rank, found.peak_bytes) == (1, max(peaks)) and peaks[0] < peaks[1] > peaks[2], peaks
+
+
 def test_a_simulation_that_is_killed_says_so():
     """The processes that simulate are killed; the one that they are forked from, and so the next call, is not."""
     answers: list[object] = []

@@ -134,6 +134,14 @@ for _ in range(50):
 """
 
 
+def test_the_rank_that_keeps_most_gradients_is_found(folder):
+    """64 x 64 + 64 twice, in three partitions of 2,774: both matrices and a bias reach into the second."""
+    ranks = [simulated(LOOP, gpus=3, rank=rank) for rank in range(3)]
+    found = simulated(LOOP, gpus=3)
+    assert [one.peak_bytes - ranks[0].peak_bytes for one in (ranks[1], found)] == [2 * (4096 + 64)] * 2
+    assert found.rank == 1
+
+
 def test_a_loop_is_stopped_and_writes_nothing(folder):
     result = simulated(SAVES)
     seen = facts(result)

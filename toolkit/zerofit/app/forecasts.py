@@ -18,7 +18,7 @@ from zerofit.simulate.assess import assess
 from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
 from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
-from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.run import SimulatedRank, heaviest_of
 from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
@@ -104,10 +104,11 @@ def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | 
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem
-    known = [rank for rank in ranks if isinstance(rank, SimulatedRank)]
+    heaviest = heaviest_of(ranks, lambda targets: _simulate_or_recall(targets, report))
+    known = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
     first, *stages = (
         _with_save(_with_copy(rank, first=n == 0), saved, cluster.on_cpu)
-        for n, (rank, saved) in enumerate(zip([known[0], *known], _saved_bytes(job, cluster.on_cpu), strict=True))
+        for n, (rank, saved) in enumerate(zip(known, _saved_bytes(job, cluster.on_cpu), strict=True))
     )
     return RankForecasts(cluster=cluster, first=first, stages=tuple(stages))
 

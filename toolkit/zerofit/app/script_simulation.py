@@ -28,7 +28,7 @@ def simulate_script(
     command: Sequence[str],
     cluster: Cluster | None = None,
     *,
-    rank: int = 0,
+    rank: int | None = None,
     steps: int = STEPS,
     longest: bool = False,
     alloc_conf: str = "",
@@ -39,7 +39,7 @@ def simulate_script(
     Args:
         command: what starts it: python, torchrun, deepspeed or accelerate launch, with all options.
         cluster: where; None: this machine.
-        rank: the rank to simulate.
+        rank: the rank to simulate; None: the one that needs most.
         steps: optimizer steps after which the script is stopped.
         longest: say what it needs with batches as long as it allows, too.
         alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
@@ -64,23 +64,37 @@ def simulate_script(
     read = read_command(command)
     cluster = Cluster.here() if cluster is None else cluster
     read_alloc_conf(alloc_conf)
-    check_command(read, cluster, rank=rank, steps=steps)
+    check_command(read, cluster, rank=rank or 0, steps=steps)
     target = ScriptTarget(
         command=read,
         device=cluster.device,
         gpus=cluster.gpus,
         nodes=cluster.nodes,
-        rank=rank,
+        rank=rank or 0,
         workspace_bytes=blas_workspace_bytes(cluster.device.kind),
         alloc_conf=alloc_conf,
         steps=steps,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
-    seen, *more = [_answer(*one, cluster) for one in zip(targets, simulate_all(targets, report.status), strict=True)]
+    records = simulate_all(targets, report.status)
+    other = None if rank is not None or isinstance(records[0], Problem) else records[0].heavier_rank
+    if other is not None:
+        targets, records = _heaviest(targets, records, other, report)
+    seen, *more = [_answer(*one, cluster) for one in zip(targets, records, strict=True)]
     if more:
         seen = _with_longest(seen, more[0])
-    simulate_knobs = ScriptKnobSimulations(target=target, seen=seen, cluster=cluster)
+    simulate_knobs = ScriptKnobSimulations(target=targets[0], seen=seen, cluster=cluster)
     return replace(seen, seconds=round(time.perf_counter() - start, 1), simulate_knobs=simulate_knobs)
+
+
+def _heaviest(
+    targets: list[ScriptTarget], records: list[RankRecord | Problem], other: int, report: Reporter
+) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
+    """Return the targets of another rank and its records, if it needs more than this one and can be simulated."""
+    others = [replace(target, rank=other) for target in targets]
+    found = simulate_all(others, report.status)
+    needs = [one[0].peaks[0].bytes if isinstance(one[0], RankRecord) else 0 for one in (records, found)]
+    return (others, found) if needs[1] > needs[0] else (targets, records)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from zerofit.simulate.assess import assess, is_inconclusive
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak
-from zerofit.simulate.run import SimulatedRank
+from zerofit.simulate.run import SimulatedRank, heaviest_of
 from zerofit.simulate.run import simulate as simulate_ranks
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
@@ -113,7 +113,8 @@ def simulate(
     Args:
         run: what would be trained (a run, a run file or a model's name); the DeepSpeed JSON is its `ds_config`.
         cluster: where; None: this machine.
-        rank: the rank to simulate; None: the first of each pipeline stage, and the one that needs most is returned.
+        rank: the rank to simulate; None: the one of each pipeline stage that needs most, and of these the one that
+            needs most is returned.
         image: "image:3x224x224", the inputs of an image model where the run names no data.
         exact: simulate every layer of a large model instead of extrapolating from few (`Simulation.plot` needs it).
         alloc_conf: options of torch's allocator, as PYTORCH_CUDA_ALLOC_CONF would have them.
@@ -142,6 +143,8 @@ def simulate(
     for n, found in enumerate(simulated):
         if not isinstance(found, Problem) and is_inconclusive(found, cluster):
             simulated[n] = simulate_ranks([targets[n]], report.status, exact=True)[0]
+    if rank is None:
+        simulated = heaviest_of(simulated, lambda more: simulate_ranks(more, report.status, exact=True))
     failed = [one for one in simulated if isinstance(one, Problem)]
     if failed:
         raise UserError(*failed)

@@ -66,7 +66,7 @@ class CommandAfterDashes(click.Command):
 @hardware_options(
     *HARDWARE_FIELDS, kinds="h100-80gb, p5.48xlarge, ..., cpu, or a YAML file of your own (default: this machine)"
 )
-@click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: one of each pipeline stage)")
+@click.option("--rank", type=click.IntRange(min=0), help="the rank to simulate (default: the one that needs most)")
 @INPUT
 @click.option("--exact", is_flag=True, help="simulate every layer of a large model instead of extending from few")
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
@@ -129,7 +129,7 @@ def _script(ctx: click.Context, words: list[str], as_json: bool, options: dict[s
         found = problems.attempt(lambda: one_cluster(hardware))
         problems.raise_if_any()
         settings = {name: options[name] for name in ("rank", "steps", "longest", "alloc_conf")}
-        settings |= {"rank": options["rank"] or 0, "steps": options["steps"] or STEPS}
+        settings |= {"steps": options["steps"] or STEPS}
         result = simulate_script(words, found, **settings, on_event=console)
     return _with_knobs(_shown(result, as_json, options), options)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import starmap
 from operator import mul
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STATES_BYTES, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
+from zerofit.spec.partitions import FlatGroup, reaching
 
 MASTER_BYTES = 4  # per element, whatever the precision: the master weights
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
@@ -156,18 +158,9 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
     return totals
 
 
-def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, Parameter, int]]:
-    """Yield ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
-    groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
-    for group, size, sharing in groups:
-        start, beside = 0, ranks // sharing  # neighbours hold other experts, and the same part of theirs
-        for parameter in group:
-            end = start + parameter.numel
-            for part in range(start // size, (end - 1) // size + 1):
-                piece = min(end, (part + 1) * size) - max(start, part * size)
-                for rank in range(part * beside, (part + 1) * beside):
-                    yield rank, parameter, piece
-            start = end
+def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, int, int]]:
+    groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
+    return reaching(starmap(FlatGroup, groups), ranks)
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:

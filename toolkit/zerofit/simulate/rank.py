@@ -30,9 +30,18 @@ from zerofit.simulate.categories import SAVED, STATE, classify, tag_owned_storag
 from zerofit.simulate.host_memory import highest, host_moments
 from zerofit.simulate.ledger import device_events, kind_peaks, timeline
 from zerofit.simulate.op_costs import Scratch, scratch_on
+from zerofit.simulate.partitions import heavier_than_this
 from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
-from zerofit.simulate.record import CollectiveCalls, GroupUse, PhaseFlops, RankRecord, ScriptFacts, SimulationTarget
+from zerofit.simulate.record import (
+    CollectiveCalls,
+    GroupUse,
+    HeavierRank,
+    PhaseFlops,
+    RankRecord,
+    ScriptFacts,
+    SimulationTarget,
+)
 from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, UserError
 from zerofit.spec.optimizers import EIGHT_BIT
@@ -65,13 +74,14 @@ def simulate(
             world = target.job.layout.world_size
             dist.init_process_group("fake", store=FakeStore(), rank=target.rank, world_size=world)
             deepspeed.init_distributed("fake")
-            log = _live(_without_files(target, folder), meter, say)
+            log, engine = _live(_without_files(target, folder), meter, say)
+            heavier = heavier_than_this([engine])
     except (UserError, ModelError):
         raise
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
-    return record_of(meter, log, target.alloc_conf)
+    return record_of(meter, log, target.alloc_conf, heavier=heavier)
 
 
 def _not_simulated(target: SimulationTarget, meter: AllocationTracker, error: Exception) -> Problem:
@@ -119,7 +129,8 @@ def _set_environment(target: SimulationTarget) -> None:
     } | UNCHECKED
 
 
-def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> PhaseLog:
+def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str], None]) -> tuple[PhaseLog, Any]:
+    """Train; return its phases and its engine."""
     job, drivers = target.job, []
 
     def built(model: torch.nn.Module) -> None:
@@ -144,7 +155,7 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
     samples = job.batch.most_of(driver.coords.dp_rank)
     train_steps(driver, empty_batches(job, target.inputs, samples), target.steps, log)
     tag_owned_storages(meter.tag, driver.engine)
-    return log
+    return log, driver.engine
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
@@ -183,7 +194,12 @@ def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> tuple[to
 
 
 def record_of(
-    meter: AllocationTracker, log: PhaseLog, alloc_conf: str, script: ScriptFacts | None = None
+    meter: AllocationTracker,
+    log: PhaseLog,
+    alloc_conf: str,
+    *,
+    script: ScriptFacts | None = None,
+    heavier: HeavierRank | None = None,
 ) -> RankRecord:
     """Return all that was noted; `alloc_conf` has the caching allocator's options."""
     ledger = meter.ledger
@@ -210,4 +226,5 @@ def record_of(
         timeline=timeline(ledger),
         events=events,
         script=script,
+        heavier=heavier,
     )

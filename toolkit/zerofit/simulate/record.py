@@ -167,6 +167,15 @@ class ScriptFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeavierRank:
+    """A rank that keeps more gradients whole than this one, where ZeRO 1 or 2 divides them (`simulate.partitions`)."""
+
+    rank: int
+    more_bytes: int
+    phases: tuple[str, ...]  # in which it does
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """A record of all that one simulated rank allocated, computed and sent."""
 
@@ -185,3 +194,13 @@ class RankRecord:
     timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
     script: ScriptFacts | None = None  # of a user's script
+    heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one
+
+    @property
+    def heavier_rank(self) -> int | None:
+        """Return another rank whose peak may be higher than this one's; None where none may."""
+        if self.heavier is None:
+            return None
+        reached = (peak.bytes for peak in self.peaks if peak.phase in self.heavier.phases)
+        higher = max(reached, default=0) + self.heavier.more_bytes > self.peaks[0].bytes
+        return self.heavier.rank if higher else None

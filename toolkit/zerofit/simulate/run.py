@@ -66,6 +66,33 @@ def simulate(
     ]
 
 
+def heaviest_of(
+    ranks: Sequence[SimulatedRank | Problem],
+    simulate_more: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
+) -> list[SimulatedRank | Problem]:
+    """Return for each rank the one of its data parallel group that needs most, where that one can be simulated.
+
+    One that was extrapolated stands for its group: in few layers other ranks hold other parts than in all.
+    """
+    found = list(ranks)
+    heavier = [
+        (n, replace(one.target, rank=one.record.heavier_rank))
+        for n, one in enumerate(found)
+        if isinstance(one, SimulatedRank) and not one.layers and one.record.heavier_rank is not None
+    ]
+    more = simulate_more([target for _, target in heavier]) if heavier else []
+    for (n, _), other in zip(heavier, more, strict=True):
+        one = found[n]
+        if isinstance(one, SimulatedRank) and isinstance(other, SimulatedRank) and _needs(other) > _needs(one):
+            found[n] = other
+    return found
+
+
+def _needs(one: SimulatedRank) -> tuple[int, int]:
+    """Return what it takes of the device, then of the host."""
+    return one.record.peaks[0].bytes, sum(one.record.host.values())
+
+
 def _simulated(
     target: SimulationTarget,
     counts: tuple[int, ...] | None,

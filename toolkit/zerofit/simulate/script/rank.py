@@ -31,6 +31,7 @@ from zerofit.simulate import patches
 from zerofit.simulate.categories import tag_owned_storages, tag_plain_optimizer, watch_gradient
 from zerofit.simulate.device import install
 from zerofit.simulate.op_costs import Scratch, scratch_on
+from zerofit.simulate.partitions import heavier_than_this
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank import record_of
 from zerofit.simulate.record import RankRecord
@@ -80,13 +81,14 @@ def simulate_script(
     with fakes, meter:
         phases.cut()
         how = _run(target, meter)
+        heavier = heavier_than_this(phases.engines)
     log.end()
     _tag(meter, phases)
     if not phases.steps:
         raise ended(*_no_training(target, how, phases))
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
-    return record_of(meter, log, target.alloc_conf, facts)
+    return record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:

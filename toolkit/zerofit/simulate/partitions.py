@@ -1,0 +1,44 @@
+"""Which data parallel rank keeps most at ZeRO 1 and 2: ranks are equal but for what reaches into their partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from zerofit.simulate.record import HeavierRank
+from zerofit.spec.partitions import FlatGroup, reaching
+
+ALL = ("forward", "backward", "step")
+
+
+def heavier_than_this(engines: Sequence[Any]) -> HeavierRank | None:
+    """Return the rank that keeps the most gradients whole; None where it is this one, or where nothing is divided so.
+
+    A rank keeps those of parameters that lie in its partition in part (stage_1_and_2.py, `params_in_partition`): from
+    backward on, but at stage 1 without offload all ranks have all gradients until the step.
+    """
+    for engine in engines:
+        optimizer = getattr(engine, "optimizer", None)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return _heavier(optimizer)
+    return None
+
+
+def _heavier(optimizer: Any) -> HeavierRank | None:
+    process_groups = optimizer.real_dp_process_group
+    sharing = [dist.get_world_size(group) for group in process_groups]
+    widest = max(range(len(sharing)), key=sharing.__getitem__)
+    ranks = dist.get_process_group_ranks(process_groups[widest])
+    kept = [0] * len(ranks)
+    for members, partition, among in zip(
+        optimizer.round_robin_bit16_groups, optimizer.partition_size, sharing, strict=True
+    ):
+        group = FlatGroup([p.numel() for p in members], partition, among)
+        for at, numel, _ in reaching([group], len(ranks)):
+            kept[at] += numel * members[0].element_size()
+    more = max(kept) - kept[ranks.index(dist.get_rank())]
+    phases = ALL if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
+    return HeavierRank(rank=ranks[kept.index(max(kept))], more_bytes=more, phases=phases) if more else None
