@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import starmap
 from operator import mul
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.optimizer_states import STATES_BYTES, states_of, whole_states
 from zerofit.plan.timeline import Parameter, StageTimeline
 from zerofit.spec.overhead import pinned_bytes
-from zerofit.spec.partitions import FlatGroup, reaching
+from zerofit.spec.partitions import reaching
 
 MASTER_BYTES = 4  # per element, whatever the precision: the master weights
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size, its default (zero/config.py)
@@ -158,9 +157,12 @@ def overlaps(line: StageTimeline, ranks: int, weigh: Callable[[int], int]) -> li
     return totals
 
 
-def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, int, int]]:
-    groups = zip(filter(None, line.groups), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
-    return reaching(starmap(FlatGroup, groups), ranks)
+def _reaching(line: StageTimeline, ranks: int) -> Iterator[tuple[int, Parameter, int]]:
+    """Yield ranks with the parameters that reach into their partitions, and how many elements of each are inside."""
+    groups = zip(filter(None, line.members), partitions(line, ranks), partition_ranks(line, ranks), strict=True)
+    for group, size, sharing in groups:
+        for rank, place, piece in reaching([p.numel for p in group], size, ranks // sharing):
+            yield rank, group[place], piece
 
 
 def in_bf16_optimizer(layout: PlannedLayout) -> bool:

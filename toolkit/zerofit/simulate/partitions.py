@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from zerofit.simulate.record import HeavierRank
-from zerofit.spec.partitions import FlatGroup, reaching
+from zerofit.spec.partitions import reaching
 
 ALL = ("forward", "backward", "step")
 
@@ -36,9 +36,8 @@ def _heavier(optimizer: Any) -> HeavierRank | None:
     for members, partition, among in zip(
         optimizer.round_robin_bit16_groups, optimizer.partition_size, sharing, strict=True
     ):
-        group = FlatGroup([p.numel() for p in members], partition, among)
-        for at, numel, _ in reaching([group], len(ranks)):
-            kept[at] += numel * members[0].element_size()
+        for at, place, _ in reaching([p.numel() for p in members], partition, len(ranks) // among):
+            kept[at] += members[place].numel() * members[place].element_size()
     more = max(kept) - kept[ranks.index(dist.get_rank())]
     phases = ALL if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
     return HeavierRank(rank=ranks[kept.index(max(kept))], more_bytes=more, phases=phases) if more else None

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 
-class FlatGroup(NamedTuple):
-    """Parameters that lie one after the other in a flat buffer, which `sharing` ranks divide."""
+def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ranks with the parameters that reach into their partitions: the place of each, and its elements inside.
 
-    numels: Sequence[int]
-    partition: int  # elements, padded
-    sharing: int  # of spread experts those ranks that hold the same ones
+    Args:
+        numels: the elements of parameters that lie one after the other in a flat buffer.
+        partition: elements of a partition, padded.
+        beside: neighbours that have the same partition of theirs: 1, or as many as hold spread experts together.
 
-
-def reaching(groups: Iterable[FlatGroup], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranks with the parameters that reach into their partitions: all elements of each, and those inside.
-
-    >>> list(reaching([FlatGroup([6, 2], 4, 2)], 2))
-    [(0, 6, 4), (1, 6, 2), (1, 2, 2)]
+    >>> list(reaching([6, 2], 4, 1))
+    [(0, 0, 4), (1, 0, 2), (1, 1, 2)]
     """
-    for numels, size, sharing in groups:
-        start, beside = 0, ranks // sharing  # neighbours hold other experts, and the same part of theirs
-        for numel in numels:
-            end = start + numel
-            for part in range(start // size, (end - 1) // size + 1):
-                piece = min(end, (part + 1) * size) - max(start, part * size)
-                for rank in range(part * beside, (part + 1) * beside):
-                    yield rank, numel, piece
-            start = end
+    start = 0
+    for place, numel in enumerate(numels):
+        end = start + numel
+        for part in range(start // partition, (end - 1) // partition + 1):
+            piece = min(end, (part + 1) * partition) - max(start, part * partition)
+            for rank in range(part * beside, (part + 1) * beside):
+                yield rank, place, piece
+        start = end
