@@ -38,6 +38,35 @@ def test_a_payload_is_refused_and_does_not_run(tmp_path):
     assert trace.exists(), "the payload would have run"
 
 
+class Attribute:
+    """Pickled as an older Python pickles a member of an enum."""
+
+    def __init__(self, owner, name):
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+def test_a_stage_is_read_as_any_python_has_pickled_it(tmp_path):
+    """Before 3.11.4, Debian 12's among them: `getattr(ZeroStageEnum, "gradients")`."""
+    torch.save([Attribute(ZeroStageEnum, stage.name) for stage in ZeroStageEnum], tmp_path / "stages.pt")
+    plain, own = load(tmp_path / "stages.pt"), load(tmp_path / "stages.pt", for_engine=True)
+    assert plain == [0, 1, 2, 3] and {type(stage) for stage in plain} == {int}
+    assert own == list(ZeroStageEnum) and {type(stage) for stage in own} == {ZeroStageEnum}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ZeroStageEnum, "from_bytes"), (ZeroStageEnum, "__members__"), (fragment_address, "__init__")]
+)
+@pytest.mark.parametrize("for_engine", [False, True])
+def test_no_other_attribute_is_given(tmp_path, owner, name, for_engine):
+    torch.save(Attribute(owner, name), tmp_path / "attribute.pt")
+    with pytest.raises(UserError) as error:
+        load(tmp_path / "attribute.pt", for_engine=for_engine)
+    assert error.value.problems[0].kind == "unsafe-file" and "getattr" in error.value.problems[0].message
+
+
 @pytest.fixture
 def deepspeed_file(tmp_path):
     """The kinds of objects that DeepSpeed's files hold (found in real ones of all its stages)."""

@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,19 @@ REPLACEMENTS: dict[str, type] = {
     # the ZeRO optimizers' `loss_scaler`, which is there in fp32 and bf16 too
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": InertLossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": InertLossScaler,
-    # the ZeRO optimizers' `zero_stage`: an IntEnum
+    # the ZeRO optimizers' `zero_stage`: an enum of integers
     "deepspeed.runtime.zero.config.ZeroStageEnum": int,
 }
+ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # its members
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return an enum's member: Python before 3.11.4 pickles it as `getattr(class, name)`. Nothing else is given."""
+    if kind is int and name in ZERO_STAGES:
+        return ZERO_STAGES[name]
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("GLOBAL getattr was not an allowed global")
 
 
 def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
@@ -49,6 +60,7 @@ def load(path: Path | str, mmap: bool = True, for_engine: bool = False) -> Any:
     for name, replacement in REPLACEMENTS.items():
         module, _, attribute = name.rpartition(".")
         allowed.append((getattr(importlib.import_module(module), attribute) if for_engine else replacement, name))
+    allowed.append((_member, "builtins.getattr"))
     try:
         in_place = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         with torch.serialization.safe_globals(allowed):
