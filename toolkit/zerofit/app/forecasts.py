@@ -16,7 +16,7 @@ from zerofit.check.dotted import get
 from zerofit.models.catalog import find
 from zerofit.simulate.assess import assess
 from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
-from zerofit.simulate.record import KindPeak, RankPhase, RankRecord, SimulationTarget
+from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
 from zerofit.simulate.run import SimulatedRank, heaviest_of
 from zerofit.simulate.run import simulate as simulate_ranks
@@ -28,7 +28,6 @@ from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, REPLAYED
 from zerofit.spec.run_folder import Job, MemoryForecast
 
-STEPS = ("forward", "backward", "step")
 # keys of a DeepSpeed JSON that keep master weights (and bf16's the moments) in 16 bits
 NARROW_STATES = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads")
 SAVE = "save"  # the phase in which the trained model is written

@@ -93,8 +93,9 @@ def _heaviest(
     """Return the targets of another rank and its records, if it needs more than this one and can be simulated."""
     others = [replace(target, rank=other) for target in targets]
     found = simulate_all(others, report.status)
-    needs = [one[0].peaks[0].bytes if isinstance(one[0], RankRecord) else 0 for one in (records, found)]
-    return (others, found) if needs[1] > needs[0] else (targets, records)
+    here, there = records[0], found[0]
+    more = isinstance(here, RankRecord) and isinstance(there, RankRecord) and there.needs > here.needs
+    return (others, found) if more else (targets, records)
 
 
 @dataclass(frozen=True, kw_only=True)

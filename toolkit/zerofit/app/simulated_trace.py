@@ -17,7 +17,7 @@ from zerofit.plan.rates import rates_of
 from zerofit.plan.step_timeline import StepTimeline, step_timeline
 from zerofit.plan.step_trace import MemorySample, step_trace
 from zerofit.plan.time import Timer
-from zerofit.simulate.record import MemoryPoint
+from zerofit.simulate.record import STEPS, MemoryPoint
 from zerofit.simulate.result import Simulation
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.events import Reporter
@@ -52,7 +52,7 @@ def simulated_memory(timeline: StepTimeline, stage: int, points: tuple[MemoryPoi
     phases = [(name, list(of)) for name, of in groupby(last, key=lambda point: point.phase)]
     spans = sorted((span for span in timeline.spans if span.stage == stage), key=lambda span: span.start_s)
     drawn = [(name, list(of)) for name, of in groupby(spans, key=lambda span: span.phase)]
-    for name in ("forward", "backward", "step"):
+    for name in STEPS:
         mine = [of for phase, of in phases if phase == name]
         times = [(min(s.start_s for s in of), max(s.end_s for s in of)) for phase, of in drawn if phase == name]
         for moments, (start_s, end_s) in zip(mine[-len(times) :], times[-len(mine) :], strict=True):

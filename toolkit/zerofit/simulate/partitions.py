@@ -8,10 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from zerofit.simulate.record import HeavierRank
+from zerofit.simulate.record import STEPS, HeavierRank
 from zerofit.spec.partitions import reaching
-
-ALL = ("forward", "backward", "step")
 
 
 def heavier_than_this(engines: Sequence[Any]) -> HeavierRank | None:
@@ -39,5 +37,5 @@ def _heavier(optimizer: Any) -> HeavierRank | None:
         for at, place, _ in reaching([p.numel() for p in members], partition, len(ranks) // among):
             kept[at] += members[place].numel() * members[place].element_size()
     more = max(kept) - kept[ranks.index(dist.get_rank())]
-    phases = ALL if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
+    phases = STEPS if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
     return HeavierRank(rank=ranks[kept.index(max(kept))], more_bytes=more, phases=phases) if more else None

@@ -11,6 +11,8 @@ from zerofit.spec.files import field_data
 from zerofit.spec.overhead import pinned_bytes
 from zerofit.spec.run_folder import Job
 
+STEPS = ("forward", "backward", "step")  # the phases of an optimizer step
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationTarget:
@@ -195,6 +197,11 @@ class RankRecord:
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
     script: ScriptFacts | None = None  # of a user's script
     heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """Return the most bytes that it takes of the device, then of the host."""
+        return self.peaks[0].bytes, sum(self.host.values())
 
     @property
     def heavier_rank(self) -> int | None:

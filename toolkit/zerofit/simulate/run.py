@@ -83,14 +83,9 @@ def heaviest_of(
     more = simulate_more([target for _, target in heavier]) if heavier else []
     for (n, _), other in zip(heavier, more, strict=True):
         one = found[n]
-        if isinstance(one, SimulatedRank) and isinstance(other, SimulatedRank) and _needs(other) > _needs(one):
-            found[n] = other
+        if isinstance(one, SimulatedRank) and isinstance(other, SimulatedRank):
+            found[n] = max(one, other, key=lambda rank: rank.record.needs)
     return found
-
-
-def _needs(one: SimulatedRank) -> tuple[int, int]:
-    """Return what it takes of the device, then of the host."""
-    return one.record.peaks[0].bytes, sum(one.record.host.values())
 
 
 def _simulated(
