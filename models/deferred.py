@@ -42,6 +42,8 @@ class Stored:
     device: torch.device
     # by name: takes what is kept of a whole parameter, a tensor of its own. Transformers models only
     slices: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    # takes a quantised weight as soon as it is made, and leaves a rank's part of it; whole weights are not given to it
+    divide: Callable[[nn.Parameter], None] | None = None
 
     def store(self, tensor: Tensor, name: str = "") -> Tensor:
         """Return the tensor so, itself where it is so already; other than floating types stay what they are."""

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Quantizer:
 
     @torch.no_grad()
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Quantise a layer's weight on the device where it will lie; return its bits."""
+        """Quantise a layer's weight on the device where it will lie; return its bits, none where they are divided."""
         device = tensor.device if tensor.is_meta else self._plain.device
         given = tensor.detach().to(device, self._plain.dtype)
         real = not given.is_meta and not isinstance(given, FakeTensor)
@@ -75,6 +75,8 @@ class Quantizer:
             made = kinds.Int8Params(given, requires_grad=False, has_fp16_weights=False)
         made = made._quantize(given.device)
         setattr(made, SOURCE, source)
+        if self._plain.divide is not None and not given.is_meta:
+            self._plain.divide(made)
         self._made[name] = made
         return made.data
 
@@ -156,12 +158,48 @@ def _state_bytes(state: Any) -> int:
     return state.absmax.nbytes + state.code.nbytes
 
 
+@cache
+def _linear_4bit() -> type[nn.Module]:
+    """Make bitsandbytes' layer of 4 bits anew, without what its product keeps for backward.
+
+    That is the weight's bytes as they were in forward, an attribute of the graph's node (autograd/_functions.py,
+    MatMul4Bit). ZeRO-3 gathers weights for forward and again for backward, and what it gives back in between would
+    stay: all weights whole, at the end of forward. Here backward takes the bytes that the parameter has then.
+    """
+    base: Any = library().Linear4bit
+    product: Any = importlib.import_module(f"{PACKAGE}.autograd._functions").MatMul4Bit
+
+    class Product(product):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Any, *more: Any) -> Tensor:
+            out = product.forward(ctx, x, weight, *more)
+            ctx.tensors, ctx.weight = (None, None), weight
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            ctx.tensors = None, ctx.weight.data.view(-1, 1)
+            found = product.backward(ctx, *gradients)
+            ctx.tensors = None, None
+            return found
+
+    class Linear4bit(base):
+        def forward(self, x: Tensor) -> Tensor:
+            if not (torch.is_grad_enabled() and x.requires_grad and x.numel()):
+                return super().forward(x)
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            made = Product.apply(x.to(self.compute_dtype), self.weight, None, bias, self.weight.quant_state)
+            return made.to(x.dtype)
+
+    return Linear4bit
+
+
 def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, how: Quantization) -> nn.Module:
     """Return bitsandbytes' layer with this weight, which computes in the given dtype."""
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if how.kind == "nf4":
-            made = kinds.Linear4bit(
+            made = _linear_4bit()(
                 linear.in_features, linear.out_features, biased, dtype, how.double, "nf4", torch.uint8
             )
             # an evaluation would pack weights anew for AVX-512, after which nothing is differentiated (nn/modules.py)

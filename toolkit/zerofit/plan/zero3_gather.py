@@ -107,26 +107,19 @@ class _Fetch(NamedTuple):
 
 
 class _Gathering:
-    """A step's gathered parameters, layer by layer.
-
-    The first `still` layers have no backward. bitsandbytes' products keep the gathered bytes of their weights as
-    attributes of their nodes, checkpointed or not, and so these outlive their release until the graph is dropped
-    (autograd/_functions.py, MatMul4Bit).
-    """
+    """A step's gathered parameters, layer by layer. The first `still` layers have no backward."""
 
     def __init__(self, line: StageTimeline, element: int, sizes: _Sizes, spread: ParameterSharers, still: int):
         layers = [(*layer, *packed) for layer, packed in zip(line.layers, line.packed, strict=True)]
         self.begins = list(accumulate(map(len, layers), initial=0))
         every = list(chain(*layers))
         self.bytes = [p.bytes(element) if spread.of(p) > 1 else 0 for p in every]
-        self.packed = [p.packed for p in every]
         self.whole = 0
         passes = [(n, False, self._modules(n, line.calls[n])) for n in range(len(layers))]
         for n, _, modules in reversed(passes[still:]):
             passes.append((n, True, _backward(modules, line.recomputed[n])))
         calls = [call for _, _, modules in passes for call in modules]
         self.coordinator = _Coordinator(calls, [p.numel for p in every], sizes)
-        self.kept_by_graph: set[int] = set()
         self.forward: list[list[_Fetch]] = [[] for _ in layers]
         self.backward: list[list[_Fetch]] = [[_Fetch(0)] for _ in layers]
         for n, backward, modules in passes:
@@ -158,11 +151,7 @@ class _Gathering:
         return sum([self.bytes[n] for n in members])
 
     def _release(self, members: Sequence[int]) -> None:
-        for n in self.coordinator.release(members) if members else ():
-            if self.packed[n] and n not in self.kept_by_graph:
-                self.kept_by_graph.add(n)
-            else:
-                self.whole -= self.bytes[n]
+        self.whole -= self._size(self.coordinator.release(members)) if members else 0
 
 
 class _Coordinator:

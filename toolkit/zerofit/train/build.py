@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from deepspeed.runtime.zero import Init
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor, nn
 
 from zerofit.check.dotted import get
@@ -34,8 +36,12 @@ def build_whole(job: Job, inputs: Inputs | None) -> nn.Module:
     torch.manual_seed(run.seed)
     with _partitioned_from_birth(source, job.ds_config, inputs) as partitioned:
         stored = None if partitioned else stored_by_engine(job)
+        if stored and _is_quantized(source) and job.layout.zero_stage == 3:
+            stored = replace(stored, divide=_divider(job.ds_config))
         checkpointing = run.activation_checkpointing
         model = build(source, inputs, dict(run.model_args), checkpointing=checkpointing, stored=stored)
+    if stored and stored.divide:
+        _store_others(model, stored)
     for parameter in model.parameters():
         _as_vector(parameter)
     return prepare_batch_norms(job, model)
@@ -88,10 +94,11 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
     Gives whether it does.
     """
     zero = ds_config.get("zero_optimization", {})
-    quantized = source.partial is not None and source.partial.quantization is not None
-    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None or quantized:
-        # ZenFlow transposes whole weights, and leaves partitioned ones as they are; bitsandbytes quantises whole ones
-        yield False
+    if source.family != "transformers" or zero.get("stage", 0) != 3 or zero.get("zenflow") is not None:
+        yield False  # ZenFlow transposes whole weights, and leaves partitioned ones as they are
+        return
+    if _is_quantized(source):
+        yield False  # bitsandbytes quantises whole weights, each of which is divided then
         return
     if drawn_head(source, inputs):
         yield False  # transformers reads no folder into partitions of another shape (integrations/deepspeed.py)
@@ -110,6 +117,29 @@ def _partitioned_from_birth(source: ModelSource, ds_config: dict[str, Any], inpu
     finally:
         unset_hf_deepspeed_config()
         del alive
+
+
+def _is_quantized(source: ModelSource) -> bool:
+    return source.partial is not None and source.partial.quantization is not None
+
+
+def _divider(ds_config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
+    """Return how DeepSpeed's engine divides each parameter of a whole model among ranks, to be called before."""
+    nothing = nn.Module()  # with a module it takes its own linear function for all, as the engine has it
+    return Init(module=nothing, config_dict_or_path=ds_config)._zero_init_param
+
+
+def _store_others(model: nn.Module, stored: Stored) -> None:
+    """Cast and move what is not divided: the engine leaves a model of which something is divided as it is.
+
+    (runtime/engine.py, _configure_distributed_model)
+    """
+    for parameter in model.parameters():
+        if not is_zero_param(parameter):
+            parameter.data = stored.store(parameter.data)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(stored.device)
 
 
 def batch_norm_in_fp32(model: nn.Module) -> None:

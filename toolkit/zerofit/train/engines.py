@@ -252,7 +252,7 @@ class ZeroTrainer(EngineTrainer):
     def _backward(self, batch: Batch) -> Tensor:
         """Take a micro batch through forward and backward; return its loss, without the graph.
 
-        What custom functions keep as attributes lives as long as that: at ZeRO stage 3 all weights in 4 bits.
+        What functions of a model's own keep as attributes of its nodes lives as long as that.
         """
         loss = self._loss(batch)
         self.engine.backward(loss if self._excess == 1 else loss / self._excess)
