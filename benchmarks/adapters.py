@@ -80,6 +80,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # beside quantised weights
 BITS = (*(f"stage {stage}" for stage in range(4)), "stage 3, checkpointing", "stage 2, optimizer on the host")
+BITS += ("stage 3, all on the host", "stage 3, all on disk")
 BITS += ("pipeline 2, stage 1", "sequence 2, stage 2", "sequence 2, stage 3", "tensor 2")
 SOME = ("stage 1", "stage 3", "stage 3, all on the host", "pipeline 2, stage 1", "sequence 2, stage 2", "tensor 2")
 

@@ -80,10 +80,10 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
         message = f"{asked} at ZeRO stage 3: bitsandbytes' Linear8bitLt keeps a second reference to its whole weight"
         message += " (nn/modules.py, init_8bit_state), which is never given back"
         problems.add("layout", message, "take nf4, or --ds-config zero2", "--quantize")
-    if get(config, "zero_optimization.offload_param.device", "none") != "none":
-        message = f"{asked} with offload_param: it has not been seen to train there like one device does"
-        hint = "remove offload_param: 4 bits take a quarter of bf16; the optimizer's states can be offloaded"
-        problems.add("layout", message, hint, "--quantize")
+    if get(config, "zero_optimization.offload_param.device") == "nvme":
+        message = f"{asked} with offload_param on NVMe: DeepSpeed reads parameters into buffers of the precision's type"
+        message += " (swap_tensor/partitioned_param_swapper.py), and these are bytes"
+        problems.add("layout", message, "take --ds-config zero3_offload, which keeps them in host memory", "--quantize")
     if run.quantize == "int8" and run.dora:
         message = f"{asked} with --dora: peft measures a weight's length with scales that Linear8bitLt then lacks"
         problems.add("conflict", message, "take --quantize nf4, or leave --dora out", "--dora")

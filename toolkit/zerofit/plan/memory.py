@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zerofit.plan.backward import LiveMemory, backward_moments, replayed, upper
 from zerofit.plan.layout import LayoutMemory, PlannedLayout
-from zerofit.plan.persistent import PersistentMemory, add_kinds, overlap_in_partition, persistent_memory
+from zerofit.plan.persistent import PersistentMemory, add_kinds, held_bits, overlap_in_partition, persistent_memory
 from zerofit.plan.pipeline import DIRECTIONS, Pass, in_flight, most_in_flight, stage_parts
 from zerofit.plan.timeline import NOTHING, Point, StageTimeline, add, timeline
 from zerofit.plan.transient import init_moments, step_moments
@@ -181,7 +181,8 @@ class Forecaster:
             moments.append(self._moment("step", live, persistent, between))
             host = max(host, step.host)
         for kinds in init_moments(line, layout, self.device, self.profile.model_type is not None):
-            kinds = {"buffers of the model": line.buffers_bytes, **kinds}
+            kept = line.buffers_bytes - line.quantized_bytes + held_bits(line, layout)
+            kinds = {"buffers of the model": kept, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))
         on_host = sum(persistent.host.values())
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)

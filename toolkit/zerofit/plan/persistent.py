@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
     else:
         found = _unpartitioned(line, layout, device)
     kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
-    if line.quantized_bytes:  # whole on each rank below stage 3, which leaves their scales so
+    if line.quantized_bytes:  # at stage 3 their scales: what is divided of them is among the parameters
         packed = sum(p.numel for layer in line.packed for p in layer) if layout.zero_stage == 3 else 0
         kept["quantised weights"] = line.quantized_bytes - packed
     found = found._replace(device={**kept, **found.device})
@@ -267,6 +268,15 @@ def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
 
 
+def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the bytes of quantised weights, with their scales, that a rank has on its device from the start."""
+    if layout.zero_stage < 3:
+        return line.quantized_bytes
+    spread, packed = sharers(layout), list(chain(*line.packed))
+    divided = sum(map(spread.shard, packed)) if layout.offload_param == "none" else 0
+    return line.quantized_bytes - sum(p.numel for p in packed) + divided
+
+
 class SubGroup(NamedTuple):
     """Parameters that stage 3 steps at once."""
 
@@ -322,8 +332,9 @@ def parameters_offloaded(
     locked = _locking(device)
     totals = [sum(map(shard, group)) for group in filter(None, line.members)]
     if layout.offload_param == "cpu":  # frozen ones stay as they are, each by itself (partition_parameters.py:1604)
-        alone = [shard(parameter) for parameter in line.frozen]
-        return PersistentMemory({}, {"parameters": sum(locked(element * size) for size in (*totals, *alone))})
+        alone = [p._replace(numel=shard(p)) for p in (*line.frozen, *chain(*line.packed))]
+        sizes = [element * total for total in totals] + [p.bytes(element) for p in alone]
+        return PersistentMemory({}, {"parameters": sum(map(locked, sizes))})
     flat, room = [], PARAMETERS_IN_CPU
     for size in totals:
         flat.append(min(size, max(0, room)))

@@ -30,8 +30,8 @@ MORE_GATHERED = 10  # times the usual prefetch and persistence sizes, which the 
 
 _SHARDED_BITS = Problem(
     kind="quantized",
-    message="weights in 8 bits are not divided at ZeRO stage 3, and quantised ones take no offload_param",
-    hint="take --quantize nf4 or stage 2, and leave parameters on the device: quantised ones are small",
+    message="weights in 8 bits are not divided at ZeRO stage 3, and those in 4 are not put on NVMe",
+    hint="take --quantize nf4 or stage 2, and keep parameters on the device or in host memory",
     where="--quantize",
 )
 
@@ -167,7 +167,7 @@ def _takes_bits(profile: Profile, stage: int, offload_param: Offload) -> bool:
     """Return whether a stage takes a model's quantised weights (config/part.py): int8 ones have a byte a number."""
     eight = any(layer.quantized and layer.packed == layer.quantized for layer in profile.layers)
     bits = any(layer.quantized for layer in profile.layers)
-    return not bits or (offload_param == "none" and not (eight and stage == 3))
+    return not bits or (offload_param != "nvme" and not (eight and stage == 3))
 
 
 def _decided(request: PlanRequest) -> Problem:

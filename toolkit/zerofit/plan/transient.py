@@ -37,7 +37,7 @@ def init_moments(
     if not built_in_parts or layout.zero_stage < 3 or layout.combined:
         # "cuda" gets the model when it is cast (engine.py:2094)
         yield {"parameters": (4 if device == "cpu" else layout.element_bytes) * line.elements}
-    elif line.quantized_bytes:  # weights are quantised whole; then one after the other is divided
+    elif line.quantized_bytes:  # the others are whole until the engine divides them, one after the other
         yield {"parameters": layout.element_bytes * line.elements, "temporaries": _largest_shard(line, layout)}
     if layout.zero_stage in (1, 2) or in_bf16_optimizer(layout):
         yield from _init_flat_partitions(line, layout, device)
@@ -81,7 +81,7 @@ def _init_shards(line: StageTimeline, layout: PlannedLayout, device: str) -> Ite
 
 def _largest_shard(line: StageTimeline, layout: PlannedLayout) -> int:
     """Return the bytes of the largest part of a parameter that a rank keeps of it; alone it keeps the parameter."""
-    spread, every = sharers(layout), [p for layer in (*line.layers, *line.packed) for p in layer]
+    spread, every = sharers(layout), [p for layer in line.layers for p in layer]
     shards = (p._replace(numel=spread.shard(p)).bytes(layout.element_bytes) for p in every if spread.of(p) > 1)
     return max(shards, default=0)
 
