@@ -394,6 +394,7 @@ llama-qlora zero3 bf16 mb2 ckpt x2
 llama-qlora zero3 fp32 mb2 x2
 llama-qlora zero3 bf16 mb2 ga2 x2
 llama-qlora zero3 bf16 mb8 offload x2
+llama-qlora zero3 bf16 mb2 ckpt offload-all x2
 llama-qlora-int8 zero1 bf16 mb2 x2
 vit-frozen zero2 bf16 mb8 x2
 vit-frozen zero3 fp32 mb2 x2

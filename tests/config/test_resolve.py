@@ -236,7 +236,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("zero2", {"lora": 8, "lora_dropout": 0.1, "mlp_chunk": 64}, "would drop others"),
         ("zero2", {"quantize": "nf4"}, "--quantize nf4 without --lora"),
         ("zero3", {"lora": 8, "quantize": "int8"}, "a second reference to its whole weight"),
-        ("zero3_nvme", {"lora": 8, "quantize": "nf4"}, "--quantize nf4 with offload_param on NVMe"),
+        pytest.param(with_nvme_at("/tmp"), {"lora": 8, "quantize": "nf4"}, "buffers of the precision", id="nf4_nvme"),
         ("zero2", {"lora": 8, "quantize": "int8", "dora": True}, "--quantize int8 with --dora"),
         ("zero2", {"lora": 8, "double_quant": True}, "--double-quant without --quantize nf4"),
         ("zenflow", {"train": ["lm_head"]}, "has not been seen"),

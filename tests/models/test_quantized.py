@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,28 @@ def base(tmp_path_factory):
 def quantized(source, **how):
     part = PartialTraining(lora=LORA, train=(), freeze=(), seed=0, quantization=Quantization(**how))
     return replace(source, partial=part)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_backward_takes_the_weight_as_it_is_then(double):
+    """As ZeRO-3 gathers it: what forward was given is gone in between, and nothing has kept it."""
+    source = quantized(find("llama-tiny"), kind="nf4", double=double)
+    ours = build(source, INPUTS, LLAMA, stored=IN_BF16).get_submodule("model.layers.0.mlp.up_proj.base_layer")
+    theirs = bnb.nn.Linear4bit(64, 96, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    theirs.weight = bnb.nn.Params4bit.from_prequantized(
+        ours.weight.data.clone(), ours.weight.quant_state.as_dict(packed=True), device="cpu"
+    )
+    one, other = (torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    ours.weight.data = ours.weight.data.clone()
+    gathered = weakref.ref(ours.weight.data.untyped_storage())
+    out, kept = ours(one), ours.weight.data.clone()
+    ours.weight.data = torch.empty(0, dtype=torch.uint8)
+    assert gathered() is None
+    ours.weight.data = kept
+    out.sum().backward()
+    expected = theirs(other)
+    expected.sum().backward()
+    assert torch.equal(out, expected) and torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("how", [{"kind": "nf4"}, {"kind": "nf4", "double": True}, {"kind": "int8"}], ids=str)

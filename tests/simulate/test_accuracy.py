@@ -34,6 +34,7 @@ CONFIGURATIONS = (
     "llama-lora zero3 bf16 mb2 ckpt x2",
     "gpt2-lora zero2 bf16 mb8 ckpt x2",
     "llama-qlora zero2 bf16 mb2 ckpt x2",
+    "llama-qlora zero3 bf16 mb2 ckpt offload-all x2",
     "llama zero0 bf16 mb2 adamw8bit x2",
     "llama zero3 fp32 mb2 adamw8bit x2",
     "llama zero0 fp32 mb2 adafactor x2",
