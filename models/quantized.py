@@ -199,7 +199,7 @@ def _layer(linear: nn.Linear, weight: Any, dtype: torch.dtype, how: Quantization
     kinds, biased = library(), linear.bias is not None
     with torch.device("meta"):
         if how.kind == "nf4":
-            made = _linear_4bit()(
+            made: Any = _linear_4bit()(
                 linear.in_features, linear.out_features, biased, dtype, how.double, "nf4", torch.uint8
             )
             # an evaluation would pack weights anew for AVX-512, after which nothing is differentiated (nn/modules.py)
