@@ -55,7 +55,8 @@ BASE = {
 }
 TIED = {**LLAMA, "model_args": {**LLAMA["model_args"], "tie_word_embeddings": True}}
 # without the routers' own loss, which is one of each micro batch
-MIXTRAL = {**LLAMA, "model": "mixtral-tiny", "model_args": {**LLAMA["model_args"], "router_aux_loss_coef": 0.0}}
+MIXTRAL = {"model": "mixtral-tiny", "model_args": LLAMA["model_args"] | {"num_hidden_layers": 4}}
+MIXTRAL["model_args"]["router_aux_loss_coef"] = 0.0
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = {"model": "bert-base", "model_args": BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
 # batch norm: the same micro batches in every layout, and steps so small that rounding does not decide the losses
