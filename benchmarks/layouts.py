@@ -45,7 +45,6 @@ MODELS = {
     "qwen3 tied": {"model_type": "qwen3", **SHAPE, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **SHAPE, "sliding_window": None},
 }
-# transformers computes the router's own loss per micro batch: one process would have another
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 MIXTURES = {
     "mixtral": {"model_type": "mixtral", **SHAPE, **EXPERTS, "num_local_experts": 4, "sliding_window": None},
@@ -78,6 +77,9 @@ MIXTURES = {
         "tie_word_embeddings": False,
     },
 }
+# their own loss, of each micro batch: with one sample in each it is the mean over samples, whatever the layout
+MIXTURES |= {f"{name} balanced": MIXTURES[name] | {"router_aux_loss_coef": 0.5} for name in ("mixtral", "qwen3 moe")}
+MIXTURES["qwen3 moe balanced"] |= {"tie_word_embeddings": True}
 OPTIMIZERS = {
     "SGD": {"optimizer": "sgd", "lr": 0.1, "clip": 0.5},  # clipped at each step: a wrong norm or scale shows at once
     "AdamW": {"optimizer": "adamw", "lr": 1e-3, "clip": 0.5},
@@ -90,6 +92,8 @@ DEGREES = {
 }
 # expert parallel degrees by sequence and data parallel ones
 SPREAD = {4: {(1, 4): (2, 4), (2, 2): (2, 4), (4, 1): (2,)}}
+# pipelines of spread experts: as DEGREES, and the expert parallel degree
+PIPED = {4: [(2, 1, 1, 2, 2), (2, 1, 2, 1, 2)], 8: [(2, 1, 1, 4, 2), (2, 1, 1, 4, 4), (2, 1, 2, 2, 4), (4, 1, 1, 2, 2)]}
 MORE = {
     "checkpointing": {"activation_checkpointing": True},
     "chunked loss": {"loss_chunk": 16},
@@ -138,6 +142,8 @@ def cases() -> Iterator[Case]:
             for word, options in {**MORE, "all three": LONG["all three"]}.items():
                 yield _case(ranks, degrees, 1, "qwen3 tied", "SGD", word, options)
         yield from _spread(ranks)
+        for *degrees, expert in PIPED.get(ranks, []):
+            yield from _piped(ranks, tuple(degrees), expert)
     for ranks, layouts in DUAL_PIPE.items():
         for degrees in layouts:
             yield from _dual_pipe(ranks, degrees)
@@ -167,6 +173,31 @@ def _spread(ranks: int) -> Iterator[Case]:
         if ranks in SPREAD:
             more = options | {"expert_parallel": 2}
             yield _case(ranks, (1, 1, 2, 2), 2, "mixtral", "SGD", f"EP2, {word}", more)
+
+
+def _piped(ranks: int, degrees: tuple[int, ...], expert: int) -> Iterator[Case]:
+    """Yield spread experts on the stages of a pipeline, with the routers' loss and without, and no experts spread.
+
+    Ulysses takes Mixtral alone, and the routers' loss is one of each part of a sequence there. DeepSeek's first layer
+    has no experts, so that it is no stage.
+    """
+    spread, sample = {"expert_parallel": expert}, {"micro_batch": 1}
+    whole = degrees[2] == 1
+    for optimizer in OPTIMIZERS:
+        models = ["mixtral", *(["qwen3 moe"] if whole else []), *(["deepseek v2"] if whole and degrees[0] == 2 else [])]
+        for model in models:
+            yield _case(ranks, degrees, 1, model, optimizer, f"EP{expert}", spread)
+        if whole:
+            yield _case(ranks, degrees, 1, "mixtral balanced", optimizer, f"EP{expert}", spread | sample)
+    if not whole:
+        return
+    yield _case(ranks, degrees, 1, "mixtral balanced", "SGD", "whole experts", sample)
+    for word, options in MORE.items():
+        more = spread | sample | options
+        yield _case(ranks, degrees, 1, "qwen3 moe balanced", "SGD", f"EP{expert}, {word}", more)
+    if GLOBAL_BATCH // degrees[3] >= 2 * degrees[0]:
+        more = spread | sample | {"pipeline_schedule": "dualpipev"}
+        yield _case(ranks, degrees, 1, "qwen3 moe balanced", "SGD", f"EP{expert}, dualpipev", more)
 
 
 def _case(
@@ -223,7 +254,8 @@ class Layouts:
         config.write_text(json.dumps((MODELS | MIXTURES)[model]))
         count, windows = text_windows(self._corpus, SEQ_LEN)
         text = TextInputs(vocab_size=SHAPE["vocab_size"], seq_len=SEQ_LEN)
-        plan = Plan(str(config), text, {}, windows, count, global_batch=GLOBAL_BATCH, steps=STEPS)
+        parts = GLOBAL_BATCH if "balanced" in model else 1  # the routers' own loss is one of each micro batch
+        plan = Plan(str(config), text, {}, windows, count, global_batch=GLOBAL_BATCH, steps=STEPS, parts=parts)
         return replace(plan, **OPTIMIZERS[optimizer])
 
     def close(self) -> None:

@@ -54,6 +54,9 @@ BASE = {
     "eval_samples": 8,
 }
 TIED = {**LLAMA, "model_args": {**LLAMA["model_args"], "tie_word_embeddings": True}}
+# without the routers' own loss, which is one of each micro batch
+MIXTRAL = {"model": "mixtral-tiny", "model_args": LLAMA["model_args"] | {"num_hidden_layers": 4}}
+MIXTRAL["model_args"]["router_aux_loss_coef"] = 0.0
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT = {"model": "bert-base", "model_args": BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
 # batch norm: the same micro batches in every layout, and steps so small that rounding does not decide the losses
@@ -81,6 +84,7 @@ def cases(nvme: Path) -> Iterator[Case]:
     yield from _precisions()
     yield from _others()
     yield from _combined()
+    yield from _mixture()
     yield from _on_nvme(nvme)
 
 
@@ -171,6 +175,24 @@ def _combined() -> Iterator[Case]:
         yield Case(f"combined, one rank to {name}", model | _stage(1, "2"), model | flags)
     for name, other in permutations(layouts, 2):
         yield Case(f"combined, {name} to {other}", model | layouts[name], model | layouts[other])
+
+
+def _mixture() -> Iterator[Case]:
+    """A mixture of experts: on the stages of a pipeline to itself and to other layouts, and back."""
+    pipe, spread = {"pipeline": 2, "micro_batch": 2}, {"expert_parallel": 2}
+    piped = MIXTRAL | _stage(4, "1") | pipe | spread
+    others = {
+        "itself": piped,
+        "PP2 x SP2 x EP2": piped | {"sequence_parallel": 2},
+        "DualPipeV x EP2": piped | {"pipeline_schedule": "dualpipev", "micro_batch": 1},
+        "PP2 with whole experts": MIXTRAL | _stage(2, "1") | pipe,
+        "EP4 at stage 3": MIXTRAL | _stage(4, "3") | {"expert_parallel": 4},
+        "one rank": MIXTRAL | _stage(1, "2"),
+    }
+    for name, other in others.items():
+        yield Case(f"mixture, PP2 x EP2 to {name}", piped, other)
+        if other is not piped:
+            yield Case(f"mixture, {name} to PP2 x EP2", other, piped)
 
 
 def _fp32(name: str, old: dict[str, Any], new: dict[str, Any]) -> Case:

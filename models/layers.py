@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 from zerofit.models.catalog import ModelError
 from zerofit.models.checkpointing import checkpoint_block
 from zerofit.models.hf import materialise
+from zerofit.models.router_loss import Carrier, RouterLoss
 
 if TYPE_CHECKING:
     from torchvision.models import VGG, ResNet
@@ -37,19 +38,36 @@ class Layer:
     block: bool = False  # one of the repeated blocks, whose activations checkpointing forgets
 
 
-def as_layers(model: nn.Module, checkpointing: bool = False) -> list[Layer]:
+def as_layers(model: nn.Module, checkpointing: bool = False, loss: RouterLoss | None = None) -> list[Layer]:
     """Return the model as layers that give its logits when run in order; on any device, also meta.
 
-    The submodules stay the model's own. With `checkpointing` each block recomputes its activations in backward.
-    What a mixture of experts adds to the loss for the balance of its router is not computed here. BERT adds its
-    output bias after its output matrix instead of along with it, so its logits may differ in the last bit.
+    The submodules stay the model's own. With `checkpointing` each block recomputes its activations in backward. With
+    the `loss` of a mixture's routers they give its sums beside the logits. BERT adds its output bias after its output
+    matrix instead of along with it, so its logits may differ in the last bit.
     """
     layers = _maker(model)(model)
+    if loss is not None:
+        layers = _carrying(layers, loss)
     if checkpointing:
         for layer in layers:
             if layer.block:
                 checkpoint_block(layer.module)
     return layers
+
+
+def _carrying(layers: list[Layer], loss: RouterLoss) -> list[Layer]:
+    """Let the layers from the first block on hand on the sums of routers."""
+    first = next(index for index, layer in enumerate(layers) if layer.block)
+    carriers = [
+        replace(
+            layer,
+            module=Carrier(layer.module, loss),
+            names={f"module.{key}": name for key, name in layer.names.items()},
+            tied_attr=layer.tied_attr and f"module.{layer.tied_attr}",
+        )
+        for layer in layers[first:]
+    ]
+    return [*layers[:first], *carriers]
 
 
 def _maker(model: nn.Module) -> Maker:
@@ -207,6 +225,9 @@ HEADS: dict[tuple[str, str], Maker] = {
     ("qwen3", "Qwen3ForCausalLM"): _llama,
     ("mistral", "MistralForCausalLM"): _llama,
     ("mixtral", "MixtralForCausalLM"): _llama,
+    ("qwen3_moe", "Qwen3MoeForCausalLM"): _llama,
+    ("deepseek_v2", "DeepseekV2ForCausalLM"): _llama,
+    ("deepseek_v3", "DeepseekV3ForCausalLM"): _llama,
     ("gpt2", "GPT2LMHeadModel"): _gpt2,
     ("bert", "BertForMaskedLM"): _bert,
     ("vit", "ViTForImageClassification"): _vit,
@@ -217,7 +238,7 @@ HEADS: dict[tuple[str, str], Maker] = {
 
 
 class RotaryBlock(nn.Module):
-    """A decoder block of Llama, Qwen, Mistral or Mixtral; hidden states (batch, seq_len, hidden_size) in and out."""
+    """A decoder block of Llama or a model like it; hidden states (batch, seq_len, hidden_size) in and out."""
 
     def __init__(self, block: nn.Module, rotary: nn.Module, config: Any, index: int):
         super().__init__()

@@ -255,7 +255,8 @@ EXPERTS = {"facts": MIXTRAL, "ranks": 4, "expert_parallel": 2}
     [
         ("zero0", {}, "averages the gradients' norm"),
         ("zero3", {"tensor_parallel": 2}, "first tensor rank alone"),
-        ("pipeline", {"pipeline": 2}, "leave --pipeline at 1"),
+        ("pipeline", {"pipeline": 2, "tensor_parallel": 2}, "leave --tensor-parallel at 1"),
+        ("pipeline", {"pipeline": 2, "expert_parallel": 4}, "does not divide the 2 data and sequence parallel ranks"),
         ("zero1", {"expert_parallel": 3, "ranks": 6, "facts": MIXTRAL}, "degrees that do: 1, 2, 4, 8"),
         ("zero1", {"expert_parallel": 8}, "does not divide the 4 data and sequence parallel ranks"),
         ("zero1", {"optimizer": "muon"}, "muon with --expert-parallel"),

@@ -27,6 +27,22 @@ _GPT2 = {
     "eos_token_id": None,
 }
 
+_QWEN3_MOE = {**_ROPE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DEEPSEEK = {
+    **_ROPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
 # name: the model, its --model-args
 TRANSFORMERS: dict[str, tuple[str, dict]] = {
     "llama": ("llama-tiny", {}),
@@ -35,6 +51,9 @@ TRANSFORMERS: dict[str, tuple[str, dict]] = {
     "qwen2 tied": ("qwen2.5-0.5b", _ROPE),
     "mixtral": ("mixtral-8x7b", _ROPE),
     "mixtral with a window": ("mixtral-8x7b", {**_ROPE, "sliding_window": 4}),
+    "qwen3 moe": ("qwen3-30b-a3b", _QWEN3_MOE),
+    "deepseek v2": ("deepseek-v2-lite", _DEEPSEEK),
+    "deepseek v3": ("deepseek-v3", {**_DEEPSEEK, "q_lora_rank": 16, "n_group": 2, "topk_group": 1}),
     "gpt2": ("gpt2", _GPT2),
     "gpt2 untied": ("gpt2", {**_GPT2, "tie_word_embeddings": False}),
     "bert": ("bert-base", {**_ENCODER, "vocab_size": 100}),

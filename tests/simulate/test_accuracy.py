@@ -71,6 +71,14 @@ def test_simulated_peaks_of_spread_experts_are_the_real_ones(name, ranks):
     assert abs(found.worst("planned")) <= 0.05
 
 
+def test_simulated_peaks_of_experts_in_a_pipeline_are_the_real_ones(ranks):
+    """Of every rank, with the loss of the routers of both stages; and plan's."""
+    name = "mixtral zero1 bf16 mb2 ga2 ckpt pp2 ep2 x4"
+    found = compare(name, target(name), ranks)
+    assert max(abs(error) for error in found.errors("with_kernels")) <= 0.001
+    assert abs(found.worst("planned")) <= 0.01
+
+
 def test_simulated_peaks_of_dualpipev_are_the_real_ones(ranks):
     """And plan's, which are of the stage that needs most."""
     name = "llama zero1 bf16 mb2 ckpt dualpipev pp2 x2"

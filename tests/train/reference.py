@@ -34,7 +34,7 @@ class Plan:
     samples: Callable[[np.ndarray, range], Sample]  # inputs and labels of sample indices at global positions
     count: int  # training samples
     global_batch: int
-    parts: int = 1  # batch norm sees the batch in so many parts,
+    parts: int = 1  # batch norm sees the batch in so many parts (and routers have a loss of each),
     ranks: int = 1  # which so many ranks take in turns; each keeps running statistics of its own
     steps: int = 20
     lr: float | Callable[[int], float] = 1e-3
@@ -73,7 +73,7 @@ def follow(
         total = 0.0
         for n, (part_x, part_labels) in enumerate(zip(x.chunk(plan.parts), labels.chunk(plan.parts), strict=True)):
             _swap(model, statistics[n % plan.ranks])
-            loss = _loss_sum(model, part_x, part_labels) / targets
+            loss = _loss_sum(model, part_x, part_labels) / targets + _router_loss(model, part_x) / plan.parts
             loss.backward()
             total += loss.item()
             _swap(model, statistics[n % plan.ranks])
@@ -124,6 +124,12 @@ def _loss_sum(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     out = model(x)
     logits = out if isinstance(out, Tensor) else out.logits
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
+
+
+def _router_loss(model: nn.Module, x: Tensor) -> Tensor | float:
+    """The mean over parts of transformers' own loss for the balance of a mixture's routers."""
+    coefficient = getattr(getattr(model, "config", None), "router_aux_loss_coef", 0)
+    return coefficient * model(x, output_router_logits=True).aux_loss if coefficient else 0.0
 
 
 def quantise_linears(model: nn.Module, kind: str) -> None:

@@ -314,6 +314,31 @@ def test_the_routers_loss_is_the_same_where_experts_are_spread(pools, tmp_path, 
     assert whole.steps[0]["router_loss"] > 0.5
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_experts_on_the_stages_of_a_pipeline(pools, tmp_path, corpus, mixtral, schedule):
+    """With the routers' loss, which is one of all stages' layers: here of each sample."""
+    plan = replace(mixtral[0], args={"router_aux_loss_coef": 0.5, "num_hidden_layers": 4}, parts=8)
+    losses, norms, weights = follow(plan)
+    how = {"steps": plan.steps, "micro_batch": 1, "gradient_clipping": plan.clip, "eval_samples": 8}
+    how |= {"pipeline": 2, "expert_parallel": 2, "pipeline_schedule": schedule}
+    trained = pools(4).train(tmp_path / "run", **options(plan, corpus, **how))
+    np.testing.assert_allclose(trained.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose([step["grad_norm"] for step in trained.steps], norms, rtol=1e-6)
+    assert relative_difference(load(trained), weights) < 1e-6
+    for step in trained.steps:
+        assert 0 <= step["expert_load_least"] <= 1 <= step["expert_load_most"] <= 2
+        assert 0.9 < step["router_loss"] < 1.5  # 1 where all experts get the same: half of the two that see a token
+
+
+def test_a_stage_without_experts_is_refused(pools, tmp_path, corpus, mixtral):
+    """DualPipeV's first stage has the embedding and the head of two layers."""
+    how = {"steps": 1, "micro_batch": 1, "pipeline": 2, "expert_parallel": 2, "pipeline_schedule": "dualpipev"}
+    problems = pools(4).fail(tmp_path / "run", **options(mixtral[0], corpus, **how))
+    assert {problem["message"] for problem in problems} == {
+        "stage 0 of --pipeline 2 has no layer with experts to spread"
+    }
+
+
 USUAL = {"gradient_accumulation_steps": 1}
 DUAL = {"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 4}
 

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "TP2 x SP2, stage 3": {**WIDE, "tensor_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
     "spread experts, stage 2": {**MIXTRAL, "expert_parallel": 2, "ds_config": "zero2"},
     "spread experts, SP2, stage 3": {**MIXTRAL, "expert_parallel": 2, "sequence_parallel": 2, "ds_config": "zero3"},
+    "PP2 x EP2, bf16": {**MIXTRAL, "ranks": 4, "pipeline": 2, "expert_parallel": 2, "precision": "bf16"},
     "muon": {**LLAMA, "model_args": {**LLAMA["model_args"], "intermediate_size": 32}, "optimizer": "muon"},
     "batch norm": {**IMAGES, **NARROW, "micro_batch": 2, "eval_every": 3, "eval_samples": 4},
     "gan": {**IMAGES, "model": "dcgan", "micro_batch": 2, "eval_samples": 4},

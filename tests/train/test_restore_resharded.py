@@ -48,6 +48,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"ranks": 1, "ds_config": "zero2"},
     ),
     "stage 3 to spread experts": (MIXTRAL, {"ranks": 2, "ds_config": "zero3"}, {"ranks": 2, **EXPERTS}),
+    "PP2 x EP2 to another degree": (
+        MIXTRAL,
+        {"ranks": 4, **PIPE, **EXPERTS},
+        {"ranks": 4, "expert_parallel": 4, "ds_config": "zero3"},
+    ),
+    "spread experts to PP2 x EP2": (MIXTRAL, {"ranks": 2, **EXPERTS}, {"ranks": 4, **PIPE, **EXPERTS}),
     "PP2 x SP2 to TP2 x SP2": (
         WIDE,
         {"ranks": 4, **PIPE, **SEQUENCE},

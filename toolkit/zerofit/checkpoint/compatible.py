@@ -123,14 +123,16 @@ def obstacles(old: Job, new: Job) -> list[Problem]:
     return found
 
 
-def piece_by_piece(config: Config) -> bool:
+def piece_by_piece(job: Job) -> bool:
     """Return whether even an engine of the same layout is to be filled piece by piece.
 
-    DeepSpeed stops at an elastic checkpoint of its own and at parameters that are on NVMe alone, and comes back from
-    optimizer states on NVMe without Adam's moments.
+    DeepSpeed stops at an elastic checkpoint of its own and at parameters that are on NVMe alone, comes back from
+    optimizer states on NVMe without Adam's moments, and looks for a pipeline's layers in files that it does not write
+    where experts are spread (runtime/engine.py, `_save_moe_checkpoint`).
     """
+    config, layout = job.ds_config, job.layout
     nvme = any((_zero(config).get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
-    return nvme or bool(_zero(config).get("elastic_checkpoint"))
+    return nvme or bool(_zero(config).get("elastic_checkpoint")) or (layout.pp > 1 and layout.ep > 1)
 
 
 def _states(job: Job) -> str:

@@ -78,13 +78,6 @@ def _check_experts(layout: Layout, problems: Problems) -> None:
             "leave --tensor-parallel at 1; --sequence-parallel divides what attention takes",
             "--expert-parallel",
         )
-    if layout.pp > 1:
-        problems.add(
-            "layout",
-            f"{name} beside --pipeline {layout.pp}: the layers of a stage keep all their experts",
-            "leave --pipeline at 1; more expert parallel ranks take less memory each, too",
-            "--expert-parallel",
-        )
     if layout.zero_stage == 0:
         problems.add(
             "layout",

@@ -120,8 +120,8 @@ def degree_problem(
 def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
     """Look at expert parallelism, as config/validate.py has it."""
     name, ranks = f"--expert-parallel {degrees.ep}", cluster.ranks // degrees.product * degrees.sp
-    if degrees.tp * degrees.pp > 1:
-        beside = "--tensor-parallel" if degrees.tp > 1 else "--pipeline"
+    if degrees.tp > 1:
+        beside = "--tensor-parallel"
         message, hint = f"{name} beside {beside} does not train like one process", f"leave {beside} at 1"
         return Problem(kind="expert-parallel-beside", message=message, hint=hint, where=beside)
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:

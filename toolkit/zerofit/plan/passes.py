@@ -77,8 +77,9 @@ class RankPass:
 
     @cached_property
     def expert_share(self) -> float:
-        """Share of the parameters that are spread experts'; pipelines have none."""
-        return sum(n * self.experts[i] for i, n in self.stages[0]) / max(1, self.elements_of(self.stages[0]))
+        """Share of the parameters that are spread experts', of the stage with most."""
+        stage = max(self.stages, key=self.elements_of)
+        return sum(n * self.experts[i] for i, n in stage) / max(1, self.elements_of(stage))
 
     @cached_property
     def forward_s(self) -> float:

@@ -22,6 +22,7 @@ from zerofit.models.catalog import PRETRAINED, ModelError, find, source_of
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, are_packed, are_padded
 from zerofit.models.layers import RotaryBlock, as_layers
+from zerofit.models.router_loss import router_loss
 from zerofit.simulate import device
 from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.allocator import replay
@@ -167,19 +168,23 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
     engine: Any = driver.engine
     found = [_part_input(driver, inputs, part.start) for part in driver.parts]
 
-    def received(send_stage: int) -> torch.Tensor:
-        shape, dtype = found[send_stage > driver.coords.pp_rank]
-        return engine._allocate_or_extend_buffers(0, list(shape), dtype)
+    def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        sizes = found[send_stage > driver.coords.pp_rank]
+        buffers = tuple(engine._allocate_or_extend_buffers(n, list(shape), dtype) for n, (shape, dtype) in sizes)
+        return buffers[0] if len(buffers) == 1 else buffers
 
     engine._recv_tensor_meta = received
 
 
 @torch.no_grad()
-def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and type of the activation that enters a layer, by running the layers before it on meta.
+def _part_input(
+    driver: PipelineTrainer, inputs: Inputs, first: int
+) -> list[tuple[int, tuple[torch.Size, torch.dtype]]]:
+    """Return number, shape and type of what enters a layer, by running the layers before it on meta.
 
     They are built once more, since the driver's may share weights with layers of this stage. Decoder blocks, whose
-    attention may exchange heads between ranks by now, leave shape and type as they are.
+    attention may exchange heads between ranks by now, leave shape and type as they are; sums of routers go along from
+    the first of them on.
     """
     run, dtype, layout = driver.job.run, DTYPES[driver.job.precision], driver.job.layout
     with torch.device("meta"):
@@ -188,9 +193,13 @@ def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> tuple[to
     x = x.to(dtype) if x.is_floating_point() else x
     if layout.sp > 1:
         x = x[:, own_tokens(x.shape[1], layout, driver.coords)]
-    for layer in as_layers(model)[:first]:
+    before, routers = as_layers(model)[:first], router_loss(model)
+    for layer in before:
         x = x if isinstance(layer.module, RotaryBlock) else layer.module(x)
-    return x.shape, x.dtype
+    entering = [(x.shape, x.dtype)]
+    if routers is not None and any(layer.block for layer in before):
+        entering.append((torch.Size((2, routers.experts)), torch.float32))
+    return list(enumerate(entering))
 
 
 def record_of(

@@ -235,7 +235,8 @@ class ZeroTrainer(EngineTrainer):
         self.engine = start_engine(job, model, job.steps, mpu=mpu)
         chunk = None if job.facts.own or job.run.compile else job.run.loss_chunk  # a compiled head hears of no labels
         self._head = head_loss(self.engine.module, chunk, inside=True)
-        self._excess, self._balance = _sequence_parallel_excess(job), RouterBalance(self.engine.module)
+        self._excess = _sequence_parallel_excess(job)
+        self._balance = RouterBalance(self.engine.module, self.engine.seq_data_parallel_group)
         self.averaged = AveragedWeights(self, job.run.ema) if job.run.ema else None
         assert self.engine.seq_dp_world_size == job.layout.dp * job.layout.sp, "DeepSpeed sees another layout"
 
@@ -342,7 +343,9 @@ class ZeroTrainer(EngineTrainer):
         found, aux = self._logits(x, extra, labels)
         if self.job.run.loss == "mse":
             return nn.functional.mse_loss(one_a_sample(found, labels), labels.float())
-        self._balance.end(aux)
+        self._balance.end()
+        if aux is not None:
+            self._balance.note(aux)
         if self._head:
             loss = found * batch["weight"]
         else:

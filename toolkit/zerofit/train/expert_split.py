@@ -77,6 +77,15 @@ def build_spread(shape: nn.Module, layout: Layout, stored: Stored, make: Callabl
     return shape
 
 
+def make_expert_groups(layout: Layout) -> None:
+    """Make the groups of all stages, which DeepSpeed would make as if stages were tensor ranks.
+
+    It takes a pipeline's `model` axis for that (module_inject/auto_ep_layer.py, `set_deepspeed_parallelism`), and would
+    make none on a stage without experts.
+    """
+    groups._create_expert_and_data_parallel(expert_parallel_size_=layout.ep, mp_size=1, pp_size=layout.pp)
+
+
 def expert_layers(module: nn.Module) -> dict[str, AutoEPMoELayer]:
     """Return the layers that hold a part of their experts, by path."""
     return {path: one for path, one in module.named_modules() if isinstance(one, AutoEPMoELayer)}

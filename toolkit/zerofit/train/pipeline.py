@@ -26,15 +26,19 @@ from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs
 from zerofit.models.layers import Layer, RotaryBlock, as_layers, state_tensors
 from zerofit.models.quantized import elements
+from zerofit.models.router_loss import Carried, RouterLoss, ends, router_loss
+from zerofit.spec.errors import Problem, RunFailed
 from zerofit.spec.mesh import RankCoords, parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
+from zerofit.train.expert_split import build_spread, expert_layers, make_expert_groups, published_names
 from zerofit.train.head_loss import HeadLoss, head_loss
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
 from zerofit.train.process_group import accelerator, rank_device
+from zerofit.train.router_balance import RouterBalance
 from zerofit.train.tensor_split import build_split
 from zerofit.train.trainer import Batch, EngineTrainer, StateNames, own_tokens, whole_state
 
@@ -42,12 +46,12 @@ _Pair = tuple[Tensor, tuple[Tensor, Tensor]]  # what a micro batch's first layer
 
 
 class PipelineTrainer(EngineTrainer):
-    """Pipeline parallel, beside data, tensor and sequence parallelism; ZeRO stage 0 or 1."""
+    """Pipeline parallel, beside data, tensor and sequence parallelism or spread experts; ZeRO stage 0 or 1."""
 
     def __init__(self, job: Job, coords: RankCoords, inputs: Inputs):
         self.job, self.coords = job, coords
         self.device = rank_device()
-        self._layers, bounds, self._head = _build_stage(job, coords, inputs)
+        self._layers, bounds, self._head, self._router_loss = _build_stage(job, coords, inputs)
         self.parts = _parts_of(coords.pp_rank, job, bounds)
         self._own_layers = [self._layers[index] for index in chain(*self.parts)]
         self._counts = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -60,10 +64,17 @@ class PipelineTrainer(EngineTrainer):
         grid, data = self.engine.grid, coords.dp_rank * job.layout.sp + coords.sp_rank
         assert (grid.get_data_parallel_id(), grid.get_stage_id()) == (data, coords.pp_rank)
         assert grid.get_slice_parallel_rank() == coords.tp_rank
+        self._balance = RouterBalance(module, self.engine.seq_data_parallel_group, self._router_loss is not None)
+        module.register_forward_pre_hook(lambda *_: self._balance.begin())
+        module.register_forward_hook(lambda *_: self._balance.end() if module.training else None)
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
         """Make one optimizer step; return float32 (1,), the loss over the whole pipeline and all its replicas."""
         return self.engine.train_batch(data_iter=(self._pair(b) for b in batches)).detach().float().reshape(1)
+
+    def extra_metrics(self) -> dict[str, Any]:
+        """Return what is recorded beside what all runs record, of a mixture of experts the balance of its routers."""
+        return super().extra_metrics() | self._balance.figures()
 
     def evaluate(self, batches: Iterable[Batch], count: int) -> Tensor:
         """Return float64 (3,): summed loss, targets and right answers over all ranks' batches, `count` on each."""
@@ -111,8 +122,7 @@ class PipelineTrainer(EngineTrainer):
         coords, weights = self.coords, {}
         mine = not (coords.dp_rank or coords.sp_rank or coords.tp_rank)
         for layer in self._own_layers:
-            own = dict(whole_state(layer.module, self.job.layout, mine, self.saves_adapters))
-            weights |= {layer.names[name]: tensor for name, tensor in own.items() if name in layer.names}
+            weights |= dict(whole_state(layer.module, self.job.layout, layer.names, mine, self.saves_adapters))
         if mine:
             scratch.mkdir(parents=True, exist_ok=True)
             part = scratch / f"stage-{coords.pp_rank}.safetensors"
@@ -126,7 +136,20 @@ class PipelineTrainer(EngineTrainer):
                     yield name, part.get_tensor(name)
         shutil.rmtree(scratch)
 
-    def _loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    def _loss(self, outputs: Tensor | Carried, target: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of what the last layer gives: weighted, and of a mixture with that of its routers."""
+        if isinstance(outputs, Tensor):
+            return self._targets_loss(outputs, target)
+        logits, sums = outputs
+        loss = self._targets_loss(logits, target)
+        if not torch.is_grad_enabled():
+            return loss
+        assert self._router_loss is not None  # whose sums these are
+        routers = self._router_loss.of(sums)
+        self._balance.note(routers)
+        return loss + routers
+
+    def _targets_loss(self, logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
         """Return the weighted loss of logits, or of the hidden states that a head which stands aside hands on."""
         labels, weight = target
         if not torch.is_grad_enabled():
@@ -210,7 +233,14 @@ class _Staged(PipelineModule):
             topology = PipeDataParallelTopology(num_pp=layout.pp, num_dp=data)
         apart = _tied_apart(layers, bounds, job)
         ready = [_Tied(layer) if layer.tied in apart else layer.module for layer in layers]
+        self._last = len(layers)
         super().__init__(ready, topology=topology, loss_fn=loss_fn)
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run this stage's layers; what goes on to the next stage has one backward, of however many tensors it is."""
+        outputs = super().forward(forward_input)
+        goes_on = isinstance(outputs, tuple) and self._local_stop != self._last and torch.is_grad_enabled()
+        return ends(*outputs) if goes_on else outputs
 
     def _partition_layers(self, method: str = "parameters") -> None:
         self.parts = self._bounds
@@ -251,7 +281,9 @@ class _Tied(TiedLayerSpec):
         return self._layer.module
 
 
-def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Layer], list[int], HeadLoss | None]:
+def _build_stage(
+    job: Job, coords: RankCoords, inputs: Inputs
+) -> tuple[list[Layer], list[int], HeadLoss | None, RouterLoss | None]:
     """Return all layers, of which only this stage's have memory, the bounds of the parts, and what the loss is of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
@@ -262,13 +294,33 @@ def _build_stage(job: Job, coords: RankCoords, inputs: Inputs) -> tuple[list[Lay
     mine = chain(*_parts_of(coords.pp_rank, job, bounds))
     keep = {name for index in mine for name in layers[index].names.values()}
     make, stored, groups = partial(build_from_seed, job, inputs, keep=keep), stored_by_engine(job), MeshGroups(layout)
-    model: Any = build_split(shape, groups.tensor, stored, make) if layout.tp > 1 else make(stored)
+    if layout.tp > 1:
+        model: Any = build_split(shape, groups.tensor, stored, make)
+    elif layout.ep > 1:
+        make_expert_groups(layout)
+        model = build_spread(shape, layout, stored, make)
+        _check_experts(as_layers(model), bounds, job)
+    else:
+        model = make(stored)
     if job.precision != "fp32":
         batch_norm_in_fp32(model)
-    layers = as_layers(model, checkpointing=run.activation_checkpointing)
+    routers = router_loss(model)
+    layers, published = as_layers(model, run.activation_checkpointing, routers), published_names(model)
+    for layer in layers:
+        layer.names = {key: published.get(name, name) for key, name in layer.names.items()}
     if layout.sp > 1:
         _share_sequences(job, coords, model.config, layers, groups)
-    return layers, bounds, head_loss(model, run.loss_chunk, inside=False)
+    return layers, bounds, head_loss(model, run.loss_chunk, inside=False), routers
+
+
+def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
+    """Raise RunFailed where a stage holds none of the experts that are spread: it would average and save otherwise."""
+    for stage in range(job.layout.pp):
+        held = chain(*_parts_of(stage, job, bounds))
+        if not any(expert_layers(layers[index].module) for index in held):
+            message = f"stage {stage} of --pipeline {job.layout.pp} has no layer with experts to spread"
+            hint = "take fewer stages, or leave --expert-parallel at 1"
+            raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))
 
 
 def _bounds(weights: list[float], layers: list[Layer], parts: int) -> list[int]:
@@ -290,9 +342,9 @@ def _share_sequences(job: Job, coords: RankCoords, config: Any, layers: list[Lay
     assert job.run.seq_len  # a job's run on text is resolved
     exchange_heads(config, job, groups.sequence)
     first = own_tokens(job.run.seq_len, job.layout, coords).start
-    for layer in layers:
-        if isinstance(layer.module, RotaryBlock):
-            layer.module.first_position = first
+    for block in chain.from_iterable(layer.module.modules() for layer in layers):
+        if isinstance(block, RotaryBlock):
+            block.first_position = first
 
 
 def _measured(job: Job, source: Any, inputs: Inputs) -> list[float]:

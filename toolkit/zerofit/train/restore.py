@@ -40,7 +40,7 @@ def resume(trainer: EngineTrainer, start: Start, progress: Callable[[str], None]
     manifest = read_manifest(checkpoint)
     refuse_other_frozen(trainer, manifest.frozen)
     settings = [_RunSettings(engine) for engine in trainer.engines().values()]
-    if start.same_layout and not piece_by_piece(trainer.job.ds_config):
+    if start.same_layout and not piece_by_piece(trainer.job):
         for tag, engine in trainer.engines().items():
             if not isinstance(engine.checkpoint_engine, SyncedCheckpointEngine):
                 engine.checkpoint_engine = SyncedCheckpointEngine(trainer.job.layout.zero_stage)

@@ -14,22 +14,27 @@ from zerofit.train.expert_split import expert_layers
 class RouterBalance:
     """Counts what routers do in the forwards of a step; where experts are not spread, their loss alone."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, group: Any, losses_elsewhere: bool = False):
+        """`group`: the ranks that hold the same layers; `losses_elsewhere`: whether other stages may note losses."""
+        self._group, self._elsewhere = group, losses_elsewhere
         self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
+        self._device = next(module.parameters()).device
 
     def begin(self) -> None:
         """Begin a forward: what evaluations and recomputations in backward have counted is forgotten."""
         for counter in self._counters:
             counter.zero_()
 
-    def end(self, router_loss: Tensor | None) -> None:
+    def end(self) -> None:
         """Note a forward that has just been."""
-        if router_loss is not None:
-            self._losses.append(router_loss.detach().float())
         if self._counters:
             self._tokens.append(torch.stack(self._counters))
+
+    def note(self, router_loss: Tensor) -> None:
+        """Note what a forward adds to the loss."""
+        self._losses.append(router_loss.detach().float())
 
     def figures(self) -> dict[str, Tensor]:
         """Return the figures of the step over all ranks, and begin anew; all ranks call this.
@@ -40,12 +45,16 @@ class RouterBalance:
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], []
         found: dict[str, Tensor] = {}
-        if losses:
-            found["router_loss"] = torch.stack(losses).mean() / dist.get_world_size()
-            dist.all_reduce(found["router_loss"])
+        if losses or self._elsewhere:
+            sums = torch.tensor([0.0, len(losses)], device=self._device)
+            sums[0] = sum(losses)
+            dist.all_reduce(sums)
+            found["router_loss"] = sums[0] / sums[1]
         if tokens:
             counts = torch.stack(tokens).sum(0)
-            dist.all_reduce(counts)
+            dist.all_reduce(counts, group=self._group)
             loads = counts / counts.mean(1, keepdim=True)
-            found |= {"expert_load_most": loads.max(), "expert_load_least": loads.min()}
+            ends = torch.stack([loads.max(), -loads.min()])
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+            found |= {"expert_load_most": ends[0], "expert_load_least": -ends[1]}
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class EngineTrainer(ABC):
         if self.engine._optimizer_has_ckpt_event_prologue():
             self.engine.optimizer.checkpoint_event_prologue()  # partitions what is still gathered
         turned = self.engine.zenflow  # ZenFlow partitions the transposed matrices
-        for name, tensor in whole_state(self.module, layout, mine, some):
+        for name, tensor in whole_state(self.module, layout, published_names(self.module), mine, some):
             yield name, tensor.t() if turned and tensor.ndim == 2 else tensor
         if self.engine._optimizer_has_ckpt_event_epilogue():
             self.engine.optimizer.checkpoint_event_epilogue()
@@ -163,13 +163,13 @@ def own_tokens(length: int, layout: Layout, coords: RankCoords) -> slice:
 
 
 def whole_state(
-    module: nn.Module, layout: Layout, mine: bool, trained_only: bool = False
+    module: nn.Module, layout: Layout, names: Mapping[str, str], mine: bool, trained_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's state by name where it is `mine`, on the CPU, gathered one submodule at a time from all ranks.
+    """Yield a module's state where it is `mine`, on the CPU, gathered one submodule at a time from all ranks.
 
-    `trained_only`: without frozen parameters and buffers. All ranks that hold a part of it go through this together.
+    `names`: of what has another one in the whole model, by its own. `trained_only`: without frozen parameters and
+    buffers. All ranks that hold a part of it go through this together.
     """
-    published = published_names(module)
     for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, GroupedExperts):
             yield from whole_experts(part, layout, mine)
@@ -182,7 +182,7 @@ def whole_state(
             held = {**part._parameters, **part._buffers} if mine else {}
             own = {n: t for n, t in held.items() if t is not None and n not in part._non_persistent_buffers_set}
             found = {prefix + n: t.detach().cpu() for n, t in own.items() if t.requires_grad or not trained_only}
-        yield from ((published.get(name, name), t) for name, t in found.items())
+        yield from ((names.get(name, name), t) for name, t in found.items())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
