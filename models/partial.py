@@ -130,6 +130,7 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
         kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
         raise ModelError("model-part", message, hint) from None
+    _refuse_targets(model, lora.targets)
     _refuse_shared(model)
     for name in head_modules(model):
         model.get_submodule(name).requires_grad_(True)
@@ -137,8 +138,15 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
 
 def _linear_layers(model: nn.Module) -> str | list[str]:
-    """Return what peft calls all linear layers; it looks for them, and for the head, in transformers' models alone."""
+    """Return what peft calls all linear layers; it looks for them, and for the head, in transformers' models alone.
+
+    Of a mixture whose experts lie in one tensor peft would take these, too, and its router.
+    """
     head = head_modules(model)
+    if any(p.dim() == 3 for m in model.modules() if not isinstance(m, nn.Conv1d) for p in m.parameters(recurse=False)):
+        whole: Any = model
+        left = whole.get_output_embeddings()
+        return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not left]
     if head:
         from transformers.pytorch_utils import Conv1D  # GPT-2's
 
@@ -147,6 +155,27 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
     if hasattr(model, "get_output_embeddings"):
         return ALL_LINEAR
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _refuse_targets(model: nn.Module, targets: str) -> None:
+    """Refuse names that have got no adapter, and adapters beside the experts of a mixture, which lie in one tensor.
+
+    For these peft adds tensor and adapter up, whole, in every forward.
+    """
+    from peft.tuners.lora import ParamWrapper
+
+    found = dict(lora_layers(model))
+    linear = {name for name, layer in found.items() if not isinstance(layer, ParamWrapper)}
+    usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME, of linear layers"
+    wrapped = next((name for name in found if name not in linear), None)
+    if wrapped is not None:
+        message = f"--lora-targets {targets}: {wrapped} is no linear layer, and adapters beside it are not trained"
+        raise ModelError("model-part", message, f"--lora-targets {usable}")
+    names = [name.strip() for name in targets.split(",") if name.strip() and name.strip() != ALL_LINEAR]
+    for name in names:
+        if not any(one == name or one.endswith(f".{name}") for one in linear):
+            message = f"--lora-targets {targets}: no linear layer of the model is named {name}"
+            raise ModelError("model-part", message, f"--lora-targets {usable}")
 
 
 def _refuse_shared(model: Any) -> None:

@@ -409,6 +409,36 @@ llama zero0 bf16 mb2 ga2 adafactor x2
 llama zero1 bf16 mb2 ckpt dualpipev pp2 x2
 gpt2 zero1 fp32 mb2 dualpipev pp2 x2
 llama zero1 fp32 mb2 ckpt dualpipev sp2 pp2 x4
+llama zero0 fp32 mb2 ga2 pp2 tp2 x4
+llama zero0 bf16 mb2 ckpt tp2 sp2 x4
+llama zero1 bf16 mb2 ga2 ckpt pp2 tp2 x4
+llama zero1 fp32 mb8 pp2 tp2 x4
+llama zero1 bf16 mb2 ga2 pp2 sp2 x4
+llama zero1 fp32 mb2 ckpt chunk pp2 sp2 x4
+llama zero1 bf16 mb2 ckpt dualpipev pp2 tp2 x4
+llama zero1 bf16 mb2 tp2 sp2 x4
+llama zero2 fp32 mb2 ckpt tp2 sp2 x4
+llama zero2 bf16 mb2 ga2 chunk tp2 sp2 x4
+llama zero3 bf16 mb2 tp2 sp2 x4
+llama zero3 fp32 mb2 ga2 ckpt tp2 sp2 x4
+llama zero1 bf16 mb2 ga2 pp2 tp2 x8
+llama zero1 bf16 mb2 ckpt pp2 tp2 sp2 x8
+llama zero3 bf16 mb2 ckpt tp2 sp2 x8
+gpt2 zero1 bf16 mb2 ga2 dualpipev pp2 x4
+llama-lora zero1 bf16 mb2 ckpt pp2 sp2 x4
+mixtral zero1 fp32 mb2 ep2 x4
+mixtral zero1 bf16 mb2 ckpt ep2 x2
+mixtral zero2 bf16 mb2 ga2 ep2 x4
+mixtral zero2 fp32 mb2 ckpt sp2 ep2 x4
+mixtral zero3 bf16 mb2 ep2 x2
+mixtral zero3 fp32 mb2 ga2 ckpt ep2 x4
+mixtral zero3 bf16 mb2 chunk sp2 ep2 x4
+mixtral zero1 fp32 mb2 pp2 ep2 x4
+mixtral zero1 bf16 mb2 ga2 ckpt pp2 ep2 x4
+mixtral zero1 bf16 mb2 pp2 ep2 x8
+mixtral zero1 bf16 mb2 ckpt dualpipev pp2 ep2 x4
+mixtral zero1 bf16 mb2 sp2 pp2 ep2 x4
+mixtral zero2 bf16 mb2 ckpt sp2 ep2 x8
 """.strip().splitlines()
 
 

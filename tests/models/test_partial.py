@@ -10,7 +10,7 @@ from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.models.partial import differ_by_layer
+from zerofit.models.partial import differ_by_layer, lora_layers
 from zerofit.spec.run import Run
 
 TEXT, IMAGES = TextInputs(vocab_size=260, seq_len=16), ImageInputs(channels=1, size=8, classes=10)
@@ -73,12 +73,23 @@ def test_patterns(asked, wanted):
         ({"train": ["*.mpl.*"]}, "no parameter or module"),
         ({"freeze": ["*"]}, "every parameter"),
         ({"lora": 2, "lora_targets": "q_prj"}, "--lora-targets q_prj"),
+        ({"lora": 2, "lora_targets": "q_proj,v_prj"}, "no linear layer of the model is named v_prj"),
     ],
     ids=str,
 )
 def test_what_a_model_does_not_have_is_refused(asked, message):
     with pytest.raises(ModelError, match=message), torch.device("meta"):
         build(source_of(Run(model="llama-tiny", **asked)), TEXT, LLAMA)
+
+
+def test_adapters_of_a_mixture_stand_beside_its_attention():
+    """Its experts lie in one tensor, to which peft would add theirs, whole, in every forward."""
+    with torch.device("meta"):
+        model = build(source_of(Run(model="mixtral-tiny", lora=2)), TEXT, {})
+        with pytest.raises(ModelError, match=r"mlp\.experts is no linear layer") as refused:
+            build(source_of(Run(model="mixtral-tiny", lora=2, lora_targets="q_proj,w1,w2,w3")), TEXT, {})
+    assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert refused.value.hint == "--lora-targets q_proj"
 
 
 def test_an_adapter_beside_a_shared_weight_is_refused():
