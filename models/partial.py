@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zerofit.spec.partial_training import LoraSettings, PartialTraining
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"  # peft's name of the only adapter
 ALL_LINEAR = "all-linear"
@@ -143,18 +144,18 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
     Of a mixture whose experts lie in one tensor peft would take these, too, and its router.
     """
     head = head_modules(model)
-    if any(p.dim() == 3 for m in model.modules() if not isinstance(m, nn.Conv1d) for p in m.parameters(recurse=False)):
-        whole: Any = model
-        left = whole.get_output_embeddings()
-        return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not left]
     if head:
         from transformers.pytorch_utils import Conv1D  # GPT-2's
 
         kinds, whole = (nn.Linear, Conv1D), model.named_modules()
         return [n for n, module in whole if isinstance(module, kinds) and n.partition(".")[0] not in head]
-    if hasattr(model, "get_output_embeddings"):
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not hasattr(model, "get_output_embeddings"):
+        return list(linear)
+    if not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters()):
         return ALL_LINEAR
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left = cast("PreTrainedModel", model).get_output_embeddings()
+    return [name for name, module in linear.items() if module is not left]
 
 
 def _refuse_targets(model: nn.Module, targets: str) -> None:

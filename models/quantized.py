@@ -162,9 +162,10 @@ def _state_bytes(state: Any) -> int:
 def _linear_4bit() -> type[nn.Module]:
     """Make bitsandbytes' layer of 4 bits anew, without what its product keeps for backward.
 
-    That is the weight's bytes as they were in forward, an attribute of the graph's node (autograd/_functions.py,
-    MatMul4Bit). ZeRO-3 gathers weights for forward and again for backward, and what it gives back in between would
-    stay: all weights whole, at the end of forward. Here backward takes the bytes that the parameter has then.
+    That is the weight's bytes as they were in forward, an attribute of the graph's node (bitsandbytes 0.50.2,
+    autograd/_functions.py, MatMul4Bit). ZeRO-3 gathers weights for forward and again for backward, and what it gives
+    back in between would stay: all weights whole, at the end of forward. Here backward takes the bytes that the
+    parameter has then.
     """
     base: Any = library().Linear4bit
     product: Any = importlib.import_module(f"{PACKAGE}.autograd._functions").MatMul4Bit

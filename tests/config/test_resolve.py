@@ -238,6 +238,7 @@ TENSOR_AND_SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": 2, "ranks": 4}
         ("zero3", {"lora": 8, "quantize": "int8"}, "a second reference to its whole weight"),
         pytest.param(with_nvme_at("/tmp"), {"lora": 8, "quantize": "nf4"}, "buffers of the precision", id="nf4_nvme"),
         ("zero2", {"lora": 8, "quantize": "int8", "dora": True}, "--quantize int8 with --dora"),
+        ("zero3", {"lora": 8, "quantize": "nf4", "dora": True}, "the length of whole weights"),
         ("zero2", {"lora": 8, "double_quant": True}, "--double-quant without --quantize nf4"),
         ("zenflow", {"train": ["lm_head"]}, "has not been seen"),
     ],

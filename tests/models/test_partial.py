@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchvision
+import transformers
 from torch import nn
 
 from zerofit.models.build import build
 from zerofit.models.catalog import ModelError, find, source_of
 from zerofit.models.deferred import Stored
 from zerofit.models.inputs import ImageInputs, TextInputs
-from zerofit.models.partial import differ_by_layer, lora_layers
+from zerofit.models.partial import differ_by_layer, lora_layers, train_part
 from zerofit.spec.run import Run
 
 TEXT, IMAGES = TextInputs(vocab_size=260, seq_len=16), ImageInputs(channels=1, size=8, classes=10)
@@ -90,6 +92,20 @@ def test_adapters_of_a_mixture_stand_beside_its_attention():
             build(source_of(Run(model="mixtral-tiny", lora=2, lora_targets="q_proj,w1,w2,w3")), TEXT, {})
     assert {name.rpartition(".")[2] for name, _ in lora_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert refused.value.hint == "--lora-targets q_proj"
+
+
+def test_adapters_beside_all_linear_layers():
+    """Of a model whose class token has three dimensions, too; and of a mixture that classifies, but its head."""
+    with torch.device("meta"):
+        image = build(source_of(Run(model="vit_b_16", lora=2)), None, {})
+        plain = torchvision.models.vit_b_16()
+        config = transformers.MixtralConfig(hidden_size=32, num_hidden_layers=1, num_labels=3, intermediate_size=32)
+        classifier = transformers.MixtralForSequenceClassification(config)
+        classifier = train_part(classifier, Run(model="mixtral-tiny", lora=2).partial)
+    linear = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    assert {name for name, _ in lora_layers(image)} == linear
+    assert {name.rpartition(".")[2] for name, _ in lora_layers(classifier)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert [name for name in trained(classifier) if "lora" not in name] == ["score.weight"]
 
 
 def test_an_adapter_beside_a_shared_weight_is_refused():

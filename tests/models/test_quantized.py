@@ -41,6 +41,7 @@ def quantized(source, **how):
     return replace(source, partial=part)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("double", [False, True])
 def test_backward_takes_the_weight_as_it_is_then(double):
     """As ZeRO-3 gathers it: what forward was given is gone in between, and nothing has kept it."""

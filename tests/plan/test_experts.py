@@ -41,6 +41,9 @@ PROFILE = Profile(
 )
 
 
+LARGE_EMBEDDING = (replace(PROFILE.layers[0], matrices=(2_000_000,)), PROFILE.layers[1])
+
+
 def layout(stage: int, **more) -> PlannedLayout:
     sizes = {"micro_batch": 1, "bucket": 1_000_000, "precision": "bf16"}
     return PlannedLayout(zero_stage=stage, dp=8, ep=4, **{**sizes, **more})
@@ -95,6 +98,7 @@ def test_direct_connections_and_groups_are_kept_free():
     ("degrees", "changed", "word"),
     [
         (Degrees(ep=3), {}, "degrees that do: 1, 2, 4, 8"),
+        (Degrees(pp=2, ep=4), {"layers": LARGE_EMBEDDING}, "stage 0 of --pipeline 2 has no layer with experts"),
         (Degrees(ep=16), {"experts": 16}, "16 does not divide the 8 data and sequence parallel ranks"),
         (Degrees(ep=2), {"model_type": "llama"}, "is not known to spread"),
         (Degrees(pp=2, ep=8), {}, "8 does not divide the 4 data and sequence parallel ranks"),

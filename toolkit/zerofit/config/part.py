@@ -87,6 +87,9 @@ def _check_quantized(run: Run, layout: Layout, config: Mapping[str, Any], proble
     if run.quantize == "int8" and run.dora:
         message = f"{asked} with --dora: peft measures a weight's length with scales that Linear8bitLt then lacks"
         problems.add("conflict", message, "take --quantize nf4, or leave --dora out", "--dora")
+    if run.quantize == "nf4" and run.dora and layout.zero_stage == 3:
+        message = f"{asked} with --dora at ZeRO stage 3: peft measures the length of whole weights, these are divided"
+        problems.add("layout", message, "take --ds-config zero2, or leave --dora out", "--dora")
     if run.compile:
         message = f"{asked} with --compile has not been seen to train like one device does"
         problems.add("layout", message, "leave --compile out", "--compile")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from zerofit.plan.pipeline import stage_bounds
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem
-from zerofit.spec.mesh import pipeline_parts
+from zerofit.spec.mesh import parts_of_stage, pipeline_parts
 from zerofit.spec.model_facts import (
     EXPERT_TYPES,
     SEQUENCE_PARALLEL_TYPES,
@@ -114,16 +115,15 @@ def degree_problem(
         )
         if problem:
             return problem
-    return None
+    return _stages_problem(degrees, profile, schedule) if degrees.ep > 1 and degrees.pp > 1 else None
 
 
 def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Problem | None:
     """Look at expert parallelism, as config/validate.py has it."""
     name, ranks = f"--expert-parallel {degrees.ep}", cluster.ranks // degrees.product * degrees.sp
     if degrees.tp > 1:
-        beside = "--tensor-parallel"
-        message, hint = f"{name} beside {beside} does not train like one process", f"leave {beside} at 1"
-        return Problem(kind="expert-parallel-beside", message=message, hint=hint, where=beside)
+        message, hint = f"{name} beside --tensor-parallel does not train like one process", "leave the latter at 1"
+        return Problem(kind="expert-parallel-beside", message=message, hint=hint, where="--tensor-parallel")
     if profile.model_type not in EXPERT_TYPES or profile.experts is None or profile.trained < profile.parameters:
         what = "a part of" if profile.trained < profile.parameters else "experts of"
         message = f"{name}: DeepSpeed's AutoEP is not known to spread {what} {profile.model}"
@@ -133,6 +133,22 @@ def _experts_problem(degrees: Degrees, profile: Profile, cluster: Cluster) -> Pr
             fitting = [d for d in divisors(profile.experts) if ranks % d == 0]
             message, hint = f"{name} does not divide the {count} {what}", f"degrees that do: {_list(fitting)}"
             return Problem(kind="expert-parallel-degree", message=message, hint=hint, where="--expert-parallel")
+    return None
+
+
+def _stages_problem(degrees: Degrees, profile: Profile, schedule: PipelineSchedule) -> Problem | None:
+    """Look for a pipeline stage without experts, as train/pipeline.py has it."""
+    costs = next((costs for key, costs in profile.costs.items() if key.endswith(f"/ep={degrees.ep}")), None)
+    if costs is None:
+        return None
+    every = [bool(cost.experts) for layer, cost in zip(profile.layers, costs, strict=True) for _ in range(layer.count)]
+    bounds = stage_bounds(profile, pipeline_parts(degrees.pp, schedule))
+    held = [any(every[first:last]) for first, last in bounds]
+    for stage in range(degrees.pp):
+        if not any(held[part] for part in parts_of_stage(stage, degrees.pp, schedule)):
+            message = f"stage {stage} of --pipeline {degrees.pp} has no layer with experts to spread"
+            hint = "take fewer stages, or leave --expert-parallel at 1"
+            return Problem(kind="expert-parallel-stages", message=message, hint=hint, where="--pipeline")
     return None
 
 

@@ -44,7 +44,7 @@ from zerofit.simulate.record import (
     SimulationTarget,
 )
 from zerofit.simulate.tracker import AllocationTracker, is_own
-from zerofit.spec.errors import Problem, UserError
+from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.optimizers import EIGHT_BIT
 from zerofit.train.pipeline import PipelineTrainer
 from zerofit.train.trainer import own_tokens
@@ -79,6 +79,8 @@ def simulate(
             heavier = heavier_than_this([engine])
     except (UserError, ModelError):
         raise
+    except RunFailed as error:  # what real ranks would say
+        raise UserError(error.problem) from error
     except Exception as error:  # DeepSpeed, transformers and a user's model can raise anything
         traceback.print_exc()
         raise UserError(_not_simulated(target, meter, error)) from error
@@ -170,17 +172,17 @@ def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
 
     def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
         sizes = found[send_stage > driver.coords.pp_rank]
-        buffers = tuple(engine._allocate_or_extend_buffers(n, list(shape), dtype) for n, (shape, dtype) in sizes)
+        buffers = tuple(
+            engine._allocate_or_extend_buffers(n, list(shape), dtype) for n, (shape, dtype) in enumerate(sizes)
+        )
         return buffers[0] if len(buffers) == 1 else buffers
 
     engine._recv_tensor_meta = received
 
 
 @torch.no_grad()
-def _part_input(
-    driver: PipelineTrainer, inputs: Inputs, first: int
-) -> list[tuple[int, tuple[torch.Size, torch.dtype]]]:
-    """Return number, shape and type of what enters a layer, by running the layers before it on meta.
+def _part_input(driver: PipelineTrainer, inputs: Inputs, first: int) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return shape and type of each tensor that enters a layer, by running the layers before it on meta.
 
     They are built once more, since the driver's may share weights with layers of this stage. Decoder blocks, whose
     attention may exchange heads between ranks by now, leave shape and type as they are; sums of routers go along from
@@ -199,7 +201,7 @@ def _part_input(
     entering = [(x.shape, x.dtype)]
     if routers is not None and any(layer.block for layer in before):
         entering.append((torch.Size((2, routers.experts)), torch.float32))
-    return list(enumerate(entering))
+    return entering
 
 
 def record_of(

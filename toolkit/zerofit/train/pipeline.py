@@ -33,7 +33,7 @@ from zerofit.spec.model_facts import IGNORE_INDEX
 from zerofit.spec.run_folder import Job
 from zerofit.train.build import batch_norm_in_fp32, build_from_seed, build_on_meta, stored_by_engine
 from zerofit.train.engines import start_engine
-from zerofit.train.expert_split import build_spread, expert_layers, make_expert_groups, published_names
+from zerofit.train.expert_split import build_spread, make_expert_groups, published_names
 from zerofit.train.head_loss import HeadLoss, head_loss
 from zerofit.train.loss import counts, weighted_cross_entropy
 from zerofit.train.mesh_groups import MeshGroups
@@ -284,7 +284,7 @@ class _Tied(TiedLayerSpec):
 def _build_stage(
     job: Job, coords: RankCoords, inputs: Inputs
 ) -> tuple[list[Layer], list[int], HeadLoss | None, RouterLoss | None]:
-    """Return all layers, of which only this stage's have memory, the bounds of the parts, and what the loss is of."""
+    """Return all layers, of which only this stage's have memory, the parts' bounds, and what the losses are of."""
     run, layout, shape = job.run, job.layout, build_on_meta(job, inputs)
     layers = as_layers(shape)
     weights = [float(sum(map(elements, layer.module.parameters()))) for layer in layers]
@@ -297,9 +297,9 @@ def _build_stage(
     if layout.tp > 1:
         model: Any = build_split(shape, groups.tensor, stored, make)
     elif layout.ep > 1:
+        _check_experts(layers, bounds, job)
         make_expert_groups(layout)
         model = build_spread(shape, layout, stored, make)
-        _check_experts(as_layers(model), bounds, job)
     else:
         model = make(stored)
     if job.precision != "fp32":
@@ -316,8 +316,8 @@ def _build_stage(
 def _check_experts(layers: list[Layer], bounds: list[int], job: Job) -> None:
     """Raise RunFailed where a stage holds none of the experts that are spread: it would average and save otherwise."""
     for stage in range(job.layout.pp):
-        held = chain(*_parts_of(stage, job, bounds))
-        if not any(expert_layers(layers[index].module) for index in held):
+        held = (layers[index].names.values() for index in chain(*_parts_of(stage, job, bounds)))
+        if not any(".experts." in name for name in chain(*held)):
             message = f"stage {stage} of --pipeline {job.layout.pp} has no layer with experts to spread"
             hint = "take fewer stages, or leave --expert-parallel at 1"
             raise RunFailed(Problem(kind="layout", message=message, hint=hint, where="--pipeline"))

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofit.train.expert_split import expert_layers
+from zerofit.train.process_group import rank_device
 
 
 class RouterBalance:
     """Counts what routers do in the forwards of a step; where experts are not spread, their loss alone."""
 
-    def __init__(self, module: nn.Module, group: Any, losses_elsewhere: bool = False):
-        """`group`: the ranks that hold the same layers; `losses_elsewhere`: whether other stages may note losses."""
-        self._group, self._elsewhere = group, losses_elsewhere
+    def __init__(self, module: nn.Module, group: Any, shared: bool = False):
+        """`group`: the ranks that hold the same layers; `shared`: whether some ranks alone note losses."""
+        self._group, self._shared = group, shared
         self._counters: list[Any] = [layer.tokens_per_expert for layer in expert_layers(module).values()]
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor] = []  # (layers, experts) of each forward
-        self._device = next(module.parameters()).device
 
     def begin(self) -> None:
         """Begin a forward: what evaluations and recomputations in backward have counted is forgotten."""
@@ -45,8 +45,8 @@ class RouterBalance:
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], []
         found: dict[str, Tensor] = {}
-        if losses or self._elsewhere:
-            sums = torch.tensor([0.0, len(losses)], device=self._device)
+        if losses or self._shared:
+            sums = torch.tensor([0.0, len(losses)], device=rank_device())
             sums[0] = sum(losses)
             dist.all_reduce(sums)
             found["router_loss"] = sums[0] / sums[1]
@@ -54,7 +54,7 @@ class RouterBalance:
             counts = torch.stack(tokens).sum(0)
             dist.all_reduce(counts, group=self._group)
             loads = counts / counts.mean(1, keepdim=True)
-            ends = torch.stack([loads.max(), -loads.min()])
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-            found |= {"expert_load_most": ends[0], "expert_load_least": -ends[1]}
+            extremes = torch.stack([loads.max(), -loads.min()])
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+            found |= {"expert_load_most": extremes[0], "expert_load_least": -extremes[1]}
         return found

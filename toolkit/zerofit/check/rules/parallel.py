@@ -289,7 +289,7 @@ EXPERTS = (
         message=lambda c: f"autoep_size {{value}} does not divide {c.ranks // c.pipeline} ranks",
         why='DeepSpeed stops once the ranks run: "autoep_size * expert_tensor_parallel_size must divide the stage '
         'size"',
-        fix="take a divisor of the number of ranks, and of the experts",
+        fix="take a divisor of the ranks of a pipeline stage, and of the experts",
         source="module_inject/auto_ep_folding.py:112",
     ),
 )
