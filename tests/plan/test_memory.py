@@ -180,20 +180,35 @@ def test_stage_3_divides_the_bytes_of_quantised_weights_but_not_their_scales():
     assert max(gathered) == 2 * 200_000 + 400_000  # the embedding has no backward, and of the blocks all stays
 
 
-def test_weights_in_4_bits_go_with_all_stages_and_stay_on_the_device():
+def test_weights_in_4_bits_go_with_all_stages_and_on_no_disk():
     request = PlanRequest(precision="bf16", micro_batch=1, checkpointing=False)
     families = space_of(PACKED, Cluster("h100-80gb", gpus=2), request).families
-    assert {(one.zero_stage, one.offload_param) for one, *_ in families} == {(n, "none") for n in range(4)}
+    kept = {(one.zero_stage, one.offload_param) for one, *_ in families}
+    assert kept == {(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")}
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_quantised_weights_outlive_their_release(recomputed):
-    """Two blocks' 200,000 bytes are held by the graph, and those in use are gathered once more in backward."""
+def test_quantised_weights_are_released_as_others_are(recomputed):
+    """One after the other: 200,000 bytes of a packed weight, then 2 for each of a matrix' 100,000 numbers."""
     costs = COSTS[0], replace(COSTS[1], calls=called(1, 0), recomputed=recomputed)
     line = timeline(replace(PACKED, costs=dict.fromkeys(PACKED.costs, costs)), setting("bf16", False, 1, 1))
     four = layout(3, dp=4, checkpointing=recomputed, reuse=0)
-    assert max(gathered_in_forward(line, four)[1:]) == 2 * 200_000 + 2 * 100_000
-    assert gathered_in_backward(line, four)[0] == 2 * 200_000 + 200_000 + (2 * 100_000 if recomputed else 0)
+    assert max(gathered_in_forward(line, four)[1:]) == 200_000
+    assert gathered_in_backward(line, four)[0] == 200_000 + (
+        2 * 100_000 if recomputed else 0
+    )  # the matrix stays for it
+
+
+def test_what_ranks_keep_of_quantised_weights_lies_on_the_host_where_it_is_asked():
+    """A quarter of the 400,000 packed bytes; on the device 25,000 of scales and a bucket."""
+    memory = forecast(PACKED, layout(3, dp=4, offload_param="cpu", offload_optimizer="cpu"))
+    without = replace(PACKED.layers[1], quantized=(), packed=(), quantized_bytes=0, buffers_bytes=0)
+    plain = forecast(
+        replace(PACKED, layers=(PACKED.layers[0], without)),
+        layout(3, dp=4, offload_param="cpu", offload_optimizer="cpu"),
+    )
+    assert memory.static_bytes - plain.static_bytes == 25_000
+    assert memory.host_bytes - plain.host_bytes == 2 * 2**16  # 50,000 bytes of each block, as torch pins them
 
 
 def test_each_stage_trains_something():
