@@ -196,7 +196,7 @@ def test_quantised_weights_are_released_as_others_are(recomputed):
     assert max(gathered_in_forward(line, four)[1:]) == 200_000
     assert gathered_in_backward(line, four)[0] == 200_000 + (
         2 * 100_000 if recomputed else 0
-    )  # the matrix stays for it
+    )  # and the matrix
 
 
 def test_what_ranks_keep_of_quantised_weights_lies_on_the_host_where_it_is_asked():
