@@ -194,9 +194,7 @@ def test_quantised_weights_are_released_as_others_are(recomputed):
     line = timeline(replace(PACKED, costs=dict.fromkeys(PACKED.costs, costs)), setting("bf16", False, 1, 1))
     four = layout(3, dp=4, checkpointing=recomputed, reuse=0)
     assert max(gathered_in_forward(line, four)[1:]) == 200_000
-    assert gathered_in_backward(line, four)[0] == 200_000 + (
-        2 * 100_000 if recomputed else 0
-    )  # and the matrix
+    assert gathered_in_backward(line, four)[0] == 200_000 + (2 * 100_000 if recomputed else 0)  # and the matrix
 
 
 def test_what_ranks_keep_of_quantised_weights_lies_on_the_host_where_it_is_asked():
