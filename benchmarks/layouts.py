@@ -167,7 +167,7 @@ def _spread(ranks: int) -> Iterator[Case]:
             degrees, more = (1, 1, sequence, data), {"expert_parallel": expert}
             for optimizer in OPTIMIZERS:
                 yield _case(ranks, degrees, stage, "mixtral", optimizer, f"EP{expert}", more)
-            for model in ("qwen3 moe", "deepseek v2") if sequence == 1 else ():
+            for model in ("qwen3 moe", "deepseek v2") if sequence == 1 else ("qwen3 moe",):
                 yield _case(ranks, degrees, stage, model, "SGD", f"EP{expert}", more | {"micro_batch": 1})
     for word, options in MORE.items():
         if ranks in SPREAD:
@@ -178,14 +178,13 @@ def _spread(ranks: int) -> Iterator[Case]:
 def _piped(ranks: int, degrees: tuple[int, ...], expert: int) -> Iterator[Case]:
     """Yield spread experts on the stages of a pipeline, with the routers' loss and without, and no experts spread.
 
-    Ulysses takes Mixtral alone, and the routers' loss is one of each part of a sequence there. DeepSeek's first layer
-    has no experts, so that it is no stage.
+    Ulysses does not take DeepSeek, and the routers' loss is one of each part of a sequence there. DeepSeek's first
+    layer has no experts, so that it is no stage.
     """
     spread, sample = {"expert_parallel": expert}, {"micro_batch": 1}
     whole = degrees[2] == 1
     for optimizer in OPTIMIZERS:
-        models = ["mixtral", *(["qwen3 moe"] if whole else []), *(["deepseek v2"] if whole and degrees[0] == 2 else [])]
-        for model in models:
+        for model in ("mixtral", "qwen3 moe", *(["deepseek v2"] if whole and degrees[0] == 2 else [])):
             yield _case(ranks, degrees, 1, model, optimizer, f"EP{expert}", spread)
         if whole:
             yield _case(ranks, degrees, 1, "mixtral balanced", optimizer, f"EP{expert}", spread | sample)

@@ -48,7 +48,7 @@ ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 # model types whose attention takes position ids down to the kernel and names its kv heads, as Ulysses needs
-SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+SEQUENCE_PARALLEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # model types that AutoTP has been seen to train like one device does; GPT-2 it refuses, ViT fails in forward
 TENSOR_PARALLEL_TYPES = ("bert", "llama", "mistral", "qwen2", "qwen3")
 # of these, the ones that transformers itself plans, which is what zerofit goes by beside other dimensions
