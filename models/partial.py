@@ -73,7 +73,7 @@ def lora_config(model: nn.Module, lora: LoraSettings) -> LoraConfig:
     """Return peft's configuration of these adapters for a model that has none yet."""
     from peft import LoraConfig
 
-    targets: str | list[str] = [name.strip() for name in lora.targets.split(",") if name.strip()]
+    targets: str | list[str] = _target_names(lora)
     if targets == [ALL_LINEAR]:
         targets = _linear_layers(model)
     head = head_modules(model)
@@ -121,6 +121,8 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
 
     quiet_bitsandbytes()
     parameters = list(model.parameters())
+    kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
     config = lora_config(model, lora)
     try:
         with warnings.catch_warnings(), torch.device("meta" if all(p.is_meta for p in parameters) else "cpu"):
@@ -128,10 +130,8 @@ def _with_adapters(model: nn.Module, lora: LoraSettings) -> nn.Module:
             inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         message = f"--lora-targets {lora.targets}: {' '.join(str(error).split())[:300]}"
-        kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        hint = f"layers are named {', '.join(sorted(kinds))}" if kinds else "name layers of the model"
         raise ModelError("model-part", message, hint) from None
-    _refuse_targets(model, lora.targets)
+    _refuse_targets(model, lora, hint)
     _refuse_shared(model)
     for name in head_modules(model):
         model.get_submodule(name).requires_grad_(True)
@@ -158,25 +158,28 @@ def _linear_layers(model: nn.Module) -> str | list[str]:
     return [name for name, module in linear.items() if module is not left]
 
 
-def _refuse_targets(model: nn.Module, targets: str) -> None:
-    """Refuse names that have got no adapter, and adapters beside the experts of a mixture, which lie in one tensor.
+def _target_names(lora: LoraSettings) -> list[str]:
+    return [name.strip() for name in lora.targets.split(",") if name.strip()]
 
-    For these peft adds tensor and adapter up, whole, in every forward.
+
+def _refuse_targets(model: nn.Module, lora: LoraSettings, hint: str) -> None:
+    """Refuse names that have got no adapter, with the `hint`, and adapters beside a mixture's experts.
+
+    These lie in one tensor, and peft adds tensor and adapter up, whole, in every forward.
     """
     from peft.tuners.lora import ParamWrapper
 
     found = dict(lora_layers(model))
     linear = {name for name, layer in found.items() if not isinstance(layer, ParamWrapper)}
-    usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME, of linear layers"
     wrapped = next((name for name in found if name not in linear), None)
     if wrapped is not None:
-        message = f"--lora-targets {targets}: {wrapped} is no linear layer, and adapters beside it are not trained"
+        usable = ",".join(sorted({name.rpartition(".")[2] for name in linear})) or "NAME, of linear layers"
+        message = f"--lora-targets {lora.targets}: {wrapped} is no linear layer, and adapters beside it are not trained"
         raise ModelError("model-part", message, f"--lora-targets {usable}")
-    names = [name.strip() for name in targets.split(",") if name.strip() and name.strip() != ALL_LINEAR]
-    for name in names:
-        if not any(one == name or one.endswith(f".{name}") for one in linear):
-            message = f"--lora-targets {targets}: no linear layer of the model is named {name}"
-            raise ModelError("model-part", message, f"--lora-targets {usable}")
+    for name in _target_names(lora):
+        if name != ALL_LINEAR and not any(one == name or one.endswith(f".{name}") for one in linear):
+            message = f"--lora-targets {lora.targets}: no linear layer of the model is named {name}"
+            raise ModelError("model-part", message, hint)
 
 
 def _refuse_shared(model: Any) -> None:

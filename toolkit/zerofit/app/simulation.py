@@ -147,7 +147,7 @@ def simulate(
         simulated = heaviest_of(simulated, lambda more: simulate_ranks(more, report.status, exact=True))
     failed = [one for one in simulated if isinstance(one, Problem)]
     if failed:
-        raise UserError(*failed)
+        raise UserError(*dict.fromkeys(failed))  # stages may fail alike
     stages = [assess(one, cluster) for one in simulated if isinstance(one, SimulatedRank)]
     worst = max(stages, key=lambda stage: stage.reserved_bytes)
     names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")

@@ -49,9 +49,8 @@ def persistent_memory(line: StageTimeline, layout: PlannedLayout, device: str, t
     else:
         found = _unpartitioned(line, layout, device)
     kept = {"buffers of the model": line.buffers_bytes - line.quantized_bytes}
-    if line.quantized_bytes:  # at stage 3 their scales: what is divided of them is among the parameters
-        packed = sum(p.numel for layer in line.packed for p in layer) if layout.zero_stage == 3 else 0
-        kept["quantised weights"] = line.quantized_bytes - packed
+    if line.quantized_bytes:
+        kept["quantised weights"] = _whole_bits(line, layout)
     found = found._replace(device={**kept, **found.device})
     if not layout.ema:
         return found
@@ -231,7 +230,6 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     element, spread = layout.element_bytes, sharers(layout)
     part = sum(parameter_shards(line, spread))
     frozen = sum(map(spread.shard, line.frozen))
-    packed = sum(spread.shard(p) for layer in line.packed for p in layer)
     # never given back once gathered (partitioned_param_coordinator.py:644);
     # the only rank's part is the parameter itself (partition_parameters.py, NoGatherHandle)
     gathered = _small_bytes(line, layout.persistence, spread, element)
@@ -241,7 +239,7 @@ def _partitioned(line: StageTimeline, layout: PlannedLayout, device: str, tied: 
     }
     offloaded = PersistentMemory({}, {})
     if layout.offload_param == "none":
-        here["parameters"] = element * (part + frozen) + packed
+        here["parameters"] = element * (part + frozen) + _divided_bits(line, layout)
     else:
         offloaded = parameters_offloaded(line, layout, spread.shard, element, device, tied)
     if layout.offload_optimizer == "none":
@@ -270,11 +268,19 @@ def add_kinds(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 def held_bits(line: StageTimeline, layout: PlannedLayout) -> int:
     """Return the bytes of quantised weights, with their scales, that a rank has on its device from the start."""
-    if layout.zero_stage < 3:
-        return line.quantized_bytes
-    spread, packed = sharers(layout), list(chain(*line.packed))
-    divided = sum(map(spread.shard, packed)) if layout.offload_param == "none" else 0
-    return line.quantized_bytes - sum(p.numel for p in packed) + divided
+    on_device = layout.zero_stage == 3 and layout.offload_param == "none"
+    return _whole_bits(line, layout) + (_divided_bits(line, layout) if on_device else 0)
+
+
+def _whole_bits(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the bytes of quantised weights that each rank has whole, with their scales: at stage 3 these alone."""
+    divided = sum(p.numel for p in chain(*line.packed)) if layout.zero_stage == 3 else 0
+    return line.quantized_bytes - divided
+
+
+def _divided_bits(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the bytes of a rank's parts of quantised weights, which at stage 3 are among the parameters."""
+    return sum(map(sharers(layout).shard, chain(*line.packed)))
 
 
 class SubGroup(NamedTuple):
