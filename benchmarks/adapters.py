@@ -157,8 +157,8 @@ class Adapters:
             count, windows = text_windows(self._corpus, SEQ_LEN)
             plan = Plan(str(self._folder / "base"), self._inputs, {}, windows, count, global_batch=GLOBAL_BATCH)
             plan.steps, plan.lr = STEPS, 0.01
-            # sample by sample, as a rank of small micro batches: with adapters drawn from a Gaussian, Adam's first steps
-            # make 1.4e-5 of the norm, in plain PyTorch, of whether a batch is summed at once or so
+            # sample by sample, as a rank of small micro batches: with adapters drawn from a Gaussian, Adam's first
+            # steps make 1.4e-5 of the norm, in plain PyTorch, of whether a batch is summed at once or so
             plan.parts = GLOBAL_BATCH
             self._followed[part] = follow(plan, partial(_change, how=PARTS[part][1]))
         return self._followed[part]
