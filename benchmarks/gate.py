@@ -130,7 +130,8 @@ def draw(drawn: random.Random) -> tuple[str, dict[str, Any]]:
 def started(number: int, name: str, request: RunRequest, resolved: ResolvedJob, limit: float, place: Path) -> Start:
     """Start a run with so much of what it needs free, and see whether it comes to its end."""
     ranks, began = resolved.job.layout.world_size, time.monotonic()
-    found = forecast(simulated(request, resolved, Cluster("cpu", gpus=ranks)), Reporter())
+    cluster = Cluster("cpu", gpus=ranks)
+    found = forecast(simulated(request, resolved, cluster), cluster, Reporter())
     if isinstance(found, Problem):
         raise RuntimeError(found.message)
     needs = [found.host_need(found.of(rank)) for rank in range(ranks)]

@@ -106,6 +106,25 @@ def test_the_forecast_is_of_the_rank_that_keeps_most_gradients(tmp_path):
     assert found is not None and found.reserved_bytes == second > first, (first, second)
 
 
+def test_all_layers_of_the_rank_that_needs_most_are_simulated_where_few_leave_open_if_it_fits(monkeypatch):
+    args = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 24, "vocab_size": 32768}
+    how = {"model": "llama-tiny", "model_args": args, "data": "pysource", "precision": "bf16", "micro_batch": 1}
+    run, cluster = zf.Run(**how, seq_len=16, gradient_accumulation_steps=2), zf.Cluster("h100-80gb", gpus=4)
+    first, most = (zf.simulate(run, cluster, rank=rank, exact=True) for rank in (0, 1))
+    assert most.peak_bytes > 1.005 * first.peak_bytes
+    there = host(32 * GIB, gpus=4)
+    ample = held_on({"n1": there}, run, slots=4)
+    assert ample and max(ample.phases.values()) == pytest.approx(first.peak_bytes, rel=0.002)
+    beside = sum(one.high_bytes for one in most.overheads)
+    taken = 80 * GIB - beside - round(1.1 * most.reserved_ahead_bytes)
+    tight = {**there, "gpus": [{**gpu, "used_bytes": taken} for gpu in there["gpus"]]}
+    found = held_on({"n1": tight}, run, slots=4)
+    assert found and max(found.phases.values()) == most.peak_bytes
+    monkeypatch.setattr(forecasts, "simulate_ranks", lambda *_, **__: pytest.fail("simulated"))
+    again = held_on({"n1": there}, run, slots=4)
+    assert again and again.phases == found.phases
+
+
 def test_what_cannot_fit_is_refused_with_the_nearest_changes_and_leaves_nothing(tmp_path, monkeypatch):
     run = zf.Run(**{**LLAMA, "micro_batch": 256}, output=tmp_path / "run")
     leave_four_fifths(monkeypatch, run, tmp_path)
@@ -146,7 +165,8 @@ def test_no_layout_keeps_less_than_the_least(stage, precision):
     run = zf.Run(**{**LLAMA, "ranks": 2, "ds_config": f"zero{stage}", "precision": precision})
     asked = as_request(run)
     resolved = resolve_job(asked)
-    known = forecasts.forecast(gate.simulated(asked, resolved, zf.Cluster("cpu", gpus=2)), Reporter())
+    cluster = zf.Cluster("cpu", gpus=2)
+    known = forecasts.forecast(gate.simulated(asked, resolved, cluster), cluster, Reporter())
     assert isinstance(known, forecasts.RankForecasts)
     kept = sum(sum(known.of(rank).record.kept.values()) for rank in range(2))
     assert 0.5 * kept < forecasts.least_bytes(resolved.job) <= kept
@@ -198,7 +218,8 @@ def test_the_copy_that_is_written_while_it_trains_is_what_is_saved(pools, tmp_pa
     found = []
     for background in (False, True):
         asked = as_request(zf.Run(**how, save_async=background))
-        known = forecasts.forecast(gate.simulated(asked, resolve_job(asked), zf.Cluster("cpu", gpus=2)), Reporter())
+        cluster = zf.Cluster("cpu", gpus=2)
+        known = forecasts.forecast(gate.simulated(asked, resolve_job(asked), cluster), cluster, Reporter())
         assert isinstance(known, forecasts.RankForecasts)
         found.append([known.of(rank).record for rank in range(2)])
     for plain, copied, size in zip(*found, [first, sum(sizes.values()) - first], strict=True):

@@ -60,6 +60,14 @@ def test_the_rank_that_keeps_most_gradients_is_found(cache):
     assert (found.rank, found.peak_bytes) == (1, max(peaks)) and peaks[0] < peaks[1] > peaks[2], peaks
 
 
+def test_changes_are_simulated_for_the_rank_that_needs_most_then(cache):
+    run, cluster = zf.Run(**{**RUN, "ds_config": "zero1"}, gradient_accumulation_steps=2), zf.Cluster("l4", gpus=3)
+    found = {row.change: row.peak_bytes for row in zf.simulate(run, cluster).knobs()}
+    turned = zf.Run(**run.model_copy(update={"ds_config": "zero2"}).model_dump(exclude_unset=True))
+    peaks = [zf.simulate(turned, cluster, rank=rank).peak_bytes for rank in range(3)]
+    assert found["--ds-config zero2"] == max(peaks) > peaks[0], peaks
+
+
 def test_a_simulation_that_is_killed_says_so():
     """The processes that simulate are killed; the one that they are forked from, and so the next call, is not."""
     answers: list[object] = []

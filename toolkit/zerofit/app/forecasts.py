@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -14,7 +14,7 @@ from zerofit.app.kept import kept_file
 from zerofit.app.simulation import PreparedSimulation
 from zerofit.check.dotted import get
 from zerofit.models.catalog import find
-from zerofit.simulate.assess import assess
+from zerofit.simulate.assess import assess, decided
 from zerofit.simulate.categories import MASTER, PARAMETERS, STATE
 from zerofit.simulate.record import STEPS, KindPeak, RankPhase, RankRecord, SimulationTarget
 from zerofit.simulate.result import Simulation
@@ -96,14 +96,19 @@ def _margin(one: Simulation) -> int:
     return late + round(REPLAYED * one.reserved_bytes) + sum(part.high_bytes - part.bytes for part in one.overheads)
 
 
-def forecast(prepared: PreparedSimulation, report: Reporter) -> RankForecasts | Problem:
-    """Return what the ranks of a run take; the reason where it cannot be simulated."""
+def forecast(prepared: PreparedSimulation, free: Cluster, report: Reporter) -> RankForecasts | Problem:
+    """Return what the ranks of a run take; the reason where it cannot be simulated.
+
+    A rank whose layers were not all simulated stands for itself where the memory that is free leaves no doubt.
+    """
     job, cluster = prepared.job, prepared.cluster
     ranks = _simulate_or_recall([prepared.target(rank) for rank in heaviest_of_stages(job.layout, job.batch)], report)
+    exactly = partial(_simulate_or_recall, report=report, exact=True)
+    ranks = decided(ranks, free, exactly)
     for problem in ranks:
         if isinstance(problem, Problem):
             return problem
-    heaviest = heaviest_of(ranks, lambda targets: _simulate_or_recall(targets, report))
+    heaviest = heaviest_of(ranks, exactly)
     known = [rank for rank in [ranks[0], *heaviest] if isinstance(rank, SimulatedRank)]
     first, *stages = (
         _with_save(_with_copy(rank, first=n == 0), saved, cluster.on_cpu)
@@ -183,16 +188,18 @@ def _with_save(rank: SimulatedRank, saved_bytes: int, on_cpu: bool) -> Simulated
     return replace(rank, record=replace(record, phases=[*record.phases, phase], peaks=peaks))
 
 
-def _simulate_or_recall(targets: Sequence[SimulationTarget], report: Reporter) -> list[SimulatedRank | Problem]:
-    """Return each target's rank, from the cache or simulated now and kept."""
+def _simulate_or_recall(
+    targets: Sequence[SimulationTarget], report: Reporter, *, exact: bool = False
+) -> list[SimulatedRank | Problem]:
+    """Return each target's rank, from the cache or simulated now and kept; `exact`: all its layers were simulated."""
     files = [_file(target) for target in targets]
     found: list[SimulatedRank | Problem | None] = [
         _recall(target, file) for target, file in zip(targets, files, strict=True)
     ]
-    missing = [n for n, one in enumerate(found) if one is None]
+    missing = [n for n, one in enumerate(found) if one is None or (exact and one.layers)]
     new: list[SimulatedRank | Problem] = []
     if missing:
-        new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"))
+        new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"), exact=exact)
     for n, one in zip(missing, new, strict=True):
         found[n] = one
         if isinstance(one, SimulatedRank):

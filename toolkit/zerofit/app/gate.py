@@ -80,7 +80,7 @@ class MemoryGate:
         if cluster and too_much:
             problem = self._memory_problem(asked, resolved, cluster, too_much)
             self._refuse([problem, disk_problem(job, output, None)])
-        found = self._forecast(asked, resolved, cluster)
+        found = self._forecast(asked, resolved, cluster, self.free_on(cluster, output)) if cluster else None
         end_server()  # its memory is the ranks'
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
@@ -118,7 +118,8 @@ class MemoryGate:
 
     def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
         """Return the ranks that differ, held against this memory; none where the job cannot be simulated."""
-        found = self._forecast(asked, resolved, self._cluster(resolved))
+        cluster = self._cluster(resolved)
+        found = self._forecast(asked, resolved, cluster, free) if cluster else None
         return [assess(rank, free) for rank in (found.first, *found.stages)] if found else []
 
     def close(self) -> None:
@@ -140,10 +141,12 @@ class MemoryGate:
         )
         return RoomVerdict(room=rooms[0], word=NOT, message=message, rank=0)
 
-    def _forecast(self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster | None) -> RankForecasts | None:
-        if cluster is None or resolved.job.facts.task == "gan" or resolved.inputs is None:
+    def _forecast(
+        self, asked: RunRequest, resolved: ResolvedJob, cluster: Cluster, free: Cluster
+    ) -> RankForecasts | None:
+        if resolved.job.facts.task == "gan" or resolved.inputs is None:
             return None
-        found = forecast(simulated(asked, resolved, cluster), self._report)
+        found = forecast(simulated(asked, resolved, cluster), free, self._report)
         if isinstance(found, Problem):
             self._report.note(f"{UNKNOWN}: {found.message}")
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from zerofit.app.simulated_trace import trace_of_simulation
 from zerofit.models.catalog import shape_named
 from zerofit.models.inputs import Inputs
 from zerofit.simulate.alloc_conf import read_alloc_conf
-from zerofit.simulate.assess import assess, is_inconclusive
+from zerofit.simulate.assess import assess, decided
 from zerofit.simulate.knobs import Knob, knobs
 from zerofit.simulate.record import SimulationTarget
 from zerofit.simulate.result import KnobResult, Simulation, StagePeak
@@ -56,9 +56,11 @@ class PreparedSimulation:
             alloc_conf=self.alloc_conf,
         )
 
-    def knobs(self, rank: int, *, exact: bool = False) -> KnobSimulations:
-        """Return the changes worth trying, to be simulated when they are asked for."""
-        return KnobSimulations(prepared=self, rank=rank, exact=exact)
+    def knobs(self, rank: int, *, heaviest: bool = True, exact: bool = False) -> KnobSimulations:
+        """Return the changes worth trying, to be simulated when they are asked for: this rank, or of those that are
+        equal to it but for their partitions the one that needs most then.
+        """
+        return KnobSimulations(prepared=self, rank=rank, heaviest=heaviest, exact=exact)
 
     def turned(self, knob: Knob) -> PreparedSimulation | None:
         """Return the run with one change; None where zerofit or DeepSpeed would refuse it."""
@@ -77,6 +79,7 @@ class KnobSimulations:
 
     prepared: PreparedSimulation
     rank: int  # of the same pipeline stage in each
+    heaviest: bool  # of its data parallel group, in place of the rank
     exact: bool
     is_worth: Callable[[Job], bool] = lambda job: True  # of a change's job: whether to simulate it
 
@@ -86,8 +89,13 @@ class KnobSimulations:
         job, written, named = self.prepared.job, self.prepared.ds_source, ds_name(self.prepared.asked.run)
         tried = [(knob, self.prepared.turned(knob)) for knob in knobs(job, written, named)]
         turned = [(knob, one) for knob, one in tried if one is not None and self.is_worth(one.job)]
-        targets = [one.target(self.rank) for _, one in turned]
-        simulated = simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=self.exact)
+
+        def look(targets: Sequence[SimulationTarget], *, exact: bool = True) -> list[SimulatedRank | Problem]:
+            return simulate_ranks(targets, lambda text: report.status(f"knobs: {text}"), exact=exact)
+
+        simulated = decided(look([one.target(self.rank) for _, one in turned], exact=self.exact), cluster, look)
+        if self.heaviest:
+            simulated = heaviest_of(simulated, look)
         rows = []
         for (knob, _), rank in zip(turned, simulated, strict=True):
             if isinstance(rank, SimulatedRank):
@@ -139,12 +147,10 @@ def simulate(
         refuse_place(Path(trace))
         exact = True  # an extrapolated rank has no memory over time
     targets = [prepared.target(one) for one in _ranks(prepared.job, rank)]
-    simulated = simulate_ranks(targets, report.status, exact=exact)
-    for n, found in enumerate(simulated):
-        if not isinstance(found, Problem) and is_inconclusive(found, cluster):
-            simulated[n] = simulate_ranks([targets[n]], report.status, exact=True)[0]
+    exactly = partial(simulate_ranks, show=report.status, exact=True)
+    simulated = decided(simulate_ranks(targets, report.status, exact=exact), cluster, exactly)
     if rank is None:
-        simulated = heaviest_of(simulated, lambda more: simulate_ranks(more, report.status, exact=True))
+        simulated = heaviest_of(simulated, exactly)
     failed = [one for one in simulated if isinstance(one, Problem)]
     if failed:
         raise UserError(*dict.fromkeys(failed))  # stages may fail alike
@@ -160,7 +166,7 @@ def simulate(
         fits=all(stage.fits for stage in stages),
         seconds=round(time.perf_counter() - start, 1),
         trace=Path(trace) if trace is not None else None,
-        simulate_knobs=prepared.knobs(worst.rank, exact=exact),
+        simulate_knobs=prepared.knobs(worst.rank, heaviest=rank is None, exact=exact),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerofit.simulate.alloc_conf import read_alloc_conf
@@ -21,6 +22,7 @@ from zerofit.simulate.verdict import (
     unseen_on_cpu,
 )
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import Problem
 from zerofit.spec.mesh import coords_of
 from zerofit.spec.model_facts import ELEMENT_BYTES
 from zerofit.spec.overhead import HOST_PROCESS_BYTES, HOST_RESERVE
@@ -115,7 +117,20 @@ def _run(target: SimulationTarget) -> SimulatedRun:
     )
 
 
-def is_inconclusive(simulated: SimulatedRank, cluster: Cluster) -> bool:
+def decided(
+    ranks: Sequence[SimulatedRank | Problem],
+    cluster: Cluster,
+    simulate_exactly: Callable[[list[SimulationTarget]], Sequence[SimulatedRank | Problem]],
+) -> list[SimulatedRank | Problem]:
+    """Return the ranks, all layers of those simulated whose extrapolation leaves open whether they fit the cluster."""
+    found = list(ranks)
+    for n, one in enumerate(found):
+        if isinstance(one, SimulatedRank) and _is_open(one, cluster):
+            found[n] = simulate_exactly([one.target])[0]
+    return found
+
+
+def _is_open(simulated: SimulatedRank, cluster: Cluster) -> bool:
     """Return whether an extrapolation leaves open if the rank fits: reserved bytes are not linear in the layers."""
     if not simulated.layers or cluster.on_cpu:
         return False
