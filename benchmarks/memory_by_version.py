@@ -1,8 +1,8 @@
 """What each of the last releases of DeepSpeed and transformers did to the memory of ten standard jobs.
 
-python benchmarks/memory_by_version.py [--folder FOLDER] [--jobs WORDS] [--at-once N] [--out FOLDER]
+python benchmarks/memory_by_version.py [--jobs WORDS] [--at-once N] [--out FOLDER]
 
-Each release is installed by pip into a folder of its own, which lies on the path before the installed packages: torch
+Each release is installed by pip into an environment over this one, as for `zerofit simulate --deepspeed-version`: torch
 is the same one everywhere. DeepSpeed is built from its source without its ops. One process a release simulates the jobs
 as rank 0 of 8 H100 without a GPU. The peak is that of the highest phase, start-up included; see ../docs/scripts.md.
 """
@@ -25,6 +25,9 @@ from typing import Any, NoReturn
 
 from meter.report import surroundings
 from meter.script_cases import SCRIPTS, save_tokenizer
+
+from zerofit.app.releases import python_with
+from zerofit.spec.events import Reporter
 
 RESULTS = Path(__file__).parent / "results"
 RELEASES = {  # oldest first; the last one of both is installed
@@ -77,42 +80,28 @@ def main() -> None:
         for job in simulated(asked.jobs):
             print(json.dumps(asdict(job)), flush=True)
         return
+    here = Path(sys.executable)
     releases = [(package, version) for package, versions in RELEASES.items() for version in versions]
-    paths = {one: None if is_here(*one) else installed(*one, asked.folder) for one in releases}
+    report = Reporter(lambda event: print(event.text, flush=True))
+    pythons = {(p, v): here if v == importlib.metadata.version(p) else python_with({p: v}, report) for p, v in releases}
     with ThreadPoolExecutor(asked.at_once) as pool:
-        answers = {where: pool.submit(of_release, where, asked) for where in set(paths.values())}
-    found = [{"package": p, "version": v, "jobs": answers[where].result()} for (p, v), where in paths.items()]
+        answers = {python: pool.submit(of_release, python, asked) for python in set(pythons.values())}
+    found = [{"package": p, "version": v, "jobs": answers[python].result()} for (p, v), python in pythons.items()]
     if asked.out:
         write(found, asked.out)
     print("\n".join(table(found)))
 
 
-def is_here(package: str, version: str) -> bool:
-    """Return whether it is the release that is installed."""
-    return version == importlib.metadata.version(package)
-
-
-def installed(package: str, version: str, folder: Path) -> Path:
-    """Return the folder of a release, installed there if it is not yet."""
-    where = (folder / f"{package}-{version}").resolve()
-    if not (where / package).is_dir():
-        words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(where)]
-        pip = [sys.executable, "-m", "pip", *words, f"{package}=={version}"]
-        subprocess.run(pip, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
-    return where
-
-
-def of_release(where: Path | None, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what all jobs need with a release, which lies on the path before the packages that are installed."""
-    path = os.pathsep.join(filter(None, (str(where or ""), os.environ.get("PYTHONPATH", ""))))
-    quiet = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    words = [sys.executable, __file__, "--one", "--jobs", *asked.jobs]
+def of_release(python: Path, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what all jobs need with the packages of this Python."""
+    quiet = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    words = [python, __file__, "--one", "--jobs", *asked.jobs]
     rows = []
     with subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, **quiet}, text=True) as process:
         for line in process.stdout or ():
             if line.startswith('{"job"'):
                 rows.append(json.loads(line))
-                print(f"{where.name if where else 'installed':20} {line}", end="", flush=True)
+                print(f"{python.parents[1].name:30} {line}", end="", flush=True)
     order = list(asked.jobs)
     missing = [
         {**asdict(JobMemory(job=job)), "refused": "ended"} for job in order if job not in {r["job"] for r in rows}
@@ -228,7 +217,6 @@ def write(found: list[dict[str, Any]], folder: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path("releases"), help="where releases are installed, once")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="only these")
     parser.add_argument("--at-once", type=int, default=2, help="releases that are simulated at a time")
     parser.add_argument("--out", type=Path, help=f"write JSON into this folder (ours: {RESULTS.name}/)")

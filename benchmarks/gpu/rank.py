@@ -85,7 +85,8 @@ def measure(asked: SimulationTarget) -> dict[str, Any]:
     `used_bytes` is all that is taken of the device, the driver's part included. Times are seconds; `kernels` those of
     one step by class.
     """
-    from zerofit.simulate.phases import PhaseLog, empty_batches, start, train_steps
+    from zerofit.simulate.drivers import empty_batches, start, train_steps
+    from zerofit.simulate.phases import PhaseLog
     from zerofit.train import process_group
 
     process_group.start(timedelta(seconds=TIMEOUT_S))

@@ -69,9 +69,10 @@ class RecordingDict(dict):
         return self._children.setdefault(path, RecordingDict(path, self._reading))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Note a section: DeepSpeed makes those that it misses."""
-        if value == {}:
-            self._reading.sections.add(f"{self._path}.{key}" if self._path else str(key))
+        """Note a section, and those in it: DeepSpeed makes those that it misses."""
+        path = f"{self._path}.{key}" if self._path else str(key)
+        if isinstance(value, dict) and all(isinstance(inner, dict) for inner in value.values()):
+            self._reading.sections |= {path, *(f"{path}.{inner}" for inner in value)}
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the value, as a dictionary does."""

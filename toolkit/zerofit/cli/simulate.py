@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zerofit.app.releases import go_on_with
 from zerofit.app.requests import read_request
 from zerofit.cli.answer import answer
 from zerofit.cli.baseline import FAIL_ABOVE, annotate, baseline_options, read_asked_baseline
@@ -21,7 +22,7 @@ from zerofit.cli.options import AS_JSON, INPUT, PATH, clusters, given, hardware_
 from zerofit.models.inputs import ImageInputs, NamedInputs, TableInputs
 from zerofit.simulate.result import SimulatedRun, SimulatedScript
 from zerofit.spec.errors import Problem, Problems, UserError
-from zerofit.spec.events import Event
+from zerofit.spec.events import Event, Reporter
 from zerofit.spec.mesh import describe_rank
 from zerofit.spec.overhead import HOST_PROCESS_BYTES
 from zerofit.spec.partial_training import PART_FIELDS
@@ -48,6 +49,8 @@ WIDTH = 140  # where there is no terminal
 PLAIN: dict[str, Any] = {"box": None, "pad_edge": False}  # of tables
 SCRIPT = "zerofit.script"  # words after --, in click's context
 FEW = 8  # collectives to print
+RELEASES = {"deepspeed": "deepspeed_version", "transformers": "transformers_version"}  # package -> option
+PLACES = {name: f"--{field.replace('_', '-')}" for name, field in RELEASES.items()}
 TRACE_HELP = "file for the timeline of a step: Chrome trace format, opens in Perfetto (implies --exact)"
 
 
@@ -72,6 +75,8 @@ class CommandAfterDashes(click.Command):
 @click.option("--alloc-conf", default="", metavar="OPTIONS", help="of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF")
 @click.option("--knobs/--no-knobs", default=True, help="simulate what could be changed, too")
 @click.option("--longest", is_flag=True, help="of a script (--): simulate the longest batches that it allows, too")
+@click.option("--deepspeed-version", metavar="X.Y.Z", help="simulate with this release, installed beside the others")
+@click.option("--transformers-version", metavar="X.Y.Z", help="the same of transformers")
 @click.option("--plot", type=PATH, help="picture of the memory over the run (implies --exact)")
 @click.option("--trace", type=PATH, help=TRACE_HELP)
 @baseline_options
@@ -90,14 +95,31 @@ def simulate(ctx: click.Context, target: str | None, as_json: bool, **options: A
     words = ctx.meta[SCRIPT]
 
     def work() -> Simulation:
+        releases = {name: options[field] for name, field in RELEASES.items() if options[field]}
+        with EventConsole() as console:
+            go_on_with(releases, PLACES, Reporter(console), own=words is None)
         options["base"] = read_asked_baseline(options)
-        if words is not None:
-            return _script(ctx, words, as_json, options)
-        return _simulate(_named(target, options["longest"]), as_json, options)
+        try:
+            if words is not None:
+                return _script(ctx, words, as_json, options)
+            return _simulate(_named(target, options["longest"]), as_json, options)
+        except (RuntimeError, ImportError, AttributeError) as error:
+            if not releases:
+                raise
+            raise UserError(_unknown_release(releases, error)) from error
 
     result = answer(work, as_json, show_knobs)
     annotate(result)
     sys.exit(FINDING if not result.fits or (result.against and result.against.exceeded) else 0)
+
+
+def _unknown_release(releases: dict[str, str], error: Exception) -> Problem:
+    """Return that zerofit's simulator does not work with releases that were asked for."""
+    named = " and ".join(f"{name} {version}" for name, version in releases.items())
+    said = str(error).strip().splitlines()[-1]
+    hint = "take a later release: which ones were tried stands in docs/scripts.md, under releases"
+    where = " ".join(PLACES[name] for name in releases)
+    return Problem(kind="release", message=f"zerofit cannot simulate with {named}: {said}", hint=hint, where=where)
 
 
 def _named(target: str | None, longest: bool) -> str:

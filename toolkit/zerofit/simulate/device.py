@@ -48,6 +48,10 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BACKEND)
 
 
+# in earlier releases of DeepSpeed each accelerator pins by itself
+_LEAVES_PINNING_TO_TORCH = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
+
+
 class SimulatedHost(CPU_Accelerator):
     """The CPU accelerator with as much memory as is said."""
 
@@ -139,7 +143,15 @@ class SimulatedGpu(SimulatedHost):
         """Wait for all streams."""
         self._meter.streams.synchronize()
 
-    pin_memory = DeepSpeedAccelerator.pin_memory  # the CPU's does nothing
+    def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a copy in pinned memory; the CPU's does nothing."""
+        if _LEAVES_PINNING_TO_TORCH:
+            return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
+        return self._torch_pin_memory(tensor)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in pinned memory."""
+        return DeepSpeedAccelerator.is_pinned(self, tensor) if _LEAVES_PINNING_TO_TORCH else self._torch_is_pinned(tensor)
 
     def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
         pinned = tensor.clone()

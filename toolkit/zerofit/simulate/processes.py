@@ -31,7 +31,8 @@ from zerofit.spec.server_process import ServerProcess
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
 # what every simulation imports, or changes
-IMPORTED = ("cpuinfo", "zerofit.simulate.rank", "transformers.masking_utils", "transformers.modeling_utils")
+IMPORTED = ("cpuinfo", "torch", "transformers.masking_utils", "transformers.modeling_utils")
+IMPORTED_FOR_RUNS = ("zerofit.simulate.rank",)
 IMPORTED_FOR = {  # by a model's family, before the first simulation of one
     "torchvision": ("torchvision",),
     "transformers": (
@@ -40,10 +41,15 @@ IMPORTED_FOR = {  # by a model's family, before the first simulation of one
         "transformers.models.auto.modeling_auto",
     ),
 }
-IMPORTED_FOR_SCRIPTS = (
-    *(module for modules in IMPORTED_FOR.values() for module in modules),
+NEW_IN_DEEPSPEED = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # 3 s: torch.compile's decorator imports all of Inductor
+)
+# torchvision may be made for another torch, too: who needs it hears so in its own words
+MAY_BE_MISSING = ("torchvision", *NEW_IN_DEEPSPEED)
+IMPORTED_FOR_SCRIPTS = (
+    *(module for modules in IMPORTED_FOR.values() for module in modules),
+    *NEW_IN_DEEPSPEED,
     "zerofit.simulate.script.rank",
 )
 POLL_S = 0.2
@@ -87,7 +93,7 @@ def _needed(target: SimulationTarget | ScriptTarget) -> tuple[str, ...]:
     """Return the modules that are imported once, before processes are forked for such a target."""
     if isinstance(target, ScriptTarget):
         return IMPORTED_FOR_SCRIPTS
-    return IMPORTED_FOR.get(find(target.job.run.model).family, ())
+    return (*IMPORTED_FOR_RUNS, *IMPORTED_FOR.get(find(target.job.run.model).family, ()))
 
 
 class _Server(ServerProcess):
@@ -173,8 +179,7 @@ def _import(names: Sequence[str]) -> None:
     """Import what processes that are forked from now on share, and leave it out of their garbage collections."""
     with collector_off():
         for name in names:
-            # torchvision may be missing, or made for another torch: who needs it hears so in its own words
-            with suppress(*((Exception,) if name == "torchvision" else ())):
+            with suppress(*((Exception,) if name in MAY_BE_MISSING else ())):
                 importlib.import_module(name)
         gc.freeze()
 
@@ -207,15 +212,20 @@ def _simulate(target: SimulationTarget | ScriptTarget, folder: Path, n: int) -> 
     log = os.open(folder / f"{n}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from zerofit.simulate.rank import simulate
-    from zerofit.simulate.script.rank import simulate_script
 
     def say(text: str) -> None:
         (folder / f"{n}.status").write_text(text)
 
     result: Any
     try:
-        result = simulate_script(target, say=say) if isinstance(target, ScriptTarget) else simulate(target, say=say)
+        if isinstance(target, ScriptTarget):
+            from zerofit.simulate.script.rank import simulate_script
+
+            result = simulate_script(target, say=say)
+        else:
+            from zerofit.simulate.rank import simulate
+
+            result = simulate(target, say=say)
     except UserError as error:
         result = error.problems[0]
     except ModelError as error:

@@ -96,7 +96,8 @@ def _precision(engine: Any, parameters: Any, autocast: torch.dtype | None) -> st
     """Return the type of what is computed, and whether autocast is what casts to it."""
     if engine is not None:
         weights = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
-        autocast = autocast if engine.torch_autocast_enabled() else None  # else it switches off what is around it
+        enabled = getattr(engine, "torch_autocast_enabled", lambda: True)  # else it switches off what is around it
+        autocast = autocast if enabled() else None
     else:
         kinds = Counter(p.dtype for p in parameters)
         weights = kinds.most_common(1)[0][0] if kinds else None

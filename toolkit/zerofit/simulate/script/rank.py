@@ -33,7 +33,7 @@ from zerofit.simulate.device import install
 from zerofit.simulate.op_costs import Scratch, scratch_on
 from zerofit.simulate.partitions import heavier_than_this
 from zerofit.simulate.phases import PhaseLog
-from zerofit.simulate.rank import record_of
+from zerofit.simulate.rank_record import record_of
 from zerofit.simulate.record import RankRecord
 from zerofit.simulate.script import cuda, distributed, gpu, host, kernels, lazy, lengths, pretrained, writes
 from zerofit.simulate.script import phases as script_phases

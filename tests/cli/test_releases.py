@@ -1,0 +1,89 @@
+"""`--deepspeed-version`: a script simulated with another release than the one that is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+NEW = "0.19.99"
+BUCKET = "reduce_bucket_size: int = Field(pp_int(5e8)"
+SCRIPT = """
+import deepspeed, torch
+
+net = torch.nn.Linear(256, 256)
+zero = {"stage": 3, "stage3_prefetch_bucket_size": 0}
+config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": zero}
+config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+for _ in range(4):
+    x = torch.randn(4, 256, device=engine.device, dtype=torch.bfloat16)
+    engine.backward(engine(x).float().pow(2).mean())
+    engine.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory) -> Path:
+    """A folder with a later release of the DeepSpeed that is installed: its reduce bucket is a fifth as large."""
+    folder, installed = tmp_path_factory.mktemp("releases"), metadata.distribution("deepspeed")
+    old, found = f"deepspeed-{installed.version}.dist-info", []
+    with zipfile.ZipFile(folder / f"deepspeed-{NEW}-py3-none-any.whl", "w") as wheel:
+        for file in installed.files or ():
+            if file.parts[0] not in ("deepspeed", old) or file.suffix == ".pyc" or file.name == "RECORD":
+                continue
+            content, name = Path(str(file.locate())).read_bytes(), str(file).replace(old, f"deepspeed-{NEW}.dist-info")
+            if file.name == "METADATA":
+                content = content.replace(f"\nVersion: {installed.version}".encode(), f"\nVersion: {NEW}".encode(), 1)
+            if str(file) == "deepspeed/runtime/zero/config.py":
+                assert BUCKET.encode() in content
+                content = content.replace(BUCKET.encode(), BUCKET.replace("5e8", "1e8").encode())
+            wheel.writestr(name, content)
+            found.append(f"{name},,")
+        record = f"deepspeed-{NEW}.dist-info/RECORD"
+        wheel.writestr(record, "\n".join([*found, f"{record},,", ""]))
+    return folder
+
+
+def simulate(folder: Path, releases: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(releases)}
+    argv = [
+        sys.executable,
+        "-m",
+        "zerofit.cli",
+        "simulate",
+        "--gpu",
+        "l4",
+        "--gpus",
+        "2",
+        "--no-knobs",
+        "--json",
+        *words,
+    ]
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_a_script_is_simulated_with_another_release_that_is_installed_once(tmp_path, releases):
+    command = ["--", "deepspeed", "--num_gpus", "2", "train.py"]
+    asked = ["--deepspeed-version", NEW]
+    first, again, installed = (simulate(tmp_path, releases, *words, *command) for words in (asked, asked, []))
+    assert [f"installing deepspeed=={NEW}" in done.stderr for done in (first, again, installed)] == [True, False, False]
+    other, same, here = (json.loads(done.stdout.splitlines()[-1]) for done in (first, again, installed))
+    assert other["peak_bytes"] == same["peak_bytes"]
+    assert here["peak_bytes"] - other["peak_bytes"] == int(4e8) * 2  # a bucket of bf16
+
+
+def test_what_is_no_release_is_refused_at_once(tmp_path, releases):
+    done = simulate(tmp_path, releases, "llama-tiny", "--deepspeed-version", "x.y", "--transformers-version", "4.0")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "'x.y' is not a version" in done.stderr
+    assert "zerofit trains with transformers>=5.17, not with 4.0" in done.stderr and "-- COMMAND" in done.stderr
+    done = simulate(tmp_path, releases, "--deepspeed-version", "0.19.77", "--", "python", "train.py")
+    assert done.returncode == 2 and "No matching distribution found for deepspeed==0.19.77" in done.stderr

@@ -1,0 +1,103 @@
+"""Other releases of DeepSpeed and transformers: a command goes on in an environment that has them, over this one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from zerofit.spec.errors import Problem, Problems, UserError
+from zerofit.spec.events import Reporter
+from zerofit.spec.files import cache_root
+
+HAS = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+
+
+def go_on_with(releases: Mapping[str, str | None], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
+    """Replace this process by one of the same command line that has these releases; return if this one has them.
+
+    Args:
+        releases: package -> version ("0.19.5"); None: whichever is installed.
+        places: package -> the option that names its version.
+        report: hears that something is installed.
+        own: whether the command is about a run of zerofit's own, which needs releases that zerofit trains with.
+
+    Raises UserError where there is no such release, where it cannot be installed, or where zerofit has no use for it.
+    """
+    problems, wanted = Problems(), dict[str, str]()
+    allowed = {
+        one.name: one.specifier for one in map(Requirement, metadata.requires("zerofit") or ()) if not one.marker
+    }
+    for name, version in releases.items():
+        if not version:
+            continue
+        try:
+            there = metadata.version(name) in SpecifierSet(f"=={version}", prereleases=True)
+        except InvalidSpecifier:
+            hint = f"a release's version, as in `pip index versions {name}`"
+            problems.add("bad-value", f"{version!r} is not a version", hint, places[name])
+            continue
+        if own and not allowed[name].contains(version, prereleases=True):
+            message = f"zerofit trains with {name}{allowed[name]}, not with {version}"
+            hint = "take one of these; with others a script of your own is simulated: -- COMMAND"
+            problems.add("release", message, hint, places[name])
+        elif not there:
+            wanted[name] = version
+    problems.raise_if_any()
+    if wanted:
+        python = python_with(wanted, report, where=" ".join(places[name] for name in wanted))
+        os.execv(python, [str(python), "-P", "-m", "zerofit.cli", *sys.argv[1:]])
+
+
+def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "") -> Path:
+    """Return the Python of an environment with these releases (package -> version), made now unless it was before.
+
+    It lies over this environment, holds what these packages need in another version, and is kept in the cache.
+    `where`: the place that an error names. Raises UserError where pip cannot install them.
+    """
+    named = [f"{name}=={version}" for name, version in sorted(releases.items())]
+    below = [path for path in (*site.getsitepackages(), site.getusersitepackages()) if os.path.isdir(path)]
+    key = hashlib.sha256("\n".join([sys.version, *below]).encode()).hexdigest()[:8]
+    folder = cache_root() / "releases" / "-".join([*named, key])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done, python = folder / "installed", folder / "bin" / "python"
+    with FileLock(f"{folder}.lock"):
+        if done.exists():
+            return python
+        report.status(f"installing {' and '.join(named)} beside this environment, once ...")
+        _run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], where)
+        own = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in below]
+        Path(own, "below.pth").write_text("".join(lines), encoding="utf-8")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
+        _run([*pip, *named], where)
+        found = _run([python, "-P", "-c", HAS, *sorted(releases)], where).split()
+        if any(has not in SpecifierSet(f"=={releases[n]}") for n, has in zip(sorted(releases), found, strict=True)):
+            message = f"{' and '.join(named)} is in {folder}, but Python finds {' and '.join(found)}"
+            raise UserError(Problem(kind="release", message=message, hint="unset PYTHONPATH", where=where))
+        done.touch()
+    return python
+
+
+def _run(words: Sequence[Any], where: str) -> str:
+    """Return what a program prints. Raises UserError with its last word where it fails."""
+    env = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's ops are compiled where they are used
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=env)
+    if done.returncode:
+        said = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        errors = [line for line in said if line.startswith("ERROR:")] or said or [f"exit code {done.returncode}"]
+        message = f"{' '.join(map(str, words[1:4]))} ...: {errors[-1].removeprefix('ERROR: ')}"
+        hint = "pip must be able to install it here: `pip index versions` lists what there is"
+        raise UserError(Problem(kind="release", message=message, hint=hint, where=where))
+    return done.stdout
