@@ -49,7 +49,7 @@ def register() -> None:
 
 
 # in earlier releases of DeepSpeed each accelerator pins by itself
-_LEAVES_PINNING_TO_TORCH = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
+_TORCH_PINS = hasattr(DeepSpeedAccelerator, "_torch_pins_host_memory")
 
 
 class SimulatedHost(CPU_Accelerator):
@@ -145,13 +145,13 @@ class SimulatedGpu(SimulatedHost):
 
     def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return a copy in pinned memory; the CPU's does nothing."""
-        if _LEAVES_PINNING_TO_TORCH:
+        if _TORCH_PINS:
             return DeepSpeedAccelerator.pin_memory(self, tensor, *args, **kwargs)
         return self._torch_pin_memory(tensor)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in pinned memory."""
-        return DeepSpeedAccelerator.is_pinned(self, tensor) if _LEAVES_PINNING_TO_TORCH else self._torch_is_pinned(tensor)
+        return DeepSpeedAccelerator.is_pinned(self, tensor) if _TORCH_PINS else self._torch_is_pinned(tensor)
 
     def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
         pinned = tensor.clone()
