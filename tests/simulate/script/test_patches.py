@@ -22,7 +22,7 @@ pytestmark = pytest.mark.versions
 DATA, DDP = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
 HF, TENSOR = "transformers.modeling_utils", "torch._tensor"
 FLAT, NORMS = "torch.distributed.fsdp._flat_param", "torch.nn.modules._functions"
-PARAMETER = "torch.nn.parameter"
+PARAMETER, INIT = "torch.nn.parameter", "torch.distributed.fsdp._init_utils"
 TOKENIZERS = "transformers.tokenization_utils_base"
 GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available", "destroy_process_group")
 # patch -> attributes that it replaces, and the lines of the library that make it necessary
@@ -73,6 +73,20 @@ PATCHES = {
     "resized_storages": (
         ["torch:UntypedStorage.resize_"],
         [Reason("torch.distributed.fsdp._fully_shard._fsdp_param", "free_storage", "tensor", "storage.resize_(0)")],
+    ),
+    "flat_sharding": (
+        ["torch.distributed.fsdp:FullyShardedDataParallel.__init__", f"{INIT}:_get_compute_device"],
+        [
+            Reason(INIT, function, arguments, line)
+            for function, arguments, line in (
+                ("_init_device_handle", "state module ignored_params device_id", "else torch.device(device_id)"),
+                (
+                    "_get_compute_device",
+                    "module ignored_params device_from_device_id rank device_handle",
+                    "compute_device = torch.device(device_handle.current_device())",
+                ),
+            )
+        ],
     ),
     "sharded_shapes": (
         ["torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"],

@@ -159,15 +159,31 @@ def test_fully_sharded_models_keep_their_part(folder):
     assert {row.op for row in result.comm} >= {"allgather_base", "reduce_scatter_base"}
 
 
-@pytest.mark.parametrize("options", ["", ", ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True"])
-def test_flat_sharding_keeps_its_part(folder, options):
-    model = f"model = FullyShardedDataParallel(model, None{options})"
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "FullyShardedDataParallel(model)",
+        "FullyShardedDataParallel(model, None, ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)",
+        "FullyShardedDataParallel(model.cpu(), device_id=local)",
+    ],
+)
+def test_flat_sharding_keeps_its_part(folder, wrapped):
+    model = f"model = {wrapped}"
     result = simulated(sharded(model), "torchrun --nproc_per_node 4 train.py", gpus=4)
     part = 4 * (256 * 256 + 256) // 4
     last = {p.name: p for p in result.phases if p.step == 1}
     assert last["step"].end_bytes - 2 * CUBLAS_HOPPER_BYTES == pytest.approx(4 * part, rel=0.01)
     assert last["backward"].peak_bytes - 2 * CUBLAS_HOPPER_BYTES > 7 * part
     assert not facts(result).is_upper_bound
+
+
+def test_flat_sharding_with_offload_keeps_all_on_the_host(folder):
+    model = "model = FullyShardedDataParallel(model.cpu(), cpu_offload=CPUOffload(offload_params=True))"
+    result = simulated(sharded(model), "torchrun --nproc_per_node 4 train.py", gpus=4)
+    whole = 4 * (256 * 256 + 256)
+    last = {p.name: p for p in result.phases if p.step == 1}
+    assert last["step"].end_bytes - 2 * CUBLAS_HOPPER_BYTES < 0.1 * whole
+    assert result.host_phases["step"] >= whole  # weights, gradients, both moments, of a fourth each
 
 
 def test_flat_sharding_with_original_parameters_on_cpus(folder):

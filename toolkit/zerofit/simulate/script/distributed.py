@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -118,6 +119,33 @@ def resized_storages(meter: ScriptTracker) -> None:
         return out
 
     replace_in(torch.UntypedStorage, "resize_", resize)
+
+
+def flat_sharding() -> None:
+    """Take the GPU that FSDP 1 is given by its number, or that is current, for the one that scripts see.
+
+    `torch.device(0)` asks C++ for the accelerator's name, which is another one there.
+    (torch.distributed.fsdp.FullyShardedDataParallel.__init__; _init_utils.py, _get_compute_device)
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+
+    init, compute_device = FullyShardedDataParallel.__init__, _init_utils._get_compute_device
+    signature = inspect.signature(init)
+
+    def numbered(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        device_id = given.arguments.get("device_id")
+        if isinstance(device_id, int):
+            given.arguments["device_id"] = torch.device("cuda", device_id)
+        init(*given.args, **given.kwargs)
+
+    def current(module: Any, ignored: Any, device_id: torch.device | None, *args: Any) -> torch.device:
+        found = compute_device(module, ignored, None, *args)
+        found = found if found.type in ("cpu", "cuda") else torch.device("cuda", found.index)
+        return found if device_id in (None, found) else compute_device(module, ignored, device_id, *args)
+
+    replace_in(FullyShardedDataParallel, "__init__", numbered)
+    replace_in(_init_utils, "_get_compute_device", current)
 
 
 def sharded_shapes(meter: ScriptTracker) -> None:

@@ -101,6 +101,7 @@ def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:
         patches.record_stream(meter)
         for answers in (cuda.cuda_module, cuda.accelerator_module, cuda.autocast):
             answers(meter, target)
+        distributed.flat_sharding()
         kernels.synchronized_norms(meter)
         kernels.flash_attention_package(meter)
     else:
