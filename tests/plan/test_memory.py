@@ -81,8 +81,16 @@ def test_a_stage_takes_no_norm_of_the_tied_matrix_that_another_one_has():
 def test_stages_that_have_one_matrix_exchange_its_gradient(schedule, apart):
     """In DualPipeV the first stage has both ends."""
     planned = layout(1, pp=2, accumulation=4, schedule=schedule)
-    assert forecast(TIED, planned).tied_stages is apart
-    assert not forecast(PROFILE, layout(1, pp=2, accumulation=4)).tied_stages
+    assert forecast(TIED, planned).more_communicators == apart
+    assert not forecast(PROFILE, layout(1, pp=2, accumulation=4)).more_communicators
+
+
+@pytest.mark.parametrize(("stage", "dp", "whole"), [(3, 4, 1), (3, 1, 0), (2, 4, 0)])
+def test_whole_weights_at_stage_3_are_sent_in_a_group_of_their_own(stage, dp, whole):
+    """transformers' are divided before the engine has them; seen in `zerofit simulate resnet50 --ds-config zero3`."""
+    plain = replace(PROFILE, model_type=None)
+    assert forecast(plain, layout(stage, dp=dp)).more_communicators == whole
+    assert not forecast(replace(PROFILE, model_type="llama"), layout(stage, dp=dp)).more_communicators
 
 
 @pytest.mark.parametrize("parts", [((0, 2),), ((0, 1), (3, 4))], ids=["two stages", "two parts of one"])

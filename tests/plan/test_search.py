@@ -105,7 +105,7 @@ def test_a_pipelines_communicators_are_kept_free(dp, tp, groups):
     without = PlannedLayout(zero_stage=1, micro_batch=1, dp=dp, tp=tp)
     more = margin_bytes(0, replace(without, pp=2), make_cluster()) - margin_bytes(0, without, make_cluster())
     assert more == groups * NCCL_NVLINK_BYTES + NCCL_ALL_TO_ALL_BYTES * 2 // 7
-    tied = margin_bytes(0, replace(without, pp=2), make_cluster(), tied_stages=True)
+    tied = margin_bytes(0, replace(without, pp=2), make_cluster(), more_communicators=1)
     assert tied - margin_bytes(0, replace(without, pp=2), make_cluster()) == NCCL_NVLINK_BYTES
 
 

@@ -71,7 +71,7 @@ class Fit:
 
 def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
     """Compare a forecast with what the cluster has."""
-    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.tied_stages)
+    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.more_communicators)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
@@ -84,10 +84,10 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
     )
 
 
-def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster, tied_stages: bool = False) -> float:
+def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster, more_communicators: int = 0) -> float:
     """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates.
 
-    `tied_stages`: two pipeline stages have one matrix.
+    `more_communicators`: beside those that the layout's degrees need.
     """
     if cluster.on_cpu:
         return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
@@ -99,17 +99,17 @@ def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster, tied_
         # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
         fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
     fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
-    return fragmentation + _process_bytes(layout, cluster, tied_stages)
+    return fragmentation + _process_bytes(layout, cluster, more_communicators)
 
 
-def _process_bytes(layout: PlannedLayout, cluster: Cluster, tied_stages: bool) -> int:
+def _process_bytes(layout: PlannedLayout, cluster: Cluster, more_communicators: int) -> int:
     """Sum context and communicators, each at the upper end of what sources give."""
     device = cluster.device
     divided = (layout.zero_ranks > 1) + (layout.tp > 1)
     # a pipeline's: a rank's stages for losses, these with tensor ranks for the norm, all ranks for activations
     # (runtime/pipe/engine.py:629, :153, p2p.py:60); of spread experts who holds them together, and who holds the same
     beside = 3 if layout.pp > 1 else divided > 1
-    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + tied_stages  # (pipe/module.py:475)
+    groups = divided + (layout.sp > 1) + 2 * (layout.ep > 1) + beside + more_communicators  # (pipe/module.py:475)
     # connections of all-to-alls and of pipeline stages to single peers; other nodes share a buffer (nccl#1450)
     peers = min(max(layout.sp - 1, layout.ep - 1, 2 if layout.pp > 1 else 0), device.node.gpus - 1)
     if "PCIe" in device.link_name:

@@ -162,4 +162,4 @@ class LayoutMemory:
     host_bytes: int  # of this rank's process
     nvme_bytes: int
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
-    tied_stages: bool = False  # two pipeline stages have one matrix, and exchange its gradient
+    more_communicators: int = 0  # beside those that its degrees need (`plan.fit`)

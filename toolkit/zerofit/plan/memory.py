@@ -107,8 +107,18 @@ class Forecaster:
             host_bytes=max(one.host_at(samples) for one in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
-            tied_stages=bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev",
+            more_communicators=self._more_communicators(layout),
         )
+
+    def _more_communicators(self, layout: PlannedLayout) -> int:
+        """Return the communicators for a matrix that two stages have, and for weights that are whole at stage 3.
+
+        These are sent from the first rank to all others (engine.py, _broadcast_model) before ZeRO divides them, in a
+        group of its own; transformers' models are divided by then.
+        """
+        tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
+        whole = self.profile.model_type is None and layout.zero_stage == 3 and layout.zero_ranks > 1
+        return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
         """Return when most is alive in layers of a pipeline stage, and in its step; of equal layers in a few.
