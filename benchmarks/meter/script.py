@@ -11,12 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from zerofit.simulate.op_costs import Scratch
+from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand, read_command
 from zerofit.simulate.script.errors import ScriptStop
 from zerofit.simulate.script.launchers import environment
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster
+from zerofit.spec.errors import UserError
 
 from .script_task import ScriptTask
 
@@ -49,18 +53,33 @@ def metered(task: ScriptTask) -> dict[str, Any]:
 
 
 def simulated(task: ScriptTask) -> dict[str, Any]:
-    """The same of the simulation, for a cluster of CPU ranks: {"phases": [...], "notes": [...]}."""
+    """The same of the simulation, for a cluster of CPU ranks: {"phases": [...], "notes": [...], "sends": ...}.
+
+    The phases are None where the rank is in a later stage of a pipeline and nothing is known to be received.
+    """
     from zerofit.simulate.script.rank import simulate_script
 
     target = _target(task, read_command(_in_folder(task)))
-    record = simulate_script(target, _with_kernels() if task.kernels else None)
+    try:
+        record = simulate_script(target, _with_kernels() if task.kernels else None)
+    except UserError as error:
+        if error.problems[0].kind != LATER_STAGE:
+            raise
+        return {"phases": None}
     assert record.script
-    return {"phases": [asdict(phase) for phase in record.phases], "notes": [asdict(n) for n in record.script.notes]}
+    sends = record.pipeline and record.pipeline.sends
+    notes = [asdict(note) for note in record.script.notes]
+    return {"phases": [asdict(p) for p in record.phases], "notes": notes, "sends": sends and asdict(sends)}
 
 
 def _target(task: ScriptTask, command: ScriptCommand) -> ScriptTarget:
     device = Cluster("cpu", gpus=task.ranks).device
-    return ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
+    shape = {"device": device, "gpus": task.ranks, "nodes": 1}
+    received = _SENT.validate_python(task.received)
+    return ScriptTarget(command=command, **shape, rank=task.rank, steps=task.steps, received=received)
+
+
+_SENT = TypeAdapter(SentTensors | None)
 
 
 def _with_kernels() -> Scratch:

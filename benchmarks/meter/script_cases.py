@@ -15,7 +15,7 @@ STAGES = ("zero2", "zero3", "offload")
 CHECKPOINTING = ("--gradient_checkpointing", "True")
 TRL = ("sft", "lora", "dpo", "reward")
 KINDS = ("plain", "trainer", "peft", "seq2seq", "image", "accelerate", "gan", *TRL, "qlora")
-ALONE = ("autocast zero2", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
+ALONE = ("autocast zero2", "pipeline zero1", "cnn zero2", "json zero3", "launched zero2", "liger zero2", "liger zero3")
 ALONE += ("torch plain", "torch ddp", "torch fsdp")
 FLAT = {
     "full": (),
@@ -75,6 +75,10 @@ def _plain(**precision: Any) -> Words:
         return (str(SCRIPTS / "plain.py"), "--deepspeed", "--deepspeed_config", _config(folder, stage, **precision))
 
     return words
+
+
+def _pipeline(folder: Path, stage: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / "pipeline.py"), "--deepspeed", "--deepspeed_config", _config(folder, stage))
 
 
 def _seq2seq(folder: Path, stage: str) -> tuple[str, ...]:
@@ -183,6 +187,7 @@ def save_tokenizer(path: Path) -> None:
 _WORDS: dict[str, Words] = {
     "plain": _plain(),
     "autocast": _plain(bf16={"enabled": False}, torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+    "pipeline": _pipeline,
     "trainer": _of_llama("trainer.py"),
     "peft": _of_llama("trainer.py", "--lora", "True"),
     "liger": _liger,

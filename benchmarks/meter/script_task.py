@@ -15,6 +15,7 @@ class ScriptTask:
     ranks: int = 2
     rank: int = 0
     steps: int = 2
+    received: dict[str, Any] | None = None  # by a later stage of a pipeline (`record.SentTensors`)
     kernels: bool = False  # simulate each kernel with the scratch that it takes on this machine
 
     def as_dict(self) -> dict[str, Any]:

@@ -302,13 +302,44 @@ def test_the_first_stage_of_a_pipeline(folder):
     assert (result.layout.pp, result.layout.dp, result.layout.zero_stage) == (2, 2, 1)
     assert seen.parameters == 2 * WIDTH * (WIDTH + 1)  # its half of the layers
     assert [p.name for p in result.phases if p.step == 1] == ["forward", "backward", "step"]
-    assert any("stage 1 of 2" in note.text for note in seen.notes)
+    assert [stage.rank for stage in result.stages] == [0, 2]
 
 
-def test_later_stages_of_a_pipeline_are_refused(folder):
-    problem = refused(PIPELINE, gpus=4, rank=3)
-    assert problem.message.startswith("stage 2 of a pipeline, whose input only the stage before knows")
-    assert problem.where == "train.py:11" and "--rank 0" in problem.hint
+LAYERS = "layers = [LayerSpec(torch.nn.Linear, 64, 64) for _ in range(4)]"
+SENDERS = """\
+class First(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x), torch.ones(4, 3, dtype=torch.int64, device=x.device)
+
+
+class Middle(torch.nn.Linear):
+    def forward(self, both):
+        return super().forward(both[0]), both[1]
+
+
+class Last(torch.nn.Linear):
+    def forward(self, both):
+        return super().forward(both[0])
+"""
+OF_THREE = "layers = [LayerSpec({}, 64, 64), LayerSpec({}, 64, 96), LayerSpec({}, 96, 96)]"
+
+
+@pytest.mark.parametrize(
+    ("layers", "more"),
+    [(("torch.nn.Linear",) * 3, 0), (("First", "Middle", "Last"), 4 * 3 * 8)],
+    ids=["tensor", "tuple"],
+)
+def test_each_stage_receives_what_the_one_before_sends(folder, layers, more):
+    """A layer on each of three stages, of which the second one alone changes the width."""
+    text = PIPELINE.replace(LAYERS, f"{SENDERS}\n{OF_THREE.format(*layers)}").replace("num_stages=2", "num_stages=3")
+    text = text.replace("[(batch, batch)]", "[(batch, batch.new_zeros(4, 96))]")
+    result = simulated(text, gpus=3)
+    last = simulated(text, gpus=3, rank=2)
+    assert facts(last).facts.parameters == 96 * 97
+    assert [stage.rank for stage in result.stages] == [0, 1, 2] and result.stages[2].peak_bytes == last.peak_bytes
+    assert result.reserved_bytes == max(stage.reserved_bytes for stage in result.stages)
+    received = sum(row.bytes for row in last.comm if row.op == "recv" and row.phase == "forward")
+    assert received == 2 * (4 * 96 * 2 + more)  # in two micro batches
 
 
 def test_changes_of_the_json_are_simulated(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from zerofit.simulate.alloc_conf import read_alloc_conf
 from zerofit.simulate.assess import SimulatedScriptRank, assess
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import RankRecord
-from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation
+from zerofit.simulate.result import KnobResult, LongestBatch, SimulatedScript, Simulation, StagePeak
 from zerofit.simulate.script.command import ScriptCommand, rank_problems, read_command
 from zerofit.simulate.script.knobs import script_knobs
-from zerofit.simulate.script.target import ScriptTarget
+from zerofit.simulate.script.target import LATER_STAGE, ScriptTarget
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import OnEvent, Reporter
@@ -76,21 +76,62 @@ def simulate_script(
         steps=steps,
     )
     targets = [target, replace(target, longest=True)] if longest else [target]
-    records = simulate_all(targets, report.status)
-    other = None if rank is not None or isinstance(records[0], Problem) else records[0].heavier_rank
-    if other is not None:
-        targets, records = _heaviest(targets, records, other, report)
-    seen, *more = [_answer(*one, cluster) for one in zip(targets, records, strict=True)]
-    if more:
-        seen = _with_longest(seen, more[0])
-    simulate_knobs = ScriptKnobSimulations(target=targets[0], seen=seen, cluster=cluster)
-    return replace(seen, seconds=round(time.perf_counter() - start, 1), simulate_knobs=simulate_knobs)
+    stages, seen = [(targets, _simulate(targets, report.status))], list[tuple[ScriptTarget, Simulation]]()
+    for targets, records in stages:
+        if rank is None:
+            stages += _next_stage(targets, records, report)
+            targets, records = _heaviest(targets, records, report)
+        one, *more = [_answer(*pair, cluster) for pair in zip(targets, records, strict=True)]
+        seen.append((targets[0], _with_longest(one, more[0]) if more else one))
+    target, worst = max(seen, key=lambda pair: pair[1].reserved_bytes)
+    names = ("rank", "peak_bytes", "peak_phase", "reserved_bytes", "fits")
+    peaks = tuple(StagePeak(**{name: getattr(one, name) for name in names}) for _, one in seen)
+    return replace(
+        worst,
+        stages=peaks if len(peaks) > 1 else (),
+        fits=all(one.fits for _, one in seen),
+        seconds=round(time.perf_counter() - start, 1),
+        simulate_knobs=ScriptKnobSimulations(target=target, seen=worst, cluster=cluster),
+    )
+
+
+def _simulate(targets: Sequence[ScriptTarget], show: Callable[[str], None]) -> list[RankRecord | Problem]:
+    """Return the record of each target's rank; of one in a later stage of a pipeline after all stages before it."""
+    found = simulate_all(targets, show)
+    later = [n for n, one in enumerate(found) if isinstance(one, Problem) and one.kind == LATER_STAGE]
+    now = {n: replace(targets[n], rank=0, received=None) for n in later}
+    while now:
+        for n, record in zip(list(now), simulate_all(list(now.values()), show), strict=True):
+            found[n] = record
+            if isinstance(record, Problem) or now[n].rank == targets[n].rank or record.pipeline is None:
+                del now[n]
+                continue
+            wanted, stage = record.pipeline.stage_of_rank[targets[n].rank], record.pipeline.stage + 1
+            rank = targets[n].rank if stage == wanted else record.pipeline.stage_of_rank.index(stage)
+            now[n] = replace(now[n], rank=rank, received=record.pipeline.sends)
+    return found
+
+
+def _next_stage(
+    targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
+) -> list[tuple[list[ScriptTarget], list[RankRecord | Problem]]]:
+    """Return the targets of the next stage of a pipeline with their records; [] after the last, or where one failed."""
+    following = []
+    for target, record in zip(targets, records, strict=True):
+        if isinstance(record, Problem) or record.pipeline is None or record.pipeline.sends is None:
+            return []
+        rank = record.pipeline.stage_of_rank.index(record.pipeline.stage + 1)
+        following.append(replace(target, rank=rank, received=record.pipeline.sends))
+    return [(following, simulate_all(following, report.status))]
 
 
 def _heaviest(
-    targets: list[ScriptTarget], records: list[RankRecord | Problem], other: int, report: Reporter
+    targets: list[ScriptTarget], records: list[RankRecord | Problem], report: Reporter
 ) -> tuple[list[ScriptTarget], list[RankRecord | Problem]]:
     """Return the targets of another rank and its records, if it needs more than this one and can be simulated."""
+    other = None if isinstance(records[0], Problem) else records[0].heavier_rank
+    if other is None:
+        return targets, records
     others = [replace(target, rank=other) for target in targets]
     found = simulate_all(others, report.status)
     here, there = records[0], found[0]
@@ -112,8 +153,8 @@ class ScriptKnobSimulations:
         report, rows = Reporter(on_event), []
         with tempfile.TemporaryDirectory() as folder:
             knobs = script_knobs(self.target.command, self.seen.run.facts, self.target.world_size, Path(folder))
-            targets = [replace(self.target, command=knob.command) for knob in knobs]
-            records = simulate_all(targets, lambda text: report.status(f"knobs: {text}")) if targets else []
+            targets = [replace(self.target, command=knob.command, received=None) for knob in knobs]
+            records = _simulate(targets, lambda text: report.status(f"knobs: {text}"))
         for knob, target, record in zip(knobs, targets, records, strict=True):
             if not isinstance(record, Problem):
                 found = _answer(target, record, self.cluster)

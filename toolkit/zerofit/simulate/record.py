@@ -178,6 +178,23 @@ class HeavierRank:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SentTensors:
+    """The tensors that a pipeline stage sends to the next one with each micro batch."""
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype ("bfloat16") of each
+    is_tuple: bool  # whether they arrive as one: a single tensor may
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptStage:
+    """The pipeline stage of a script's rank."""
+
+    stage: int
+    stage_of_rank: tuple[int, ...]  # of all ranks
+    sends: SentTensors | None  # None: the last stage sends nothing
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """A record of all that one simulated rank allocated, computed and sent."""
 
@@ -196,6 +213,7 @@ class RankRecord:
     timeline: tuple[MemoryPoint, ...] = ()  # () where layers were extrapolated
     events: list[Event] | None = None  # the device's allocations, to be replayed; None where layers were extrapolated
     script: ScriptFacts | None = None  # of a user's script
+    pipeline: ScriptStage | None = None  # of a user's script with a pipeline
     heavier: HeavierRank | None = None  # the one that keeps most; None where it is this one
 
     @property

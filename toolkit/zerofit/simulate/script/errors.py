@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zerofit.simulate.script.target import LATER_STAGE
 from zerofit.simulate.tracker import own_line
 from zerofit.spec.errors import Problem, UserError
 
@@ -22,6 +23,12 @@ def not_simulated(what: str, hint: str) -> NotSimulated:
     """Return the refusal of something that the running line of the script asks for."""
     message = f"{what} cannot be simulated"
     return NotSimulated(Problem(kind="not-simulated", message=message, hint=hint, where=own_line()))
+
+
+def later_stage(number: int) -> NotSimulated:
+    """Return the refusal of a pipeline stage whose input is not known: the one before must be simulated first."""
+    message = f"stage {number} of a pipeline receives what the stage before sends"
+    return NotSimulated(Problem(kind=LATER_STAGE, message=message, where=own_line()))
 
 
 def ended(message: str, hint: str, where: str = "") -> UserError:

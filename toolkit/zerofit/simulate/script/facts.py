@@ -52,9 +52,6 @@ def script_facts(
     sizes = [_elements(p) for p in parameters]
     trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
     steps = max(phases.steps.values())
-    stages = getattr(engine, "num_stages", 1)
-    if stages > 1:
-        meter.note(f"stage 1 of {stages}: the others hold other layers, and are not simulated")
     return ScriptFacts(
         name=PurePath(target.command.script).name,
         model=type(_unwrapped(models[0])).__name__,
@@ -63,7 +60,7 @@ def script_facts(
         largest_parameter=max(sizes, default=0),
         experts=expert_count(getattr(_unwrapped(models[0]), "config", None)),
         engines=len(phases.engines),
-        pipeline_stages=stages,
+        pipeline_stages=getattr(engine, "num_stages", 1),
         trainer=lengths.has_trainer,
         zero_stage=engine.zero_optimization_stage() if engine else 0,
         precision=_precision(engine, parameters, meter.autocast),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerofit.simulate.phases import PhaseLog, announce_phases
-from zerofit.simulate.script.errors import ScriptStop, not_simulated
+from zerofit.simulate.script.errors import ScriptStop
 
 WAITED = 10  # times as many steps of the leading engine, for those of the others
 
@@ -79,11 +79,6 @@ class ScriptPhases:
     def _init_pipeline(self, method: Callable[..., None]) -> Callable[..., None]:
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             method(engine, *args, **kwargs)
-            if engine.stage_id:
-                hint = "simulate a rank of the first stage (--rank 0), or describe the run: `zerofit simulate MODEL`"
-                raise not_simulated(
-                    f"stage {engine.stage_id + 1} of a pipeline, whose input only the stage before knows,", hint
-                )
             announce_phases(engine, self.log.begin)
 
         return init

@@ -44,6 +44,7 @@ from zerofit.simulate.script.facts import BatchShapes, script_facts
 from zerofit.simulate.script.launchers import LaunchedInside, environment, launchers_inside
 from zerofit.simulate.script.lengths import Lengths
 from zerofit.simulate.script.phases import ScriptPhases
+from zerofit.simulate.script.stages import StageJoints
 from zerofit.simulate.script.target import ScriptTarget
 from zerofit.simulate.script.tracker import ScriptTracker
 from zerofit.simulate.tracker import is_own
@@ -77,9 +78,11 @@ def simulate_script(
     phases = ScriptPhases(
         log, target.steps, _learner(meter, lengths_seen), shapes.note, _after(lengths_seen, log, meter)
     )
+    joints = StageJoints(target.received)
     log.on_begin = _announcer(meter, phases, say)
     with fakes, meter:
         phases.cut()
+        joints.join()
         how = _run(target, meter)
         heavier = heavier_than_this(phases.engines)
     log.end()
@@ -88,7 +91,8 @@ def simulate_script(
         raise ended(*_no_training(target, how, phases))
     host.missing_triton(meter)
     facts = script_facts(target, meter, phases, shapes, lengths_seen, how)
-    return record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
+    record = record_of(meter, log, target.alloc_conf, script=facts, heavier=heavier)
+    return replace(record, pipeline=joints.stage)
 
 
 def apply_patches(meter: ScriptTracker, target: ScriptTarget) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerofit.simulate.record import SentTensors
 from zerofit.simulate.script.command import ScriptCommand
 from zerofit.spec.devices import Device
+
+LATER_STAGE = "later-stage"  # kind of the problem of a rank that would receive what is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,7 @@ class ScriptTarget:
     alloc_conf: str = ""  # PYTORCH_CUDA_ALLOC_CONF of its process
     steps: int = 2  # optimizer steps after which the script is stopped
     longest: bool = False  # make every batch as long as the script allows
+    received: SentTensors | None = None  # of the rank's pipeline stage, from the one before; None of the first
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,67 @@
+"""The stages of a script's pipeline: each is simulated by itself, and receives what the one before is seen to send."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from zerofit.simulate.record import ScriptStage, SentTensors
+from zerofit.simulate.script.errors import later_stage, not_simulated
+
+
+class StageJoints:
+    """What the stage of this process's rank receives, and is seen to send."""
+
+    def __init__(self, received: SentTensors | None):
+        self._received = received
+        self.stage: ScriptStage | None = None  # None without a pipeline
+
+    def join(self) -> None:
+        """Give engines what they receive, and note what they send. For the rest of this process."""
+        made = PipelineEngine.__init__
+
+        @functools.wraps(made)
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            made(engine, *args, **kwargs)
+            self._join(engine)
+
+        PipelineEngine.__init__ = init
+
+    def _join(self, engine: Any) -> None:
+        """Raise NotSimulated where the stage receives what is not known.
+
+        Engines send shapes and dtypes as numbers ahead of the first tensors (runtime/pipe/engine.py,
+        `_send_tensor_meta`, `_recv_tensor_meta`), which nobody has sent here.
+        """
+        topology, send = engine.grid._topo, engine._send_tensor_meta
+        stages = tuple(topology.get_coord(rank).pipe for rank in range(topology.world_size()))
+        self.stage = ScriptStage(stage=engine.stage_id, stage_of_rank=stages, sends=None)
+
+        def noted(buffer: Any, to: int) -> None:
+            several = isinstance(buffer, (tuple, list))
+            tensors = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (buffer if several else [buffer]))
+            assert self.stage
+            self.stage = replace(self.stage, sends=SentTensors(tensors=tuple(tensors), is_tuple=several))
+            send(buffer, to)
+
+        def received(source: int) -> Any:
+            assert self._received
+            buffers = [
+                engine._allocate_or_extend_buffers(n, list(shape), getattr(torch, dtype))
+                for n, (shape, dtype) in enumerate(self._received.tensors)
+            ]
+            return tuple(buffers) if self._received.is_tuple else buffers[0]
+
+        engine._send_tensor_meta = noted
+        if not engine.stage_id:
+            return
+        if self._received is None:
+            raise later_stage(engine.stage_id + 1)
+        if engine.is_pipe_partitioned:
+            hint = "simulate a rank of the first stage (--rank 0), or set pipeline.pipe_partitioned to false"
+            raise not_simulated("what a stage of a pipeline receives in parts, by values on the device,", hint)
+        engine._recv_tensor_meta = received
