@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from zerofit.simulate.patches import replace_in
 from zerofit.simulate.record import ScriptStage, SentTensors
 from zerofit.simulate.script.errors import later_stage, not_simulated
 
@@ -29,7 +30,7 @@ class StageJoints:
             made(engine, *args, **kwargs)
             self._join(engine)
 
-        PipelineEngine.__init__ = init
+        replace_in(PipelineEngine, "__init__", init)
 
     def _join(self, engine: Any) -> None:
         """Raise NotSimulated where the stage receives what is not known.
