@@ -7,6 +7,8 @@ FOLDER/NNNN.job, which holds the path of a run folder; each rank answers with FO
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import json
 import os
 import sys
@@ -16,7 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d as c10d
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -40,6 +44,7 @@ def serve() -> None:
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mine, number = set(c10d._world.pg_map), 0
+    gc.freeze()  # what is imported, half a million objects, is not walked through for each job
     while not (inbox / "stop").exists():
         job = inbox / f"{number:04}.job"
         if not job.exists():
@@ -50,12 +55,24 @@ def serve() -> None:
         aside.write_text(word)
         os.replace(aside, inbox / f"{number:04}.rank{rank}")
         number += 1
+        _end_engines()
         for module, state in zip(MODULES, fresh, strict=True):  # process groups of the layout that has just ended
             vars(module).update({name: copy.copy(value) for name, value in state.items()})
         for group in set(c10d._world.pg_map) - mine:  # else threads of each would look for work 100 times a second
             dist.destroy_process_group(group)
         ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+        gc.collect()
     os._exit(0)  # as zerofit.worker ends: quickly
+
+
+def _end_engines() -> None:
+    """Let go of the job's engines: DeepSpeed's hooks and caches would keep their models and process groups."""
+    for one in gc.get_objects():
+        if isinstance(one, DeepSpeedEngine):
+            one.destroy()
+        elif isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("deepspeed.runtime.zero"):
+            one.cache_clear()
+    parameter_offload.FWD_MODULE_STACK.clear()
 
 
 def _do(folder: RunFolder, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import os
 import socket
 import sys
@@ -126,6 +127,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
     with collector_off():
         from zerofit.train.process_group import start, stop
 
+        gc.freeze()  # what is imported stays: no collection walks it, DeepSpeed asks for some too
     job = Job.read(folder)
     start(timeout=timedelta(minutes=30))
     from zerofit.models.without_dynamo import without_dynamo
@@ -133,6 +135,7 @@ def _train(folder: RunFolder, signals: SignalNotes, progress: RankProgress) -> N
     with collector_off():
         from zerofit.train.run import train
 
+        gc.freeze()
     with nullcontext() if job.run.compile else without_dynamo():
         train(job, folder, signals, progress)
     stop()

@@ -193,10 +193,11 @@ def _simulate_or_recall(
 ) -> list[SimulatedRank | Problem]:
     """Return each target's rank, from the cache or simulated now and kept; `exact`: all its layers were simulated."""
     files = [_file(target) for target in targets]
+    recalled = [_recall(target, file) for target, file in zip(targets, files, strict=True)]
     found: list[SimulatedRank | Problem | None] = [
-        _recall(target, file) for target, file in zip(targets, files, strict=True)
+        one if one and not (exact and one.layers) else None for one in recalled
     ]
-    missing = [n for n, one in enumerate(found) if one is None or (exact and one.layers)]
+    missing = [n for n, one in enumerate(found) if one is None]
     new: list[SimulatedRank | Problem] = []
     if missing:
         new = simulate_ranks([targets[n] for n in missing], lambda text: report.status(f"memory: {text}"), exact=exact)
