@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,9 +69,10 @@ def serve() -> None:
 def _end_engines() -> None:
     """Let go of the job's engines: DeepSpeed's hooks and caches would keep their models and process groups."""
     for one in gc.get_objects():
-        if isinstance(one, DeepSpeedEngine):
-            one.destroy()
-        elif isinstance(one, functools._lru_cache_wrapper) and one.__module__.startswith("deepspeed.runtime.zero"):
+        if issubclass(type(one), DeepSpeedEngine):  # `isinstance` would ask weak proxies, whose object may be gone
+            with suppress(AttributeError):  # the making of an engine failed half way
+                one.destroy()
+        elif type(one) is functools._lru_cache_wrapper and one.__module__.startswith("deepspeed.runtime.zero"):
             one.cache_clear()
     parameter_offload.FWD_MODULE_STACK.clear()
 
