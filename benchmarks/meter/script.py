@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,8 @@ def simulated(task: ScriptTask) -> dict[str, Any]:
 
 def _target(task: ScriptTask, command: ScriptCommand) -> ScriptTarget:
     device = Cluster("cpu", gpus=task.ranks).device
-    shape = {"device": device, "gpus": task.ranks, "nodes": 1}
-    received = _SENT.validate_python(task.received)
-    return ScriptTarget(command=command, **shape, rank=task.rank, steps=task.steps, received=received)
+    target = ScriptTarget(command=command, device=device, gpus=task.ranks, nodes=1, rank=task.rank, steps=task.steps)
+    return replace(target, received=_SENT.validate_python(task.received))
 
 
 _SENT = TypeAdapter(SentTensors | None)

@@ -45,12 +45,12 @@ def serve() -> None:
     fresh = [{k: copy.copy(v) for k, v in vars(m).items() if k.startswith("_") or k == "mpu"} for m in MODULES]
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     mine, number = set(c10d._world.pg_map), 0
-    gc.freeze()  # what is imported, half a million objects, is not walked through for each job
     while not (inbox / "stop").exists():
         job = inbox / f"{number:04}.job"
         if not job.exists():
             time.sleep(0.05)
             continue
+        gc.freeze()  # what is imported, half a million objects, is not walked through by the job's collections
         word = _do(RunFolder(Path(job.read_text())), rank)
         aside = inbox / f".{number:04}.rank{rank}"
         aside.write_text(word)
@@ -68,6 +68,7 @@ def serve() -> None:
 
 def _end_engines() -> None:
     """Let go of the job's engines: DeepSpeed's hooks and caches would keep their models and process groups."""
+    gc.unfreeze()
     for one in gc.get_objects():
         if issubclass(type(one), DeepSpeedEngine):  # `isinstance` would ask weak proxies, whose object may be gone
             with suppress(AttributeError):  # the making of an engine failed half way

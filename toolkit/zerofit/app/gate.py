@@ -76,11 +76,12 @@ class MemoryGate:
         Raises DoesNotFit where memory that is free on a host, or disk that is free here, is not enough.
         """
         job, cluster = resolved.job, self._cluster(resolved)
-        too_much = self._too_much(resolved, output) if cluster and not self._anyway else None
+        before = self._rooms(job.layout.world_size, output) if cluster else []
+        too_much = self._too_much(resolved, before) if cluster and not self._anyway else None
         if cluster and too_much:
             problem = self._memory_problem(asked, resolved, cluster, too_much)
             self._refuse([problem, disk_problem(job, output, None)])
-        found = self._forecast(asked, resolved, cluster, self.free_on(cluster, output)) if cluster else None
+        found = self._forecast(asked, resolved, cluster, _free(cluster, before)) if cluster else None
         end_server()  # its memory is the ranks'
         problems: list[Problem | None] = [disk_problem(job, output, found)]
         if found is None:
@@ -108,13 +109,7 @@ class MemoryGate:
 
     def free_on(self, cluster: Cluster, output: Path) -> Cluster:
         """Return nodes with the memory that is free on the host with least of it for a rank."""
-        rooms = self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)]
-        least = min(rooms, key=lambda room: room.host_bytes // len(room.ranks))
-        device = min((room.gpu_bytes for room in rooms if room.gpu_bytes is not None), default=None)
-        if cluster.on_cpu:
-            device = (least.host_bytes - CPU_LIBRARY_BYTES) // len(least.ranks)
-        device_memory = None if device is None else max(1, device)
-        return replace(cluster, host_memory=max(1, least.host_bytes), device_memory=device_memory)
+        return _free(cluster, self._rooms(cluster.ranks, output) or [room_here(range(cluster.gpus), output)])
 
     def simulations(self, asked: RunRequest, resolved: ResolvedJob, free: Cluster) -> list[Simulation]:
         """Return the ranks that differ, held against this memory; none where the job cannot be simulated."""
@@ -127,9 +122,9 @@ class MemoryGate:
         if self._run:
             release(self._run)
 
-    def _too_much(self, resolved: ResolvedJob, output: Path) -> RoomVerdict | None:
+    def _too_much(self, resolved: ResolvedJob, rooms: Sequence[HostRoom]) -> RoomVerdict | None:
         """Return the refusal where not even what training keeps all the time has room, which needs no simulation."""
-        job, rooms = resolved.job, self._rooms(resolved.job.layout.world_size, output)
+        job = resolved.job
         ranks, needed = job.layout.world_size, least_bytes(job)
         there = _room_for(job, rooms, on_cpu=resolved.machine.accelerator == "cpu")
         if sum(len(room.ranks) for room in rooms) < ranks or needed <= there:
@@ -220,6 +215,18 @@ class MemoryGate:
 
 
 ORDER = (FITS, WITHIN, NOT)
+
+
+def _free(cluster: Cluster, rooms: Sequence[HostRoom]) -> Cluster:
+    """Return nodes with the memory of the host that has least of it for a rank; as they are where none is known."""
+    if not rooms:
+        return cluster
+    least = min(rooms, key=lambda room: room.host_bytes // len(room.ranks))
+    device = min((room.gpu_bytes for room in rooms if room.gpu_bytes is not None), default=None)
+    if cluster.on_cpu:
+        device = (least.host_bytes - CPU_LIBRARY_BYTES) // len(least.ranks)
+    device_memory = None if device is None else max(1, device)
+    return replace(cluster, host_memory=max(1, least.host_bytes), device_memory=device_memory)
 
 
 def _room_for(job: Job, rooms: Sequence[HostRoom], *, on_cpu: bool) -> int:

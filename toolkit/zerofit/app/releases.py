@@ -15,7 +15,8 @@ from typing import Any
 
 from filelock import FileLock
 from packaging.requirements import Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from zerofit.spec.errors import Problem, Problems, UserError
 from zerofit.spec.events import Reporter
@@ -24,35 +25,34 @@ from zerofit.spec.files import cache_root
 HAS = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
 
 
-def go_on_with(releases: Mapping[str, str | None], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
+def go_on_with(releases: Mapping[str, str], places: Mapping[str, str], report: Reporter, *, own: bool) -> None:
     """Replace this process by one of the same command line that has these releases; return if this one has them.
 
     Args:
-        releases: package -> version ("0.19.5"); None: whichever is installed.
+        releases: package -> version ("0.19.5"); of others whichever is installed is taken.
         places: package -> the option that names its version.
         report: hears that something is installed.
         own: whether the command is about a run of zerofit's own, which needs releases that zerofit trains with.
 
     Raises UserError where there is no such release, where it cannot be installed, or where zerofit has no use for it.
     """
+    if not releases:
+        return
     problems, wanted = Problems(), dict[str, str]()
-    allowed = {
-        one.name: one.specifier for one in map(Requirement, metadata.requires("zerofit") or ()) if not one.marker
-    }
-    for name, version in releases.items():
-        if not version:
-            continue
+    needed = [Requirement(one) for one in metadata.requires("zerofit") or ()]
+    allowed = {one.name: one.specifier for one in needed if not one.marker}  # those with a marker are of extras
+    for name, given in releases.items():
         try:
-            there = metadata.version(name) in SpecifierSet(f"=={version}", prereleases=True)
-        except InvalidSpecifier:
+            version = str(Version(given))
+        except InvalidVersion:
             hint = f"a release's version, as in `pip index versions {name}`"
-            problems.add("bad-value", f"{version!r} is not a version", hint, places[name])
+            problems.add("bad-value", f"{given!r} is not a version", hint, places[name])
             continue
         if own and not allowed[name].contains(version, prereleases=True):
             message = f"zerofit trains with {name}{allowed[name]}, not with {version}"
             hint = "take one of these; with others a script of your own is simulated: -- COMMAND"
             problems.add("release", message, hint, places[name])
-        elif not there:
+        elif not _is(metadata.version(name), version):
             wanted[name] = version
     problems.raise_if_any()
     if wanted:
@@ -83,11 +83,16 @@ def python_with(releases: Mapping[str, str], report: Reporter, *, where: str = "
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
         _run([*pip, *named], where)
         found = _run([python, "-P", "-c", HAS, *sorted(releases)], where).split()
-        if any(has not in SpecifierSet(f"=={releases[n]}") for n, has in zip(sorted(releases), found, strict=True)):
+        if not all(_is(has, releases[name]) for name, has in zip(sorted(releases), found, strict=True)):
             message = f"{' and '.join(named)} is in {folder}, but Python finds {' and '.join(found)}"
             raise UserError(Problem(kind="release", message=message, hint="unset PYTHONPATH", where=where))
         done.touch()
     return python
+
+
+def _is(installed: str, version: str) -> bool:
+    """Return whether it is this version, as pip has it: a local part (2.11.0+cpu) may follow."""
+    return SpecifierSet(f"=={version}").contains(installed, prereleases=True)
 
 
 def _run(words: Sequence[Any], where: str) -> str:

@@ -83,6 +83,7 @@ class Forecaster:
         self._stages: dict[tuple, tuple[_StageMoments, ...]] = {}
         matrices = {layer.name: max(layer.matrices + layer.frozen, default=0) for layer in profile.layers}
         self._tied = sum(matrices.get(layer.tied_to, 0) for layer in profile.layers if layer.tied_to)
+        self._built_in_parts = profile.model_type is not None  # at stage 3, by transformers
         self._timeline = cache(lambda key, parts, part: timeline(profile, key, parts, part))
 
     def memory(self, layout: PlannedLayout) -> LayoutMemory:
@@ -117,7 +118,7 @@ class Forecaster:
         group of its own; transformers' models are divided by then.
         """
         tied = bool(self._tied) and layout.pp > 1 and layout.schedule != "dualpipev"
-        whole = self.profile.model_type is None and layout.zero_stage == 3 and layout.zero_ranks > 1
+        whole = not self._built_in_parts and layout.zero_stage == 3 and layout.zero_ranks > 1
         return tied + whole
 
     def along(self, layout: PlannedLayout, stage: int = 0) -> list[LayerMoment]:
@@ -190,7 +191,7 @@ class Forecaster:
             live = LiveMemory(NOTHING, gradients=step.gradients, temporaries=temporaries)
             moments.append(self._moment("step", live, persistent, between))
             host = max(host, step.host)
-        for kinds in init_moments(line, layout, self.device, self.profile.model_type is not None):
+        for kinds in init_moments(line, layout, self.device, self._built_in_parts):
             kept = line.buffers_bytes - line.quantized_bytes + held_bits(line, layout)
             kinds = {"buffers of the model": kept, **kinds}
             moments.append(_Moment("init", sum(kinds.values()), 0.0, NOTHING, kinds))

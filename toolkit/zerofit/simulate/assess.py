@@ -124,9 +124,11 @@ def decided(
 ) -> list[SimulatedRank | Problem]:
     """Return the ranks, all layers of those simulated whose extrapolation leaves open whether they fit the cluster."""
     found = list(ranks)
-    for n, one in enumerate(found):
-        if isinstance(one, SimulatedRank) and _is_open(one, cluster):
-            found[n] = simulate_exactly([one.target])[0]
+    ranked = [(n, one) for n, one in enumerate(ranks) if isinstance(one, SimulatedRank)]
+    doubtful = {n: one.target for n, one in ranked if _is_open(one, cluster)}
+    exact = simulate_exactly([*doubtful.values()]) if doubtful else []
+    for n, one in zip(doubtful, exact, strict=True):
+        found[n] = one
     return found
 
 

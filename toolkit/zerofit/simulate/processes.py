@@ -31,7 +31,7 @@ from zerofit.spec.server_process import ServerProcess
 
 REQUEST, GROUP = "request", "group"  # files of a request's folder: what is asked for, and the process group at work
 # what every simulation imports, or changes
-IMPORTED = ("cpuinfo", "torch", "transformers.masking_utils", "transformers.modeling_utils")
+IMPORTED = ("cpuinfo", "transformers.masking_utils", "transformers.modeling_utils")
 IMPORTED_FOR_RUNS = ("zerofit.simulate.rank",)
 IMPORTED_FOR = {  # by a model's family, before the first simulation of one
     "torchvision": ("torchvision",),

@@ -33,6 +33,7 @@ from zerofit.simulate.patches import apply_all
 from zerofit.simulate.phases import PhaseLog
 from zerofit.simulate.rank_record import record_of
 from zerofit.simulate.record import RankRecord, SimulationTarget
+from zerofit.simulate.stage_input import Sizes, give_input
 from zerofit.simulate.tracker import AllocationTracker, is_own
 from zerofit.spec.errors import Problem, RunFailed, UserError
 from zerofit.spec.optimizers import EIGHT_BIT
@@ -152,22 +153,14 @@ def _live(target: SimulationTarget, meter: AllocationTracker, say: Callable[[str
 
 
 def _set_stage_input_shape(driver: PipelineTrainer, inputs: Inputs) -> None:
-    """Give a pipeline stage's engine the shape that the stage before it would send, or on the way back after it.
-
-    DeepSpeed sends it as numbers ahead of the first activation (runtime/pipe/engine.py, `_recv_tensor_meta`), which are
-    zeros in a process group that sends nothing.
-    """
-    engine: Any = driver.engine
+    """Give a pipeline stage's engine the shape that the stage before it would send, or on the way back after it."""
     found = [_part_input(driver, inputs, part.start) for part in driver.parts]
 
-    def received(send_stage: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        sizes = found[send_stage > driver.coords.pp_rank]
-        buffers = tuple(
-            engine._allocate_or_extend_buffers(n, list(shape), dtype) for n, (shape, dtype) in enumerate(sizes)
-        )
-        return buffers[0] if len(buffers) == 1 else buffers
+    def sent_by(stage: int) -> tuple[Sizes, bool]:
+        sizes = found[stage > driver.coords.pp_rank]
+        return sizes, len(sizes) > 1
 
-    engine._recv_tensor_meta = received
+    give_input(driver.engine, sent_by)
 
 
 @torch.no_grad()

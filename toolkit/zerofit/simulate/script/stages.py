@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from zerofit.simulate.patches import replace_in
 from zerofit.simulate.record import ScriptStage, SentTensors
 from zerofit.simulate.script.errors import later_stage, not_simulated
+from zerofit.simulate.stage_input import give_input
 
 
 class StageJoints:
@@ -35,8 +36,8 @@ class StageJoints:
     def _join(self, engine: Any) -> None:
         """Raise NotSimulated where the stage receives what is not known.
 
-        Engines send shapes and dtypes as numbers ahead of the first tensors (runtime/pipe/engine.py,
-        `_send_tensor_meta`, `_recv_tensor_meta`), which nobody has sent here.
+        Shapes and dtypes are noted where the engine sends them ahead of the first tensors (runtime/pipe/engine.py,
+        `_send_tensor_meta`).
         """
         topology, send = engine.grid._topo, engine._send_tensor_meta
         stages = tuple(topology.get_coord(rank).pipe for rank in range(topology.world_size()))
@@ -49,14 +50,6 @@ class StageJoints:
             self.stage = replace(self.stage, sends=SentTensors(tensors=tuple(tensors), is_tuple=several))
             send(buffer, to)
 
-        def received(source: int) -> Any:
-            assert self._received
-            buffers = [
-                engine._allocate_or_extend_buffers(n, list(shape), getattr(torch, dtype))
-                for n, (shape, dtype) in enumerate(self._received.tensors)
-            ]
-            return tuple(buffers) if self._received.is_tuple else buffers[0]
-
         engine._send_tensor_meta = noted
         if not engine.stage_id:
             return
@@ -65,4 +58,6 @@ class StageJoints:
         if engine.is_pipe_partitioned:
             hint = "simulate a rank of the first stage (--rank 0), or set pipeline.pipe_partitioned to false"
             raise not_simulated("what a stage of a pipeline receives in parts, by values on the device,", hint)
-        engine._recv_tensor_meta = received
+        sizes = [(shape, getattr(torch, dtype)) for shape, dtype in self._received.tensors]
+        sent = sizes, self._received.is_tuple
+        give_input(engine, lambda stage: sent)
