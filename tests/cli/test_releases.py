@@ -14,6 +14,11 @@ import pytest
 
 NEW = "0.19.99"
 BUCKET = "reduce_bucket_size: int = Field(pp_int(5e8)"
+CUT = "len(self.bit16_groups_flat[i]) // dist"
+CHANGED = {  # file -> what is changed in it: a smaller bucket, and a partition's length is a float, as up to 0.19.6
+    "deepspeed/runtime/zero/config.py": (BUCKET, BUCKET.replace("5e8", "1e8")),
+    "deepspeed/runtime/zero/stage_1_and_2.py": (CUT, CUT.replace("//", "/")),
+}
 SCRIPT = """
 import deepspeed, torch
 
@@ -31,7 +36,7 @@ for _ in range(4):
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory) -> Path:
-    """A folder with a later release of the DeepSpeed that is installed: its reduce bucket is a fifth as large."""
+    """A folder with a later release of the DeepSpeed that is installed: changed as in `CHANGED`."""
     folder, installed = tmp_path_factory.mktemp("releases"), metadata.distribution("deepspeed")
     old, found = f"deepspeed-{installed.version}.dist-info", []
     with zipfile.ZipFile(folder / f"deepspeed-{NEW}-py3-none-any.whl", "w") as wheel:
@@ -41,9 +46,10 @@ def releases(tmp_path_factory) -> Path:
             content, name = Path(str(file.locate())).read_bytes(), str(file).replace(old, f"deepspeed-{NEW}.dist-info")
             if file.name == "METADATA":
                 content = content.replace(f"\nVersion: {installed.version}".encode(), f"\nVersion: {NEW}".encode(), 1)
-            if str(file) == "deepspeed/runtime/zero/config.py":
-                assert BUCKET.encode() in content
-                content = content.replace(BUCKET.encode(), BUCKET.replace("5e8", "1e8").encode())
+            if str(file) in CHANGED:
+                old_text, new_text = (text.encode() for text in CHANGED[str(file)])
+                assert old_text in content
+                content = content.replace(old_text, new_text)
             wheel.writestr(name, content)
             found.append(f"{name},,")
         record = f"deepspeed-{NEW}.dist-info/RECORD"
@@ -53,6 +59,7 @@ def releases(tmp_path_factory) -> Path:
 
 def simulate(folder: Path, releases: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "stage2.py").write_text(SCRIPT.replace('"stage": 3', '"stage": 2'))
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(releases)}
     argv = [
         sys.executable,
@@ -78,6 +85,8 @@ def test_a_script_is_simulated_with_another_release_that_is_installed_once(tmp_p
     other, same, here = (json.loads(done.stdout.splitlines()[-1]) for done in (first, again, installed))
     assert other["peak_bytes"] == same["peak_bytes"]
     assert here["peak_bytes"] - other["peak_bytes"] == int(4e8) * 2  # a bucket of bf16
+    done = simulate(tmp_path, releases, *asked, *command[:-1], "stage2.py")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_no_release_is_refused_at_once(tmp_path, releases):

@@ -34,7 +34,8 @@ def _heavier(optimizer: Any) -> HeavierRank | None:
     for members, partition, among in zip(
         optimizer.round_robin_bit16_groups, optimizer.partition_size, sharing, strict=True
     ):
-        for at, place, _ in reaching([p.numel() for p in members], partition, len(ranks) // among):
+        # a float up to DeepSpeed 0.19.6, which divides a padded length with `/`
+        for at, place, _ in reaching([p.numel() for p in members], int(partition), len(ranks) // among):
             kept[at] += members[place].numel() * members[place].element_size()
     more = max(kept) - kept[ranks.index(dist.get_rank())]
     phases = STEPS if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
