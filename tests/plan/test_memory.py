@@ -413,3 +413,13 @@ def test_layouts_that_differ_in_the_micro_batch_alone_share_all_but_a_multiplica
                 for micro_batch in range(1, 65):
                     tell.memory(layout(stage, dp=dp, micro_batch=micro_batch))
     assert tables.call_count == 4 * 4  # benchmarks/plan_speed.py measures seconds
+
+
+def test_the_largest_blocks_that_come_and_go():
+    """Stage 0 in float32: the embedding's gradient, the copy of all gradients for one all-reduce, an activation."""
+    more = tuple(replace(one, largest_bytes=per_sample(size)) for one, size in zip(COSTS, (500, 700), strict=True))
+    profile = replace(PROFILE, costs={setting("fp32", False, 1, 1): more})
+    found = forecast(profile, layout(0, precision="fp32", micro_batch=K, dp=2))
+    assert found.large_bytes == 4 * 600_000 + 4 * 1_000_000 + 700 * K
+    bucket = forecast(profile, layout(1, precision="fp32", micro_batch=K, dp=2, overlap=True)).large_bytes
+    assert bucket >= 4 * 600_000 + 2 * 4 * 1_000_000 + 700 * K  # with overlap there are two

@@ -99,6 +99,12 @@ def test_the_verdict_keeps_a_margin():
     assert margin_bytes(10 * GIB, three, cluster) > margin_bytes(10 * GIB, one, cluster) > 1 * GIB
 
 
+def test_the_largest_blocks_are_kept_free_where_the_usual_share_is_less():
+    one, cluster = PlannedLayout(zero_stage=1, micro_batch=1), make_cluster()
+    share, more, blocks = (margin_bytes(10 * GIB, one, cluster, large) for large in (0, GIB, 2 * GIB))
+    assert share == more and blocks - share == pytest.approx(1.03 * (2 - 1.2) * GIB)
+
+
 @pytest.mark.parametrize(("dp", "tp", "groups"), [(1, 1, 3), (2, 1, 3), (2, 2, 2)])
 def test_a_pipelines_communicators_are_kept_free(dp, tp, groups):
     """Stages, stages with tensor ranks, all ranks (which two other dimensions have already); two neighbours."""

@@ -121,6 +121,10 @@ def test_checkpoints_on_the_host_leave_the_device():
     assert hosted["head"].host_bytes == hosted["embedding"].host_bytes == Linear()
 
 
+def test_the_largest_activation_of_a_head_are_its_logits_in_float32(llama):
+    assert costs(llama, "bf16", False, 1, 1)["head"].largest_bytes == Linear(per_sample=4 * LENGTH * VOCAB)
+
+
 def test_a_loss_in_chunks_has_the_flops_of_the_whole_and_no_logits():
     plain, chunked = in_settings(False, NOTHING_SAVED, Savings(loss_chunk=16, mlp_chunk=24))
     of_head = 2 * LENGTH * HIDDEN * VOCAB

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from tests.simulate.targets import cluster, target
+from zerofit.models.catalog import source_of
+from zerofit.plan.fit import check_fit
+from zerofit.plan.layout import PlannedLayout
+from zerofit.plan.memory import Forecaster
+from zerofit.simulate.assess import assess
 from zerofit.simulate.caching import MIB
+from zerofit.simulate.profile import TraceSetting, profile_model
+from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.simulate.verdict import (
     FITS,
     NOT,
@@ -97,3 +108,28 @@ def test_giving_back_cached_memory_may_save_a_run():
     verdict, found = judge_events(events, BESIDE, 42 * GIB)
     assert (verdict.word, found.peak_reserved_bytes) == (NOT, 81 * GIB)
     assert "asks for 41.0 GiB" in verdict.sentence
+
+
+SHALLOW: list[dict[str, Any]] = [  # of large vocabularies, where a block is much of all
+    {"model": "gpt2", "model_args": {"n_layer": 4}, "config": "zero2", "gradient_accumulation_steps": 2},
+    {"model": "qwen2.5-0.5b", "model_args": {"num_hidden_layers": 4}, "config": "zero1", "precision": "bf16"},
+    {"model": "bert-base", "model_args": {"num_hidden_layers": 4}, "config": "zero0", "activation_checkpointing": True},
+]
+
+
+def test_what_plan_calls_large_enough_a_simulation_lets_fit():
+    """Blocks as large as the logits come and go, and small ones come to lie where they were."""
+    few = {"kind": "l4", "seq_len": 512}
+    ranks = simulate([target(**{**few, **case}) for case in SHALLOW], lambda text: None, exact=True)
+    for rank in ranks:
+        assert isinstance(rank, SimulatedRank)
+        job = rank.target.job
+        setting = TraceSetting(job.precision, job.run.activation_checkpointing)
+        profile = profile_model(
+            source_of(job.run), job.facts.task, rank.target.inputs, dict(job.run.model_args), [setting]
+        )
+        layout = PlannedLayout.of(job)
+        memory = Forecaster(profile, "cuda", blas_workspace_bytes("l4")).memory(layout)
+        needed = check_fit(memory, layout, cluster(2, "l4")).device_bytes
+        smallest = replace(cluster(2, "l4"), device_memory=round(needed) + 1)
+        assert assess(rank, smallest).verdict == FITS

@@ -71,7 +71,7 @@ class Fit:
 
 def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> Fit:
     """Compare a forecast with what the cluster has."""
-    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.more_communicators)
+    margin = margin_bytes(memory.peak_bytes, layout, cluster, memory.large_bytes, memory.more_communicators)
     process = 0 if cluster.on_cpu else HOST_PROCESS_BYTES
     return Fit(
         device_bytes=memory.peak_bytes + margin,
@@ -84,20 +84,21 @@ def check_fit(memory: LayoutMemory, layout: PlannedLayout, cluster: Cluster) -> 
     )
 
 
-def margin_bytes(peak_bytes: int, layout: PlannedLayout, cluster: Cluster, more_communicators: int = 0) -> float:
+def margin_bytes(
+    peak_bytes: int, layout: PlannedLayout, cluster: Cluster, large_bytes: int = 0, more_communicators: int = 0
+) -> float:
     """Return what is kept free beside the allocated peak: fragmentation, and what the rank's process allocates.
 
-    `more_communicators`: beside those that the layout's degrees need.
+    `large_bytes`: the largest activation, gradient, bucket and temporary. A released block in which something small
+    came to lie is kept by the allocator beside the next one of that size: of each kind one, in a model of few layers
+    more than the usual share. `more_communicators`: beside those that the layout's degrees need.
     """
     if cluster.on_cpu:
         return CPU_HEAP * peak_bytes + CPU_PROCESS_HIGH_BYTES
     share = FRAGMENTATION
     if layout.zero_stage == 3:
         share = FRAGMENTATION_ZERO3 if layout.offload_param == "none" else FRAGMENTATION_ZERO3_HOST
-    fragmentation = share * peak_bytes
-    if layout.zero_stage in (1, 2):
-        # every step makes the bucket anew; where a smaller block lies in the segment of the last, beside it
-        fragmentation = max(fragmentation, layout.element_bytes * layout.bucket)
+    fragmentation = max(share * peak_bytes, large_bytes)
     fragmentation += REPLAYED * (peak_bytes + fragmentation)  # what a simulation keeps free, too
     return fragmentation + _process_bytes(layout, cluster, more_communicators)
 

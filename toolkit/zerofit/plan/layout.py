@@ -162,4 +162,5 @@ class LayoutMemory:
     host_bytes: int  # of this rank's process
     nvme_bytes: int
     breakdown: dict[str, int]  # kind -> bytes at the peak; sums to peak_bytes
+    large_bytes: int = 0  # the largest of each kind of block that comes and goes within a step (`plan.fit`)
     more_communicators: int = 0  # beside those that its degrees need (`plan.fit`)

@@ -58,10 +58,16 @@ class _StageMoments(NamedTuple):
     host_bytes: int
     nvme_bytes: int
     on_host: tuple[Point, ...]  # activations of all micro batches in flight, page-locked each by itself
+    large: tuple[int, tuple[Point, ...]]  # the largest gradient, buckets and temporaries; one of these activations
 
     def host_at(self, samples: int) -> int:
         """Return the bytes on the host at a micro batch."""
         return self.host_bytes + sum(pinned_bytes(round(a + b * samples)) for a, b in self.on_host)
+
+    def large_at(self, samples: int) -> int:
+        """Return the bytes of the largest block of each kind that comes and goes within a step."""
+        fixed, activations = self.large
+        return fixed + round(max((a + b * samples for a, b in activations), default=0))
 
 
 def forecast(profile: Profile, layout: PlannedLayout, device: str = "cuda") -> LayoutMemory:
@@ -108,6 +114,7 @@ class Forecaster:
             host_bytes=max(one.host_at(samples) for one in stages),
             nvme_bytes=stage.nvme_bytes,
             breakdown=breakdown,
+            large_bytes=stage.large_at(samples),
             more_communicators=self._more_communicators(layout),
         )
 
@@ -199,7 +206,11 @@ class Forecaster:
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
         counts = most_in_flight(layout, stage)
         kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
-        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept)
+        most = [
+            max(moment.kinds.get(kind, 0) for moment in moments) for kind in ("communication buckets", "temporaries")
+        ]
+        large = layout.element_bytes * line.largest + sum(most), tuple(chain(*(one.blocks for one in lines)))
+        return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept, large)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
         kinds = add_kinds(persistent.device, persistent.host) if self.device == "cpu" else persistent.device

@@ -81,6 +81,7 @@ class StageTimeline:
     received: Point = NOTHING  # activation that comes from the part before
     sent: Point = NOTHING  # activation that goes to the next part
     logits: Point = NOTHING  # output of the last part
+    blocks: tuple[Point, ...] = ()  # the largest activation of each kind of layer
     ep: int = 1  # ranks that hold the experts together
     factors: int = 0  # numbers that Adafactor keeps of whole parameters
     still: int = 0  # first layers with which no backward has to do: nothing up to them is trained
@@ -163,6 +164,7 @@ def timeline(
         recomputed=tuple(placed.cost.recomputed for placed in mine),
         sent=_point(expanded[last - 1].cost.output_bytes) if last < len(expanded) else NOTHING,
         logits=_point(expanded[last - 1].cost.output_bytes) if last == len(expanded) else NOTHING,
+        blocks=tuple({_point(mine[n].cost.largest_bytes) for n in here}),
     )
 
 

@@ -58,6 +58,7 @@ class ProfileRecorder(TorchDispatchMode):
         self.before: dict[Key, int] = {}  # bytes alive when a section began
         self.handed_on: dict[int, int] = {}  # bytes that a unit's forward gives to the next one
         self.on_host: Counter[int] = Counter()  # bytes that a unit's forward keeps in host memory
+        self.largest: Counter[Key] = Counter()  # bytes of a section's largest storage
         self.exchanged: Counter[Key] = Counter()  # bytes that a section sends to the ranks of spread experts
         self.modules: dict[Key, list[ModuleCall]] = {}  # places are those in model.parameters()
         self.last_op = ""
@@ -169,7 +170,9 @@ class ProfileRecorder(TorchDispatchMode):
             weakref.finalize(storage, self._release, key)
         self._sizes[key] = size
         self.live_bytes += size - (known or 0)
-        self.segments[-1].live.append(self.live_bytes)
+        segment = self.segments[-1]
+        segment.live.append(self.live_bytes)
+        self.largest[segment.key] = max(self.largest[segment.key], size)
 
     def _release(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
@@ -270,6 +273,7 @@ def cost_of(subject: TracedModel, recorders: tuple[ProfileRecorder, ProfileRecor
         forward_peak_bytes=_line([_peak(s, base) for s, base in zip(forwards, bases, strict=True)]),
         backward_peak_bytes=_line([_peak(s, base) for s, base in zip(backwards, bases, strict=True)]),
         output_bytes=_line([r.handed_on.get(unit, 0) for r in recorders]),
+        largest_bytes=_line([r.largest["forward", unit] for r in recorders]),
         forward=forward,
         backward=moments,
         host_bytes=_line([r.on_host[unit] for r in recorders]),

@@ -112,6 +112,7 @@ class LayerCost:
     forward_peak_bytes: Linear  # most alive during its forward, above what was alive before it
     backward_peak_bytes: Linear  # most alive during its backward, above what was alive before its forward
     output_bytes: Linear  # the activation handed to the next layer (and its gradient handed back)
+    largest_bytes: Linear = Linear()  # the largest activation that its forward makes
     forward_kernels: tuple[Kernel, ...] = ()
     backward_kernels: tuple[Kernel, ...] = ()  # with recomputation, where it is checkpointed
     tp_allreduce_bytes: Linear = Linear()  # sent by tensor parallelism in forward (backward: as much)
