@@ -22,6 +22,8 @@ FLAT = {
     "half": ("--strategy", "SHARD_GRAD_OP"),
     "mixed": ("--mixed",),
     "originals": ("--originals",),
+    "hybrid": ("--strategy", "HYBRID_SHARD", "--together", "2"),
+    "copies": ("--strategy", "HYBRID_SHARD"),  # a node has one CPU: each rank holds the whole model
 }
 IMPOSSIBLE = (("gan", "zero3"), ("qlora", "zero3"))
 Words = Callable[[Path, str], tuple[str, ...]]
