@@ -63,3 +63,17 @@ def test_plan_gathers_what_the_engine_gathers():
         profile = profile_model(source_of(run), "causal-lm", one.inputs, dict(run.model_args), [setting])
         planned = Forecaster(profile, "cuda", blas_workspace_bytes(more["kind"])).memory(PlannedLayout.of(one.job))
         assert -100 <= planned.peak_bytes - record.peaks[0].bytes <= (2 * 4096 * 14336 if run.ds_config == FEW else 0)
+
+
+def test_an_embedding_is_whole_while_the_last_gradients_are_reduced():
+    """Its input are indices, which have no gradient: DeepSpeed sees no end of its backward."""
+    small = {"model": "llama-tiny", "model_args": {"vocab_size": 8192, "hidden_size": 192}, "micro_batch": 1}
+    one = target(config="zero3", seq_len=16, activation_checkpointing=True, **small)
+    (record,) = simulate_all([one], lambda text: None)
+    profile = profile_model(
+        source_of(one.job.run), "causal-lm", one.inputs, small["model_args"], [TraceSetting("fp32", True)], "cpu"
+    )
+    planned = forecast(profile, PlannedLayout.of(one.job), "cpu")
+    assert (planned.peak_phase, record.peaks[0].phase) == ("backward", "backward")
+    assert planned.breakdown["temporaries"] > 2 * 4 * 8192 * 192  # the bucket, and gloo's copy of it
+    assert -500 <= planned.peak_bytes - record.peaks[0].bytes <= 0

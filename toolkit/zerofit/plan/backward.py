@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
-from zerofit.plan.zero3_gather import gathered_in_backward
+from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
 
 T = TypeVar("T")
 NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
@@ -224,6 +224,7 @@ class _Scattered:
         # gloo's reduce-scatter sums into a clone of its input (ProcessGroupGloo.cpp)
         self.copies = 2 if device == "cpu" else 1
         self.spread, self.gathered_bytes = sharers(layout), gathered_in_backward(line, layout)
+        self.left = left_by_backward(line, layout)
         self.zero_ranks, self.ranks = layout.zero_ranks, layout.zero_ranks  # those that share what is in the bucket
         self.element, self.reduced = layout.element_bytes, reduction_bytes(layout)
         self.lifted = self.reduced if self.reduced != self.element else 0  # a copy of each gradient (stage3.py:1925)
@@ -240,7 +241,9 @@ class _Scattered:
                 yield self._live(point, gathered)
             if event.parameter is not None:
                 yield from self._arrive(event.parameter, event.end, gathered)
-        yield from self._reduce(NOTHING, 0)
+        yield from self._reduce(
+            NOTHING, self.left
+        )  # what is left in the bucket (independent_gradient_partition_epilogue)
 
     def _arrive(self, parameter: Parameter, activations: Point, gathered: int) -> Iterator[LiveMemory]:
         """Take in one complete gradient (zero/stage3.py:1570)."""

@@ -77,6 +77,11 @@ def gathered_in_backward(line: StageTimeline, layout: PlannedLayout) -> list[int
     return found
 
 
+def left_by_backward(line: StageTimeline, layout: PlannedLayout) -> int:
+    """Return the bytes that are whole still when the last gradients are reduced: the embedding's, of indices."""
+    return _gathering(line, layout).whole
+
+
 def _gathering(line: StageTimeline, layout: PlannedLayout) -> _Gathering:
     # a parameter on the host comes to the device even where it is whole; more ranks change nothing
     few = (2 if layout.offload_param != "none" else min(2, ranks) for ranks in sharers(layout))
