@@ -13,8 +13,10 @@ from zerofit.models.inputs import TextInputs
 from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.simulate.categories import KINDS
+from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.errors import Problem
+from zerofit.spec.overhead import blas_workspace_bytes
 
 BOTH = "tensor and sequence"
 SCALARS = 2000  # bytes: step counters, losses, norms
@@ -91,6 +93,21 @@ def test_plan_forecasts_several_dimensions(simulated, names, tp, sp):
     profile = profile_model(source, "causal-lm", TextInputs(vocab_size=64, seq_len=16), TINY, settings, "cpu")
     forecast = Forecaster(profile, "cpu").memory(PlannedLayout.of(job)).peak_bytes
     assert forecast == pytest.approx(max(simulated[n].peaks[0].bytes for n in names), rel=0.01, abs=2 * SCALARS)
+
+
+def test_plan_divides_parameters_in_the_models_order():
+    """CLIP's images come first in forward, its text in `parameters()`: rank 0 has the whole embedding of tokens."""
+    few = {"text_config": {"num_hidden_layers": 3}, "vision_config": {"num_hidden_layers": 3}}
+    flags = {"model": "clip-vit-base-patch32", "model_args": few, "precision": "bf16", "kind": "h100-80gb"}
+    one = target("zero2_offload", micro_batch=1, **flags)
+    (record,) = simulate_all([one], lambda text: None)
+    copy = 8 * 49408 * 512  # of its gradient in float64, for the norm
+    assert record.peaks[0].breakdown["temporaries"] >= copy
+    setting = TraceSetting("bf16")
+    profile = profile_model(find(one.job.run.model), one.job.facts.task, one.inputs, few, [setting])
+    forecast = Forecaster(profile, "cuda", blas_workspace_bytes("h100-80gb")).memory(PlannedLayout.of(one.job))
+    assert forecast.breakdown["temporaries"] == copy
+    assert forecast.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-4)
 
 
 def test_phases_follow_each_other(simulated):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from zerofit.spec.model_facts import ELEMENT_BYTES
@@ -94,7 +95,7 @@ class StageTimeline:
         found: dict[int, list[Parameter]] = {0: [], 1: []}
         for parameter in (parameter for layer in self.layers for parameter in layer if parameter.group != FROZEN):
             found.setdefault(parameter.group, []).append(parameter)
-        return tuple(tuple(found[group]) for group in sorted(found))
+        return tuple(tuple(sorted(found[group], key=attrgetter("start"))) for group in sorted(found))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -254,17 +255,16 @@ def _without_sums(cost: LayerCost, added: int) -> LayerCost:
 
 
 def _in_groups(mine: Sequence[_Placed]) -> tuple[tuple[Parameter, ...], ...]:
-    """Place each layer's parameters in the optimizer's groups."""
-    layers: list[list[Parameter]] = []
+    """Place each layer's parameters in the optimizer's groups, which follow the model's order, not forward's."""
+    layers: list[list[Parameter]] = [[] for _ in mine]
     ends: Counter[int] = Counter()
     experts = EXPERTS  # the group that is being filled
-    for placed in mine:
-        layers.append([])
+    for n, placed in sorted(enumerate(mine), key=lambda one: one[1].layer.place):
         for numel, kind, split, copied in zip(placed.numels, placed.group_of, placed.split, placed.copied, strict=True):
             if kind == EXPERTS and ends[experts] and ends[experts] + numel > EXPERT_GROUP_ELEMENTS:
                 experts += 1
             group = experts if kind == EXPERTS else kind
-            layers[-1].append(Parameter(numel, group, ends[group], split, copied=copied))
+            layers[n].append(Parameter(numel, group, ends[group], split, copied=copied))
             ends[group] += numel
     return tuple(map(tuple, layers))
 

@@ -190,12 +190,14 @@ def layer_of(subject: TracedModel, recorder: ProfileRecorder, unit: int) -> Laye
     """Return a unit with its parameters."""
     model, here = subject.model, subject.units[unit]
     every = list(model.parameters())
-    mine = [every[index] for index in _parameters_of(model, recorder, unit)]
+    indices = _parameters_of(model, recorder, unit)
+    mine = [every[index] for index in indices]
     frozen, bits = ([every[index] for index in found] for found in _frozen_of(model, recorder, unit))
     quantized_bytes = sum(p.nbytes + statistics_bytes(p) for p in bits)
     return LayerRun(
         name=here.name,
         count=here.count,
+        place=indices[0] if indices else 0,
         matrices=tuple(p.numel() for p in mine if p.dim() > 1),
         vectors=tuple(p.numel() for p in mine if p.dim() <= 1),
         factors=sum(map(_factors, mine)),

@@ -148,6 +148,7 @@ class LayerRun:
     count: int  # how many of them follow each other
     matrices: tuple[int, ...]  # numels of the trained parameters with two or more dimensions, in order
     vectors: tuple[int, ...]  # numels of trained biases and norms
+    place: int = 0  # of the first of them in model.parameters()
     factors: int = 0  # numbers that Adafactor keeps of them: of matrices one a row and one a column
     frozen: tuple[int, ...] = ()  # numels of parameters that are not trained, without quantised ones
     quantized: tuple[int, ...] = ()  # numbers in each weight that lies in a few bits a number;
