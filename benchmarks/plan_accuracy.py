@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,10 +27,11 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.memory import Forecaster
 from zerofit.simulate.assess import assess
 from zerofit.simulate.profile import TraceSetting, profile_model
-from zerofit.simulate.run import SimulatedRank, simulate
+from zerofit.simulate.run import SimulatedRank, heaviest_of, simulate
 from zerofit.simulate.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
+from zerofit.spec.mesh import heaviest_of_stages
 from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import PipelineSchedule, Run, RunRequest
 
@@ -160,12 +162,11 @@ def smallest_that_fits(rank: SimulatedRank, cluster: Cluster) -> int:
 
 def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
     """Forecast and simulate these."""
-    for one in several:
-        layout = one.job.layout
-        # stages 1 and 2 keep whole gradients of parameters that reach into a rank's part, more on some than on others
-        alike = layout.zero_stage not in (1, 2)
-        ranks = range(0, 1 if alike else layout.world_size, layout.tp)  # of tensor parallel ones the first
-        found = simulate([one.target(rank) for rank in ranks], show, exact=True)
+    exactly = partial(simulate, show=show, exact=True)
+    stages = [[one.target(rank) for rank in heaviest_of_stages(one.job.layout, one.job.batch)] for one in several]
+    ranks = iter(heaviest_of(exactly([target for targets in stages for target in targets]), exactly))
+    for one, targets in zip(several, stages, strict=True):
+        found = [next(ranks) for _ in targets]
         simulated = [rank for rank in found if isinstance(rank, SimulatedRank)]
         if len(simulated) < len(found):
             print(f"{one.job.run.model}: {found}", file=sys.stderr)
