@@ -75,8 +75,10 @@ def test_an_own_loop_trains_what_plain_pytorch_does(tmp_path, launcher):
 
 
 NAMED = """
-import os, sys
+import atexit, os, sys
 import psutil
+import torch.distributed as dist
+atexit.register(lambda: sys.stdout.write(f"LEFT {not dist.is_initialized()}\\n"))
 seen = psutil.virtual_memory
 psutil.virtual_memory = lambda: seen()._replace(available=int(sys.argv[1]))
 import zerofit as zf
@@ -98,7 +100,11 @@ def test_a_named_model_is_held_against_the_memory_that_is_free(tmp_path):
     def said(*argv: str) -> list[str]:
         done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stderr[:6000]
-        return sorted(line for line in done.stdout.splitlines() if line.startswith(("REFUSED", "STARTED")))
+        lines = sorted(done.stdout.splitlines())
+        assert lines.count("LEFT True") == (
+            2 if argv[0] == "-m" else 1
+        )  # no rank ends with the group's threads running
+        return [line for line in lines if line.startswith(("REFUSED", "STARTED"))]
 
     both = said(*ranks, "named.py", str(1 << 20))
     assert [line.split()[:3] for line in both] == [["REFUSED", "0", "does-not-fit"], ["REFUSED", "1", "does-not-fit"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,8 @@ class Session:
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
         from zerofit.train.process_group import start
 
+        if not dist.is_initialized():  # else the group is the script's own, to leave as well
+            atexit.register(_leave)
         start(timeout=timedelta(minutes=30))
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -184,3 +187,9 @@ class Session:
         if model is not None:
             changed["model"] = f"{type(model).__module__}:{type(model).__name__}"
         return replace(self._asked, run=run.model_copy(update=changed))
+
+
+def _leave() -> None:
+    """Leave the process group; a process that ends with its threads running may be aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
