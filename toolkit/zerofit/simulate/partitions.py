@@ -16,7 +16,7 @@ def heavier_than_this(engines: Sequence[Any]) -> HeavierRank | None:
     """Return the rank that keeps the most gradients whole; None where it is this one, or where nothing is divided so.
 
     A rank keeps those of parameters that lie in its partition in part (stage_1_and_2.py, `params_in_partition`): from
-    backward on, but at stage 1 without offload all ranks have all gradients until the step.
+    backward on, but at stage 1 without offload or overlap all ranks have all gradients until the step.
     """
     for engine in engines:
         optimizer = getattr(engine, "optimizer", None)
@@ -38,5 +38,6 @@ def _heavier(optimizer: Any) -> HeavierRank | None:
         for at, place, _ in reaching([p.numel() for p in members], int(partition), len(ranks) // among):
             kept[at] += members[place].numel() * members[place].element_size()
     more = max(kept) - kept[ranks.index(dist.get_rank())]
-    phases = STEPS if optimizer.partition_gradients or optimizer.cpu_offload else ("step",)
+    in_backward = optimizer.partition_gradients or optimizer.overlap_comm or optimizer.cpu_offload
+    phases = STEPS if in_backward else ("step",)
     return HeavierRank(rank=ranks[kept.index(max(kept))], more_bytes=more, phases=phases) if more else None
