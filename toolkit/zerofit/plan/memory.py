@@ -209,7 +209,8 @@ class Forecaster:
         most = [
             max(moment.kinds.get(kind, 0) for moment in moments) for kind in ("communication buckets", "temporaries")
         ]
-        large = layout.element_bytes * line.largest + sum(most), tuple(chain(*(one.blocks for one in lines)))
+        twice = self._tied if layout.pp == 1 else 0  # both gradients of a matrix that two layers have, before their sum
+        large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
         return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept, large)
 
     def _moment(self, phase: str, live: LiveMemory, persistent: PersistentMemory, more: Point) -> _Moment:
