@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -16,10 +16,10 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
+from zerofit.spec.partitions import largest_bucket
 
 T = TypeVar("T")
 NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
-ALLREDUCE_ELEMENTS = 500_000_000  # engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
 
 class LiveMemory(NamedTuple):
@@ -92,21 +92,10 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
             yield LiveMemory(point, element * waiting, bucket if waiting else 0, layer=event.layer)
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
-        flat = (element + lifted) * _largest_bucket(line)  # engine.py:3796, :3801
+        flat = (element + lifted) * largest_bucket(chain(*line.groups))  # engine.py:3796, :3801
         yield LiveMemory(NOTHING, whole, temporaries=flat, after=True)
     else:
         yield from _reduced_at_the_end(line, layout, element)
-
-
-def _largest_bucket(line: StageTimeline) -> int:
-    """Count the elements of the largest bucket without ZeRO: it is full once beyond the limit (engine.py:3834)."""
-    largest = filled = 0
-    for group in line.groups:
-        for numel in group:
-            filled += numel
-            largest = max(largest, filled)
-            filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
-    return largest
 
 
 def _reduced_at_the_end(line: StageTimeline, layout: PlannedLayout, element: int) -> Iterator[LiveMemory]:

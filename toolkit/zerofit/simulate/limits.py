@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,8 @@ from zerofit.check.dotted import get
 from zerofit.models.build import build, expert_places
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
+from zerofit.spec.model_facts import ELEMENT_BYTES
+from zerofit.spec.partitions import largest_bucket
 from zerofit.spec.process import deepspeed_quiet
 
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
@@ -39,15 +41,38 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     parts = list(_partitioned(one, two, layout.dp * layout.sp, layout.ep))
     reduced = (get(zero, "reduce_bucket_size", BUCKET), sum(part.layer for part in parts))
     found: list[tuple[float, int]] = []
+    if layout.zero_stage == 0 and layout.dp * layout.sp > 1:
+        return [_layers_of_largest_bucket(_trained(one), _trained(two), count)]
     if layout.zero_stage in (1, 2):
+        # parameters beside their flat copy: what the device does not hold is put together on the host (:453)
+        before = sum(p.numel() for p in one.parameters()) - a_layer + sum(part.before for part in parts)
+        room = target.device_bytes / ELEMENT_BYTES[target.job.precision] - before
+        found = [(max(0, room), a_layer + reduced[1])]
         # what a partition holds of the largest parameter: all of it, once it is as large as that and a layer
-        found = [(max(0, p.largest + p.layer - p.before / p.ranks) * p.ranks, p.layer) for p in parts]
+        found += [(max(0, p.largest + p.layer - p.before / p.ranks) * p.ranks, p.layer) for p in parts]
         found.append(reduced)
     if layout.zero_stage == 3:
         live = get(zero, "stage3_max_live_parameters", MAX_LIVE) + get(zero, "stage3_prefetch_bucket_size", 0)
         sub_group = get(zero, "sub_group_size", SUB_GROUP)
         found = [(live, a_layer), reduced, *((sub_group * p.ranks, p.layer) for p in parts)]
     return [limit / size for limit, size in found if limit < size * count]
+
+
+def _layers_of_largest_bucket(one: Sequence[int], two: Sequence[int], count: int) -> int:
+    """Return with how many layers the largest bucket of gradients is that of the whole model, as with any more.
+
+    `one`, `two`: elements of each gradient of a model with one and with two layers.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
+    layer = two[same : same + len(two) - len(one)]
+    if [*one[:same], *layer, *one[same:]] != list(two):  # an encoder's layer and a decoder's
+        return count
+
+    def largest(layers: int) -> int:
+        return largest_bucket([*one[:same], *layer * (layers - 1), *one[same:]])
+
+    whole = largest(count)
+    return next((n for n in range(count, 0, -1) if largest(n) != whole), 0)
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
@@ -71,6 +96,9 @@ def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterato
             yield _Partitioned(before=sum(few) - layer, layer=layer, largest=max(more), ranks=dividing)
 
 
-def _trained(model: nn.Module, spread_ones: bool) -> list[int]:
+def _trained(model: nn.Module, spread_ones: bool | None = None) -> list[int]:
+    """Return the elements of trained parameters: of spread experts, of all others, or of both."""
     experts = set(expert_places(model))
-    return [p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and (n in experts) == spread_ones]
+    return [
+        p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and spread_ones in (None, n in experts)
+    ]

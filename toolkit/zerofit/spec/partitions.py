@@ -1,8 +1,10 @@
-"""ZeRO 1 and 2 cut each flat group of parameters into one partition a rank: which parameters reach into which."""
+"""How DeepSpeed puts parameters and gradients together: ZeRO's partitions, and the buckets of an all-reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+ALLREDUCE_ELEMENTS = 500_000_000  # of a bucket without ZeRO (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 
 
 def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tuple[int, int, int]]:
@@ -24,3 +26,17 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
             for rank in range(part * beside, (part + 1) * beside):
                 yield rank, place, piece
         start = end
+
+
+def largest_bucket(numels: Iterable[int]) -> int:
+    """Count the elements of the largest bucket without ZeRO: it is full once beyond the limit (engine.py:3834).
+
+    >>> largest_bucket([300_000_000, 300_000_000, 100_000_000])
+    600000000
+    """
+    largest = filled = 0
+    for numel in numels:
+        filled += numel
+        largest = max(largest, filled)
+        filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
+    return largest
