@@ -49,7 +49,7 @@ MODELS: dict[str, int | None] = {
 }
 HOST = {"device": "cpu", "pin_memory": True}
 NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
-AIO = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
+AIO = {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
