@@ -63,3 +63,22 @@ def test_layers_of_which_one_is_trained_are_not_extended(monkeypatch):
     assert isinstance(found, SimulatedRank) and not found.layers
     block = 4 * 32 * 32 + 3 * 32 * 80 + 2 * 32
     assert found.record.peaks[0].breakdown["optimizer state"] == pytest.approx(8 * block, abs=1024)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # the gradients of some more layers lie in one bucket of an all-reduce, those of all do not
+        {"config": "zero0", "model": "gemma-2-2b", "micro_batch": 4, "seq_len": 1024, "activation_checkpointing": True},
+        # the device holds the parameters and a flat copy of them for few layers, not for all: put together on the host
+        {"config": "zero1", "model": "llama-3.1-8b", "kind": "l4", "precision": "bf16", "seq_len": 128},
+    ],
+)
+def test_what_changes_with_more_layers_is_not_extended(case):
+    one = target(**{"kind": "h100-80gb", **case})
+    (answer,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
+    assert isinstance(answer, SimulatedRank) and isinstance(exact, SimulatedRank)
+    assert answer.record.peaks[0].bytes == pytest.approx(exact.record.peaks[0].bytes, rel=0.005)
+    assert answer.record.peaks[0].key == exact.record.peaks[0].key
+    assert answer.record.host == pytest.approx(exact.record.host, rel=0.005)
+    assert (exact.record.host["pageable"] > 8e9) == (case["config"] == "zero1")

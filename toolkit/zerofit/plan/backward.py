@@ -16,7 +16,7 @@ from zerofit.plan.layout import PlannedLayout
 from zerofit.plan.persistent import overlap_in_partition, partitions, reduction_bytes, sharers
 from zerofit.plan.timeline import NOTHING, Parameter, Point, StageTimeline
 from zerofit.plan.zero3_gather import gathered_in_backward, left_by_backward
-from zerofit.spec.partitions import largest_bucket
+from zerofit.spec.partitions import buckets
 
 T = TypeVar("T")
 NORM_ELEMENTS = 250_000_000  # zero/stage3.py, _constant_buffered_norm2
@@ -92,7 +92,9 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
             yield LiveMemory(point, element * waiting, bucket if waiting else 0, layer=event.layer)
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
-        flat = (element + lifted) * largest_bucket(chain(*line.groups))  # engine.py:3796, :3801
+        flat = max(
+            ((element * (count > 1) + lifted) * size for size, count in buckets(chain(*line.groups))), default=0
+        )  # engine.py:3796, :3801
         yield LiveMemory(NOTHING, whole, temporaries=flat, after=True)
     else:
         yield from _reduced_at_the_end(line, layout, element)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from zerofit.models.build import build, expert_places
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.model_facts import ELEMENT_BYTES
-from zerofit.spec.partitions import largest_bucket
+from zerofit.spec.partitions import buckets
 from zerofit.spec.process import deepspeed_quiet
 
 # DeepSpeed's defaults in elements (runtime/zero/config.py)
@@ -58,18 +58,21 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     return [limit / size for limit, size in found if limit < size * count]
 
 
-def _layers_of_largest_bucket(one: Sequence[int], two: Sequence[int], count: int) -> int:
+def _layers_of_largest_bucket(one: list[int], two: list[int], count: int) -> int:
     """Return with how many layers the largest bucket of gradients is that of the whole model, as with any more.
 
     `one`, `two`: elements of each gradient of a model with one and with two layers.
     """
     same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     layer = two[same : same + len(two) - len(one)]
-    if [*one[:same], *layer, *one[same:]] != list(two):  # an encoder's layer and a decoder's
+    if [*one[:same], *layer, *one[same:]] != two:  # an encoder's layer and a decoder's
         return count
 
-    def largest(layers: int) -> int:
-        return largest_bucket([*one[:same], *layer * (layers - 1), *one[same:]])
+    def largest(layers: int) -> dict[bool, int]:
+        found = {True: 0, False: 0}  # of several gradients, of one alone
+        for size, gradients in buckets([*one[:same], *layer * (layers - 1), *one[same:]]):
+            found[gradients > 1] = max(found[gradients > 1], size)
+        return found
 
     whole = largest(count)
     return next((n for n in range(count, 0, -1) if largest(n) != whole), 0)

@@ -28,15 +28,19 @@ def reaching(numels: Sequence[int], partition: int, beside: int) -> Iterator[tup
         start = end
 
 
-def largest_bucket(numels: Iterable[int]) -> int:
-    """Count the elements of the largest bucket without ZeRO: it is full once beyond the limit (engine.py:3834).
+def buckets(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the elements and the number of gradients of each bucket without ZeRO: full once beyond the limit.
 
-    >>> largest_bucket([300_000_000, 300_000_000, 100_000_000])
-    600000000
+    (runtime/engine.py:3834) Of several gradients a flat copy is made; one alone is reduced where it lies.
+
+    >>> list(buckets([600_000_000, 300_000_000, 300_000_000, 100_000_000]))
+    [(600000000, 1), (600000000, 2), (100000000, 1)]
     """
-    largest = filled = 0
+    filled = count = 0
     for numel in numels:
-        filled += numel
-        largest = max(largest, filled)
-        filled = 0 if filled > ALLREDUCE_ELEMENTS else filled
-    return largest
+        filled, count = filled + numel, count + 1
+        if filled > ALLREDUCE_ELEMENTS:
+            yield filled, count
+            filled = count = 0
+    if count:
+        yield filled, count
