@@ -141,13 +141,11 @@ def main() -> int:
                 print(f"{run.model}: {error}", file=sys.stderr)
         targets = [one.target(0) for one in several]
         extended = simulate(targets, lambda text: None)
-        # one that was not extended has all layers, or could not be simulated
-        chosen = [(one, rank) for one, rank in zip(several, extended, strict=True) if getattr(rank, "layers", ())]
-        wholes = simulate(
-            [rank.target for _, rank in chosen if isinstance(rank, SimulatedRank)], lambda text: None, exact=True
-        )
+        chosen = [(one, rank) for one, rank in zip(several, extended, strict=True) if isinstance(rank, SimulatedRank)]
+        chosen = [(one, rank) for one, rank in chosen if rank.layers]  # else all were simulated at once
+        wholes = simulate([rank.target for _, rank in chosen], lambda text: None, exact=True)
         for (one, rank), whole in zip(chosen, wholes, strict=True):
-            if not (isinstance(rank, SimulatedRank) and isinstance(whole, SimulatedRank)):
+            if not isinstance(whole, SimulatedRank):
                 print(f"{one.job.run.model}: {whole}", file=sys.stderr)
                 continue
             found.append(compare(rank, whole, one))

@@ -19,7 +19,6 @@ from meter.planned import planned
 
 import zerofit as zf
 from zerofit.app.simulation import prepare_simulation
-from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import RunRequest
 
 HERE = Path(__file__).parent
@@ -71,8 +70,7 @@ def simulate(case: dict[str, Any]) -> zf.Simulation | zf.UserError:
 def plan(case: dict[str, Any]) -> int:
     """The peak that plan forecasts, with the products' workspaces, which a simulation has."""
     run, cluster = asked(case)
-    peak = planned(prepare_simulation(RunRequest.of(run), cluster).target(0))["peak_bytes"]
-    return peak + 2 * blas_workspace_bytes(cluster.device.kind)
+    return planned(prepare_simulation(RunRequest.of(run), cluster).target(0)).peak_bytes
 
 
 def _after_step(result: zf.Simulation) -> int:

@@ -20,19 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from meter.planned import planned
+
 from zerofit.app.simulation import PreparedSimulation, prepare_simulation
-from zerofit.models.catalog import source_of
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import Forecaster
 from zerofit.simulate.assess import assess
-from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.simulate.run import SimulatedRank, heaviest_of, simulate
 from zerofit.simulate.verdict import FITS
 from zerofit.spec.cluster import Cluster
 from zerofit.spec.errors import UserError
 from zerofit.spec.mesh import heaviest_of_stages
-from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.run import PipelineSchedule, Run, RunRequest
 
 MEDIAN, MOST = 0.01, 0.04  # targets of |plan / simulate - 1|
@@ -137,12 +135,7 @@ def drawn_pipeline(chance: random.Random, schedule: PipelineSchedule) -> tuple[R
 
 def forecast(prepared: PreparedSimulation) -> tuple[int, Cluster, PlannedLayout]:
     """The peak, and the cluster with the smallest device that would be called large enough."""
-    job, cluster = prepared.job, prepared.cluster
-    layout = PlannedLayout.of(job)
-    setting = TraceSetting(job.precision, layout.checkpointing, layout.tp, layout.sp)
-    profile = profile_model(source_of(job.run), job.facts.task, prepared.inputs, dict(job.run.model_args), [setting])
-    workspace = blas_workspace_bytes(cluster.device.kind)
-    memory = Forecaster(profile, "cuda", workspace).memory(layout)
+    cluster, layout, memory = prepared.cluster, PlannedLayout.of(prepared.job), planned(prepared.target(0))
     needed = round(check_fit(memory, layout, cluster).device_bytes) + 1
     smallest = Cluster(cluster.kind, gpus=cluster.gpus, nodes=cluster.nodes, device_memory=needed)
     return memory.peak_bytes, smallest, layout
@@ -172,13 +165,13 @@ def found_of(several: list[PreparedSimulation], show: Any) -> Iterator[Found]:
             print(f"{one.job.run.model}: {found}", file=sys.stderr)
             continue
         rank = max(simulated, key=lambda one: one.record.peaks[0].bytes)
-        planned, smallest, layout = forecast(one)
+        peak_bytes, smallest, layout = forecast(one)
         verdict = assess(rank, smallest)
         yield Found(
             model=one.job.run.model,
             layout=layout.to_dict() | {"world_size": layout.world_size},
             gpu=one.cluster.device.kind,
-            planned_bytes=planned,
+            planned_bytes=peak_bytes,
             simulated_bytes=rank.record.peaks[0].bytes,
             planned_device_bytes=smallest.device.memory_bytes,
             simulated_device_bytes=smallest_that_fits(rank, smallest),

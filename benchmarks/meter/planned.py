@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from zerofit.models.catalog import source_of
-from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import forecast
+from zerofit.plan.layout import LayoutMemory, PlannedLayout
+from zerofit.plan.memory import Forecaster
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.profile import Savings
 
 
-def planned(target: SimulationTarget) -> dict[str, Any]:
-    """The forecast for the rank that needs most, as plain JSON."""
+def planned(target: SimulationTarget) -> LayoutMemory:
+    """The forecast for the rank that needs most, with the workspaces of products that the target's simulation has."""
     job, device = target.job, target.accelerator
     run, layout = job.run, job.layout
     setting = TraceSetting(
@@ -22,4 +19,4 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     )
     source, args = source_of(run), dict(run.model_args)
     profile = profile_model(source, job.facts.task, target.inputs, args, [setting], device)
-    return asdict(forecast(profile, PlannedLayout.of(job), device))
+    return Forecaster(profile, device, target.workspace_bytes).memory(PlannedLayout.of(job))

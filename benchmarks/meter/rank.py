@@ -131,7 +131,7 @@ def planned(target: SimulationTarget) -> dict[str, Any]:
     """What `zerofit plan` reckons for the rank that needs most."""
     from .planned import planned
 
-    return planned(target)
+    return asdict(planned(target))
 
 
 def script_metered(task: dict[str, Any]) -> dict[str, Any]:

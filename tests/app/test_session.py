@@ -101,9 +101,8 @@ def test_a_named_model_is_held_against_the_memory_that_is_free(tmp_path):
         done = subprocess.run([sys.executable, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=170)
         assert done.returncode == 0, done.stderr[:6000]
         lines = sorted(done.stdout.splitlines())
-        assert lines.count("LEFT True") == (
-            2 if argv[0] == "-m" else 1
-        )  # no rank ends with the group's threads running
+        # no rank ends with the group's threads running
+        assert lines.count("LEFT True") == (2 if argv[0] == "-m" else 1)
         return [line for line in lines if line.startswith(("REFUSED", "STARTED"))]
 
     both = said(*ranks, "named.py", str(1 << 20))

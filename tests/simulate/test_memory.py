@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from benchmarks.meter.planned import planned
 from tests.simulate.conftest import RANKS, TARGETS
 from tests.simulate.targets import MATRICES, PARAMETERS, TINY, VECTORS, end_bytes, target
 from zerofit.models.catalog import find
@@ -16,7 +17,6 @@ from zerofit.simulate.categories import KINDS
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.spec.errors import Problem
-from zerofit.spec.overhead import blas_workspace_bytes
 
 BOTH = "tensor and sequence"
 SCALARS = 2000  # bytes: step counters, losses, norms
@@ -103,9 +103,7 @@ def test_plan_divides_parameters_in_the_models_order():
     (record,) = simulate_all([one], lambda text: None)
     copy = 8 * 49408 * 512  # of its gradient in float64, for the norm
     assert record.peaks[0].breakdown["temporaries"] >= copy
-    setting = TraceSetting("bf16")
-    profile = profile_model(find(one.job.run.model), one.job.facts.task, one.inputs, few, [setting])
-    forecast = Forecaster(profile, "cuda", blas_workspace_bytes("h100-80gb")).memory(PlannedLayout.of(one.job))
+    forecast = planned(one)
     assert forecast.breakdown["temporaries"] == copy
     assert forecast.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=1e-4)
 

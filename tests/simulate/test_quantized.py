@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.meter.planned import planned
 from tests.simulate.targets import target
-from tests.simulate.test_optimizers import H100, SEQ_LEN, SHAPE, WORDS
-from zerofit.models.catalog import source_of
-from zerofit.models.inputs import TextInputs
-from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import Forecaster
+from tests.simulate.test_optimizers import H100, SEQ_LEN, SHAPE
 from zerofit.simulate.processes import simulate_all
-from zerofit.simulate.profile import TraceSetting, profile_model
-from zerofit.spec.overhead import blas_workspace_bytes
 
 BITS = {"config": "zero3", "lora": 8, "quantize": "nf4", "double_quant": True, "precision": "bf16", "kind": H100}
 CASES: list[dict[str, Any]] = [
@@ -27,8 +22,4 @@ def test_plan_forecasts_what_is_simulated():
     pytest.importorskip("bitsandbytes")
     targets = [target(model="llama-tiny", model_args=SHAPE, seq_len=SEQ_LEN, **{**BITS, **case}) for case in CASES]
     for one, record in zip(targets, simulate_all(targets, lambda text: None), strict=True):
-        setting = TraceSetting("bf16", one.job.run.activation_checkpointing)
-        inputs = TextInputs(vocab_size=WORDS, seq_len=SEQ_LEN)
-        profile = profile_model(source_of(one.job.run), "causal-lm", inputs, SHAPE, [setting], "cuda")
-        planned = Forecaster(profile, "cuda", blas_workspace_bytes(H100)).memory(PlannedLayout.of(one.job))
-        assert planned.peak_bytes == pytest.approx(record.peaks[0].bytes, rel=0.04)
+        assert planned(one).peak_bytes == pytest.approx(record.peaks[0].bytes, rel=0.04)

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.meter.planned import planned
 from tests.simulate.targets import cluster, target
-from zerofit.models.catalog import source_of
 from zerofit.plan.fit import check_fit
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import Forecaster
 from zerofit.simulate.assess import assess
 from zerofit.simulate.caching import MIB
-from zerofit.simulate.profile import TraceSetting, profile_model
 from zerofit.simulate.run import SimulatedRank, simulate
 from zerofit.simulate.verdict import (
     FITS,
@@ -123,13 +121,6 @@ def test_what_plan_calls_large_enough_a_simulation_lets_fit():
     ranks = simulate([target(**{**few, **case}) for case in SHALLOW], lambda text: None, exact=True)
     for rank in ranks:
         assert isinstance(rank, SimulatedRank)
-        job = rank.target.job
-        setting = TraceSetting(job.precision, job.run.activation_checkpointing)
-        profile = profile_model(
-            source_of(job.run), job.facts.task, rank.target.inputs, dict(job.run.model_args), [setting]
-        )
-        layout = PlannedLayout.of(job)
-        memory = Forecaster(profile, "cuda", blas_workspace_bytes("l4")).memory(layout)
-        needed = check_fit(memory, layout, cluster(2, "l4")).device_bytes
+        needed = check_fit(planned(rank.target), PlannedLayout.of(rank.target.job), cluster(2, "l4")).device_bytes
         smallest = replace(cluster(2, "l4"), device_memory=round(needed) + 1)
         assert assess(rank, smallest).verdict == FITS

@@ -2,16 +2,16 @@
 
 from typing import Any
 
+from benchmarks.meter.planned import planned
 from tests.models.small import NAMED
 from tests.simulate.targets import target
-from zerofit.models.catalog import find, source_of
+from zerofit.models.catalog import find
 from zerofit.models.inputs import Fed
 from zerofit.models.named_inputs import named_inputs
 from zerofit.plan.layout import PlannedLayout
-from zerofit.plan.memory import Forecaster, forecast
+from zerofit.plan.memory import forecast
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.profile import TraceSetting, profile_model
-from zerofit.spec.overhead import blas_workspace_bytes
 from zerofit.spec.profile import ZERO3, Profile, setting
 
 
@@ -58,11 +58,8 @@ def test_plan_gathers_what_the_engine_gathers():
     more = {"config": "zero3", "precision": "bf16", "seq_len": 128, "gpus": 4, "kind": "h100-80gb"}
     targets = [target(**{**more, **case}) for case in CASES]
     for one, record in zip(targets, simulate_all(targets, lambda text: None), strict=True):
-        run = one.job.run
-        setting = TraceSetting("bf16", run.activation_checkpointing)
-        profile = profile_model(source_of(run), "causal-lm", one.inputs, dict(run.model_args), [setting])
-        planned = Forecaster(profile, "cuda", blas_workspace_bytes(more["kind"])).memory(PlannedLayout.of(one.job))
-        assert -100 <= planned.peak_bytes - record.peaks[0].bytes <= (2 * 4096 * 14336 if run.ds_config == FEW else 0)
+        more_bytes = planned(one).peak_bytes - record.peaks[0].bytes
+        assert -100 <= more_bytes <= (2 * 4096 * 14336 if one.job.run.ds_config == FEW else 0)
 
 
 def test_an_embedding_is_whole_while_the_last_gradients_are_reduced():
@@ -70,10 +67,7 @@ def test_an_embedding_is_whole_while_the_last_gradients_are_reduced():
     small = {"model": "llama-tiny", "model_args": {"vocab_size": 8192, "hidden_size": 192}, "micro_batch": 1}
     one = target(config="zero3", seq_len=16, activation_checkpointing=True, **small)
     (record,) = simulate_all([one], lambda text: None)
-    profile = profile_model(
-        source_of(one.job.run), "causal-lm", one.inputs, small["model_args"], [TraceSetting("fp32", True)], "cpu"
-    )
-    planned = forecast(profile, PlannedLayout.of(one.job), "cpu")
-    assert (planned.peak_phase, record.peaks[0].phase) == ("backward", "backward")
-    assert planned.breakdown["temporaries"] > 2 * 4 * 8192 * 192  # the bucket, and gloo's copy of it
-    assert -500 <= planned.peak_bytes - record.peaks[0].bytes <= 0
+    found = planned(one)
+    assert (found.peak_phase, record.peaks[0].phase) == ("backward", "backward")
+    assert found.breakdown["temporaries"] > 2 * 4 * 8192 * 192  # the bucket, and gloo's copy of it
+    assert -500 <= found.peak_bytes - record.peaks[0].bytes <= 0

@@ -139,10 +139,10 @@ class Session:
             os.environ.update(ALONE, MASTER_PORT=str(free_port()))
         machine = this_machine()
         os.environ.setdefault("DS_ACCELERATOR", machine.accelerator)  # read when deepspeed is imported
-        from zerofit.train.process_group import start
+        from zerofit.train.process_group import leave, start
 
         if not dist.is_initialized():  # else the group is the script's own, to leave as well
-            atexit.register(_leave)
+            atexit.register(leave)
         start(timeout=timedelta(minutes=30))
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -187,9 +187,3 @@ class Session:
         if model is not None:
             changed["model"] = f"{type(model).__module__}:{type(model).__name__}"
         return replace(self._asked, run=run.model_copy(update=changed))
-
-
-def _leave() -> None:
-    """Leave the process group; a process that ends with its threads running may be aborted."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -92,10 +92,8 @@ def _accumulated(line: StageTimeline, layout: PlannedLayout, graded: int) -> Ite
             yield LiveMemory(point, element * waiting, bucket if waiting else 0, layer=event.layer)
     if layout.zero_stage == 0:
         lifted = reduction_bytes(layout) if reduction_bytes(layout) > element else 0
-        flat = max(
-            ((element * (count > 1) + lifted) * size for size, count in buckets(chain(*line.groups))), default=0
-        )  # engine.py:3796, :3801
-        yield LiveMemory(NOTHING, whole, temporaries=flat, after=True)
+        copies = [(element * (count > 1) + lifted) * size for size, count in buckets(chain(*line.groups))]
+        yield LiveMemory(NOTHING, whole, temporaries=max(copies, default=0), after=True)  # engine.py:3796, :3801
     else:
         yield from _reduced_at_the_end(line, layout, element)
 
@@ -232,9 +230,7 @@ class _Scattered:
                 yield self._live(point, gathered)
             if event.parameter is not None:
                 yield from self._arrive(event.parameter, event.end, gathered)
-        yield from self._reduce(
-            NOTHING, self.left
-        )  # what is left in the bucket (independent_gradient_partition_epilogue)
+        yield from self._reduce(NOTHING, self.left)  # independent_gradient_partition_epilogue
 
     def _arrive(self, parameter: Parameter, activations: Point, gathered: int) -> Iterator[LiveMemory]:
         """Take in one complete gradient (zero/stage3.py:1570)."""

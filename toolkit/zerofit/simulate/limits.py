@@ -42,9 +42,10 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     reduced = (get(zero, "reduce_bucket_size", BUCKET), sum(part.layer for part in parts))
     found: list[tuple[float, int]] = []
     if layout.zero_stage == 0 and layout.dp * layout.sp > 1:
-        return [_layers_of_largest_bucket(_trained(one), _trained(two), count)]
+        found = [(_layers_before_the_largest_bucket(_trained(one, False), _trained(two, False), count), 1)]
     if layout.zero_stage in (1, 2):
-        # parameters beside their flat copy: what the device does not hold is put together on the host (:453)
+        # parameters beside their flat copy: what the device has no room for is put together on the host
+        # (stage_1_and_2.py:453)
         before = sum(p.numel() for p in one.parameters()) - a_layer + sum(part.before for part in parts)
         room = target.device_bytes / ELEMENT_BYTES[target.job.precision] - before
         found = [(max(0, room), a_layer + reduced[1])]
@@ -58,15 +59,16 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     return [limit / size for limit, size in found if limit < size * count]
 
 
-def _layers_of_largest_bucket(one: list[int], two: list[int], count: int) -> int:
-    """Return with how many layers the largest bucket of gradients is that of the whole model, as with any more.
+def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
+    """Return the most layers with which the largest bucket of gradients is not that of the whole model, of `count`.
 
-    `one`, `two`: elements of each gradient of a model with one and with two layers.
+    `one`, `two`: elements of each gradient of a model with one and with two layers. Where an encoder and a decoder both
+    have a layer more nothing is known: one less than the whole model.
     """
     same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
     layer = two[same : same + len(two) - len(one)]
-    if [*one[:same], *layer, *one[same:]] != two:  # an encoder's layer and a decoder's
-        return count
+    if [*one[:same], *layer, *one[same:]] != two:
+        return count - 1
 
     def largest(layers: int) -> dict[bool, int]:
         found = {True: 0, False: 0}  # of several gradients, of one alone
@@ -75,7 +77,7 @@ def _layers_of_largest_bucket(one: list[int], two: list[int], count: int) -> int
         return found
 
     whole = largest(count)
-    return next((n for n in range(count, 0, -1) if largest(n) != whole), 0)
+    return next((n for n in range(count - 1, 0, -1) if largest(n) != whole), 0)
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:
@@ -99,9 +101,6 @@ def _partitioned(one: nn.Module, two: nn.Module, ranks: int, ep: int) -> Iterato
             yield _Partitioned(before=sum(few) - layer, layer=layer, largest=max(more), ranks=dividing)
 
 
-def _trained(model: nn.Module, spread_ones: bool | None = None) -> list[int]:
-    """Return the elements of trained parameters: of spread experts, of all others, or of both."""
+def _trained(model: nn.Module, spread_ones: bool) -> list[int]:
     experts = set(expert_places(model))
-    return [
-        p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and spread_ones in (None, n in experts)
-    ]
+    return [p.numel() for n, p in enumerate(model.parameters()) if p.requires_grad and (n in experts) == spread_ones]

@@ -32,7 +32,13 @@ def compile_no_collectives() -> None:
 def stop() -> None:
     """Leave the group once all ranks are done."""
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
+
+
+def leave() -> None:
+    """Leave the group if this process is in one: where its threads run to the end of a process, that may be aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def accelerator() -> Any:  # as DeepSpeed's abstract class has it, device_name() needs an argument
