@@ -206,9 +206,8 @@ class Forecaster:
         static = sum(persistent.device.values()) + (on_host if self.device == "cpu" else 0)
         counts = most_in_flight(layout, stage)
         kept = tuple(chain(*(one.on_host * count for one, count in zip(lines, counts, strict=True))))
-        most = [
-            max(moment.kinds.get(kind, 0) for moment in moments) for kind in ("communication buckets", "temporaries")
-        ]
+        steps = [moment.kinds for moment in moments if moment.phase != "init"]
+        most = [max(kinds.get(kind, 0) for kinds in steps) for kind in ("communication buckets", "temporaries")]
         twice = self._tied if layout.pp == 1 else 0  # both gradients of a matrix that two layers have, before their sum
         large = layout.element_bytes * (line.largest + twice) + sum(most), tuple(chain(*(one.blocks for one in lines)))
         return _StageMoments(tuple(upper(moments, _Moment.line)), static, on_host + host, persistent.nvme, kept, large)
