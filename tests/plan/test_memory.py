@@ -423,3 +423,11 @@ def test_the_largest_blocks_that_come_and_go():
     assert found.large_bytes == 4 * 600_000 + 4 * 1_000_000 + 700 * K
     bucket = forecast(profile, layout(1, precision="fp32", micro_batch=K, dp=2, overlap=True)).large_bytes
     assert bucket >= 4 * 600_000 + 2 * 4 * 1_000_000 + 700 * K  # with overlap there are two
+
+
+def test_a_flat_copy_of_the_start_is_no_block_of_a_step():
+    more = tuple(replace(one, largest_bytes=per_sample(700)) for one in COSTS)
+    layers = (PROFILE.layers[0], replace(PROFILE.layers[1], count=20))  # 4.6 million parameters
+    profile = replace(PROFILE, layers=layers, costs={setting("fp32", False, 1, 1): more})
+    found = forecast(profile, layout(2, precision="fp32", dp=8, bucket=200_000))
+    assert 4 * (600_000 + 200_000) + 700 < found.large_bytes < 4 * 4_600_000  # gradient and bucket; never all of them
