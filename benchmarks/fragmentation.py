@@ -1,7 +1,8 @@
 """How much more than its allocated peak a run needs: the smallest device on which torch's allocator gets by.
 
 Simulates Llama-3.1-8B on 8 GPUs in several layouts, replays every allocation on devices of decreasing size (giving back
-cached segments as the allocator does), and prints the shares that `spec/overhead.py` keeps free for a plan.
+cached segments as the allocator does), and prints the shares that `spec/overhead.py` keeps free for a plan. Beside them
+stands what a plan counts for the largest blocks of a step, which it keeps free where they are more (`plan/fit.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.meter.planned import planned
 from zerofit.app.simulation import prepare_simulation
 from zerofit.simulate.allocator import replay
 from zerofit.simulate.run import SimulatedRank, simulate
@@ -36,6 +38,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "micro_batch": 2,
         "gradient_accumulation_steps": 2,
     },
+    "zero1, checkpointing, 8 x 1": {"ds_config": "zero1", "activation_checkpointing": True, "micro_batch": 8},
+    "zero2, checkpointing, 8 x 1": {"ds_config": "zero2", "activation_checkpointing": True, "micro_batch": 8},
+    "zero3, checkpointing, 8 x 1": {"ds_config": "zero3", "activation_checkpointing": True, "micro_batch": 8},
     "zero3_offload, checkpointing": {"ds_config": "zero3_offload", "activation_checkpointing": True},
 }
 
@@ -52,7 +57,7 @@ def main() -> None:
     rows = [_row(name, one) for name, one in zip(LAYOUTS, found, strict=True)]
     for row in rows:
         print(f"{row['layout']:32} peak {row['peak_bytes'] / GIB:6.2f} GiB, needs +{row['needed_share']:.1%}, ", end="")
-        print(f"reserves +{row['reserved_share']:.1%} where there is room")
+        print(f"largest blocks {row['blocks_share']:.1%}, reserves +{row['reserved_share']:.1%} where there is room")
     if out:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers")}
         answer = {"date": datetime.date.today().isoformat(), "device": KIND, "gpus": GPUS, "versions": versions}
@@ -69,7 +74,8 @@ def _row(name: str, rank: SimulatedRank | Problem) -> dict[str, Any]:
         middle = (low + high) // 2
         fits = replay(events, device_bytes=middle).out_of_memory is None
         low, high = (low, middle) if fits else (middle, high)
-    shares = {"needed_share": high / peak - 1, "reserved_share": reserved / peak - 1}
+    blocks = planned(rank.target).large_bytes / peak
+    shares = {"needed_share": high / peak - 1, "reserved_share": reserved / peak - 1, "blocks_share": blocks}
     return {"layout": name, "peak_bytes": peak, **{key: round(value, 4) for key, value in shares.items()}}
 
 
