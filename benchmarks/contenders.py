@@ -23,12 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 from turns import Player, Turn
 
 from zerofit.data import Order, open_data
-from zerofit.models.build import build
+from zerofit.models.build import build, parameter_groups
 from zerofit.models.catalog import find
 from zerofit.models.inputs import Inputs
 from zerofit.spec.events import Reporter
 from zerofit.spec.run_folder import Job, RunFolder
-from zerofit.train.build import parameter_groups
 from zerofit.train.callbacks import Callback
 from zerofit.train.process_group import start, stop
 from zerofit.train.run import RankRun

@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
@@ -305,6 +305,21 @@ def bincount(fake_mode: Any, func: Any, values: Tensor, weights: Tensor | None =
 def parameter_count(model: nn.Module) -> int:
     """Count parameters, tied ones once; those that ZeRO-3 holds elsewhere count with their full size."""
     return sum(map(elements, model.parameters()))
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
+    """Group matrices, which decay, and vectors (norms, biases), which do not; one group where nothing decays.
+
+    Each group costs the engine buckets and collectives of its own. DeepSpeed takes experts out of them, by their names
+    (moe/utils.py:103).
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not decay:
+        return [{"name": "all", "params": trained}]
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"name": "matrices", "params": matrices}, {"name": "vectors", "params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one
 
 
 def expert_places(model: nn.Module) -> list[int]:

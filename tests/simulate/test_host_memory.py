@@ -46,6 +46,18 @@ def test_sizes_are_extended_before_they_are_rounded():
     def line(a: float, b: float) -> int:
         return round(a + (b - a) * (32 - 4) / (6 - 4))
 
-    found = extended(moment(4), moment(6), line)
+    found = extended(moment(4), moment(6), line, [])
     assert found == moment(32)
     assert found.pinned_bytes == 4096 + 32 * 512  # of rounded sizes, the line would give 512 + 14 * 512 for the first
+
+
+def test_sizes_of_sub_groups_are_known_for_all_layers():
+    """Groups of 100 elements in fp32, filled by layers of 30: 7 and 9 layers, extended to 11."""
+
+    def moment(sizes: list[int]) -> HostMoment:
+        blocks = {"stage3.py:1340": tuple(sorted(sizes)), "stage3.py:795": (sum(sizes) // 2,)}
+        return HostMoment(pageable_bytes=0, locked_bytes=0, pinned=blocks, pinned_free_bytes=0)
+
+    parts = [[120, 90], [120, 120, 30], [120, 120, 90]]
+    few, more, whole = (moment([4 * part for part in several]) for several in parts)
+    assert extended(few, more, lambda a, b: round(b + (b - a)), parts) == whole

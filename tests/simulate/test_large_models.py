@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,3 +83,50 @@ def test_what_changes_with_more_layers_is_not_extended(case):
     assert answer.record.peaks[0].key == exact.record.peaks[0].key
     assert answer.record.host == pytest.approx(exact.record.host, rel=0.005)
     assert (exact.record.host["pageable"] > 8e9) == (case["config"] == "zero1")
+
+
+@pytest.mark.parametrize(
+    ("layers", "zero"),
+    [
+        # the last sub-group has least of the states to make, and with the simulated layers more and more
+        (30, {}),
+        # host memory: a gradient for each sub-group, the last one smaller; torch locks powers of two
+        (26, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+    ],
+)
+def test_sub_groups_are_no_line(layers, zero, monkeypatch):
+    """Two ranks have 5,888 elements each of a layer's matrices: sub-groups of six layers, as they fall."""
+    monkeypatch.setattr(run, "WORTH", 3)
+    zero |= {"stage": 3, "sub_group_size": 34_000, "reduce_bucket_size": 12_000}
+    zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 12_000)  # few, so that all else
+    zero |= dict.fromkeys(
+        ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), 100
+    )  # is less than states
+    args = {"model": "llama-tiny", "model_args": {**TINY, "num_hidden_layers": layers}, "micro_batch": 1, "seq_len": 4}
+    one = target({"zero_optimization": zero}, kind="h100-80gb", precision="bf16", **args)
+    (few,), (exact,) = (simulate([one], lambda text: None, exact=all_) for all_ in (False, True))
+    assert isinstance(few, SimulatedRank) and isinstance(exact, SimulatedRank)
+    assert few.layers
+    assert few.record.peaks[0].key == exact.record.peaks[0].key
+    assert few.record.peaks[0].breakdown == pytest.approx(exact.record.peaks[0].breakdown, rel=0.005)
+    assert few.record.host == pytest.approx(exact.record.host, rel=0.005)
+    assert (few.record.host["pinned"] > 0) == ("offload_optimizer" in zero)
+
+
+@pytest.mark.parametrize(
+    ("unused", "expected"),
+    [
+        ((100, 100, 2100), 2100),  # one segment more with the most layers: it stays
+        ((100, 2100, 2100), 2100),
+        ((100, 120, 140), 140 + 10 * 20),  # each layer leaves as much
+        ((140, 120, 140), 140),
+    ],
+)
+def test_what_is_reserved_grows_as_it_does_over_both_stretches(unused, expected):
+    """3, 5 and 7 layers, which need 1000 bytes each, extended to 27: unused bytes beside their peaks."""
+    counts = (3, 5, 7)
+    records: Any = [
+        SimpleNamespace(reserved_bytes=1000 * n + more, peaks=[SimpleNamespace(bytes=1000 * n)])
+        for n, more in zip(counts, unused, strict=True)
+    ]
+    assert run._reserved(records, counts, 27, 27_000, "reserved_bytes") == 27_000 + expected

@@ -34,7 +34,7 @@ EXPERT_GROUP_ELEMENTS = 178_956_971  # of such a group at most, but for one para
 
 
 class Parameter(NamedTuple):
-    """One parameter of a rank, as the optimizer's groups hold it (train/build.py, parameter_groups)."""
+    """One parameter of a rank, as the optimizer's groups hold it (models/build.py, parameter_groups)."""
 
     numel: int
     group: int  # 0: matrices, 1: vectors, FROZEN: in none, EXPERTS and above: spread experts

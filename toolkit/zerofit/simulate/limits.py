@@ -1,15 +1,19 @@
-"""What DeepSpeed limits of a large model, and how many layers reach it: from there on all is linear in the layers."""
+"""What DeepSpeed limits of a large model, and how many layers reach it: from there on all is linear in the layers.
+
+All but stage 3's sub-groups of parameters, which are known for any number of layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from zerofit.check.dotted import get
-from zerofit.models.build import build, expert_places
+from zerofit.models.build import build, expert_places, parameter_groups
 from zerofit.models.catalog import source_of
 from zerofit.simulate.record import SimulationTarget
 from zerofit.spec.model_facts import ELEMENT_BYTES
@@ -59,25 +63,77 @@ def limits(target: SimulationTarget, few: SimulationTarget, more: SimulationTarg
     return [limit / size for limit, size in found if limit < size * count]
 
 
+def sub_groups(few: SimulationTarget, more: SimulationTarget) -> Callable[[int], list[int]]:
+    """Return a function from a number of layers to stage 3's sub-groups: elements that a rank has of each.
+
+    `few` and `more` have one and two such layers. It returns [] where an encoder and a decoder both have a layer more.
+    """
+    zero, layout = few.job.ds_config.get("zero_optimization", {}), few.job.layout
+    most, ranks = get(zero, "sub_group_size", SUB_GROUP), layout.dp * layout.sp
+    ones, twos = (_groups(target) for target in (few, more))
+
+    def at(layers: int) -> list[int]:
+        found = []
+        for group in twos:
+            whole = _grown(ones.get(group, []), twos[group], layers)
+            if whole is None:
+                return []
+            parts = [math.ceil(numel / ranks) for numel in whole]
+            found += _sub_groups(parts, most)
+        return found
+
+    return at
+
+
+def _sub_groups(parts: list[int], most: int) -> Iterator[int]:
+    """Yield the elements of each sub-group: full once it has as many as `most` (zero/stage3.py:1210)."""
+    if sum(parts) <= most:
+        yield sum(parts)
+        return
+    filled = 0
+    for number, part in enumerate(parts, 1):
+        filled += part
+        if filled >= most or number == len(parts):
+            yield filled
+            filled = 0
+
+
+def _groups(target: SimulationTarget) -> dict[str, list[int]]:
+    """Return the elements of each parameter of each of the optimizer's groups."""
+    decay = bool(get(target.job.ds_config, "optimizer.params.weight_decay", True))
+    groups = parameter_groups(_rank_model(target).parameters(), decay)
+    return {group["name"]: [parameter.numel() for parameter in group["params"]] for group in groups}
+
+
 def _layers_before_the_largest_bucket(one: list[int], two: list[int], count: int) -> int:
     """Return the most layers with which the largest bucket of gradients is not that of the whole model, of `count`.
 
     `one`, `two`: elements of each gradient of a model with one and with two layers. Where an encoder and a decoder both
     have a layer more nothing is known: one less than the whole model.
     """
-    same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
-    layer = two[same : same + len(two) - len(one)]
-    if [*one[:same], *layer, *one[same:]] != two:
+    if _grown(one, two, count) is None:
         return count - 1
 
     def largest(layers: int) -> dict[bool, int]:
         found = {True: 0, False: 0}  # of several gradients, of one alone
-        for size, gradients in buckets([*one[:same], *layer * (layers - 1), *one[same:]]):
+        for size, gradients in buckets(_grown(one, two, layers) or []):
             found[gradients > 1] = max(found[gradients > 1], size)
         return found
 
     whole = largest(count)
     return next((n for n in range(count - 1, 0, -1) if largest(n) != whole), 0)
+
+
+def _grown(one: list[int], two: list[int], layers: int) -> list[int] | None:
+    """Return what stands one after the other in a model of `layers`, of what does so with one and with two of them.
+
+    None where the second layer is not in one place.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(one))
+    layer = two[same : same + len(two) - len(one)]
+    if [*one[:same], *layer, *one[same:]] != two:
+        return None
+    return [*one[:same], *layer * (layers - 1), *one[same:]]
 
 
 def _rank_model(target: SimulationTarget) -> nn.Module:

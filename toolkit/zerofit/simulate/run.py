@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from zerofit.models.catalog import find
@@ -17,7 +18,7 @@ from zerofit.models.depth import depths, leading, part, with_depths
 from zerofit.models.hf_config import make_config
 from zerofit.models.partial import differ_by_layer
 from zerofit.simulate.host_memory import extended, highest
-from zerofit.simulate.limits import limits
+from zerofit.simulate.limits import limits, sub_groups
 from zerofit.simulate.processes import simulate_all
 from zerofit.simulate.record import (
     CollectiveCalls,
@@ -101,7 +102,7 @@ def _simulated(
         records.append(outcome)
     if counts is None:
         return SimulatedRank(target=target, record=records[0])
-    record, error = _extrapolated(records, counts, _layers(target))
+    record, error = _extrapolated(records, counts, _layers(target), _sub_groups(target))
     if abs(error) > TOLERANCE:
         return simulate([target], show, exact=True)[0]
     return SimulatedRank(target=target, record=record, layers=counts, check_error=error)
@@ -122,6 +123,15 @@ def _layer_counts(target: SimulationTarget) -> tuple[int, int, int] | None:
     return counts if sum(counts) <= WORTH * total else None
 
 
+def _sub_groups(target: SimulationTarget) -> Callable[[int], list[int]]:
+    """Return a function from a number of layers to the elements that a rank has of stage 3's sub-groups; else []."""
+    if target.job.layout.zero_stage != 3:
+        return lambda count: []
+    before = _leading(target)
+    of_equal = sub_groups(*(_with_layers(target, before + n) for n in (1, 2)))
+    return lambda count: of_equal(count - before)
+
+
 def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
     """Return the target with a model of fewer layers, its DeepSpeed JSON unchanged.
 
@@ -133,7 +143,9 @@ def _with_layers(target: SimulationTarget, count: int) -> SimulationTarget:
     return replace(target, job=replace(target.job, run=fewer))
 
 
-def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int) -> tuple[RankRecord, float]:
+def _extrapolated(
+    records: list[RankRecord], counts: tuple[int, ...], total: int, groups: Callable[[int], list[int]]
+) -> tuple[RankRecord, float]:
     """Return the record of a model with `total` layers, from those for three numbers of layers, and its error.
 
     Extrapolated from the last two; the error is by how much the first misses their line: in the peak that wins, in host
@@ -147,8 +159,13 @@ def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int
     def back(a: float, b: float) -> int:
         return line(a, b, counts[0])
 
+    def groups_with(count: int) -> list[list[int]]:
+        return [groups(counts[1]), groups(counts[2]), groups(count)]
+
     peaks = sorted(_peaks(few.peaks, more.peaks, line), key=lambda peak: -peak.bytes)
-    moments = _moments(few, more, line)
+    if len(groups(total)) > 1:
+        peaks = _without_first_states(peaks)
+    moments = _moments(few, more, line, groups_with(total))
     record = RankRecord(
         phases=[_phase(a, b, peaks, line) for a, b in zip(few.phases, more.phases, strict=True)],
         peaks=peaks,
@@ -156,14 +173,14 @@ def _extrapolated(records: list[RankRecord], counts: tuple[int, ...], total: int
         host_phases={phase: moment.total_bytes for phase, moment in moments.items()},
         kept={kind: line(few.kept[kind], more.kept[kind]) for kind in few.kept},
         nvme_bytes=line(few.nvme_bytes, more.nvme_bytes),
-        reserved_bytes=_reserved(few, more, peaks, line, "reserved_bytes"),
-        reserved_ahead_bytes=_reserved(few, more, peaks, line, "reserved_ahead_bytes"),
+        reserved_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_bytes"),
+        reserved_ahead_bytes=_reserved(records, counts, total, peaks[0].bytes, "reserved_ahead_bytes"),
         groups=more.groups,
         sent=_rows(few.sent, more.sent, ("count", "bytes"), line),
         flops=_rows(few.flops, more.flops, ("flops",), line),
     )
     at, a, b = ({peak.key: peak.bytes for peak in one.peaks}.get(peaks[0].key) for one in records)
-    host = sum(highest(_moments(few, more, back)).values())
+    host = sum(highest(_moments(few, more, back, groups_with(counts[0]))).values())
     misses = [
         back(a, b) / at - 1 if at and a and b else math.inf,
         _miss(host, sum(first.host.values())),
@@ -176,15 +193,21 @@ def _miss(extended_bytes: int, known_bytes: int) -> float:
     return extended_bytes / known_bytes - 1 if known_bytes else float(extended_bytes > 0)
 
 
-def _moments(few: RankRecord, more: RankRecord, line: Line) -> dict[str, HostMoment]:
+def _moments(few: RankRecord, more: RankRecord, line: Line, groups: list[list[int]]) -> dict[str, HostMoment]:
     known = few.host_moments
-    return {name: extended(known[name], moment, line) for name, moment in more.host_moments.items() if name in known}
+    rows = more.host_moments.items()
+    return {name: extended(known[name], moment, line, groups) for name, moment in rows if name in known}
 
 
-def _reserved(few: RankRecord, more: RankRecord, peaks: list[KindPeak], line: Line, name: str) -> int:
-    """Return what is reserved: a line, and at least as fragmented as with more layers."""
-    fragmented = getattr(more, name) / more.peaks[0].bytes
-    return max(line(getattr(few, name), getattr(more, name)), round(peaks[0].bytes * fragmented))
+def _reserved(records: list[RankRecord], counts: tuple[int, ...], total: int, peak: int, name: str) -> int:
+    """Return what is reserved at a peak of this many bytes: with what lies unused beside it.
+
+    That grows with a layer as it does over both stretches between the three counts: a segment more in one of them is
+    no trend.
+    """
+    unused = [getattr(record, name) - record.peaks[0].bytes for record in records]
+    steps = [(b - a) / (m - n) for (a, b), (n, m) in zip(pairwise(unused), pairwise(counts), strict=True)]
+    return peak + max(*unused, unused[-1] + round(min(steps) * (total - counts[-1])))
 
 
 def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPeak]:
@@ -197,6 +220,16 @@ def _peaks(few: list[KindPeak], more: list[KindPeak], line: Line) -> list[KindPe
             parts = {kind: line(before.get(kind, 0), peak.breakdown.get(kind, 0)) for kind in kinds}
             found.append(replace(peak, breakdown=parts, bytes=sum(parts.values())))
     return found
+
+
+def _without_first_states(peaks: list[KindPeak]) -> list[KindPeak]:
+    """Leave out moments of the first optimizer step that would be higher than those of the second: they cannot be.
+
+    Stage 3 makes the states sub-group by sub-group, and which moment is the highest hangs on what is left to the last
+    sub-group, which is no line in the layers. From the second step on all states are there.
+    """
+    later = max((peak.bytes for peak in peaks if peak.phase == "step" and peak.step > 0), default=0)
+    return [peak for peak in peaks if peak.phase != "step" or peak.step > 0 or peak.bytes <= later]
 
 
 def _phase(few: RankPhase, more: RankPhase, peaks: list[KindPeak], line: Line) -> RankPhase:

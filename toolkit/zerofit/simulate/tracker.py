@@ -33,9 +33,10 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _MODELS = os.path.dirname(os.path.abspath(models.__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _PYTHON = os.path.dirname(os.__file__)
-# frames that say nothing of who wants memory: torch, this package, contextlib, functools, DeepSpeed's nvtx decorator
+# frames that say nothing of who wants memory: torch, this package, contextlib, functools ...
 _PASSED_OVER = (_TORCH + os.sep, _HERE + os.sep, "<", f"{_PYTHON}/contextlib", f"{_PYTHON}/functools")
-_DECORATOR = "deepspeed/utils/nvtx.py"
+# ... and by the ends of their files: that decorator, and what stands between DeepSpeed and torch
+_BETWEEN = ("deepspeed/utils/nvtx.py", "deepspeed/accelerator/abstract_accelerator.py")
 
 CallSite = tuple[str, CodeType | None, int]  # the module that runs, the function that calls an op, its line
 
@@ -300,7 +301,7 @@ def _caller() -> tuple[CodeType | None, int]:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PASSED_OVER) and not file.endswith(_DECORATOR):
+        if not file.startswith(_PASSED_OVER) and not file.endswith(_BETWEEN):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -170,18 +170,3 @@ def batch_norm_in_fp32(model: nn.Module) -> None:
     for norm in batch_norms(model):
         if not isinstance(norm, nn.SyncBatchNorm):
             norm.forward = types.MethodType(forward, norm)
-
-
-def parameter_groups(parameters: Iterable[nn.Parameter], decay: bool = True) -> list[dict[str, Any]]:
-    """Group matrices, which decay, and vectors (norms, biases), which do not; one group where nothing decays.
-
-    Each group costs the engine buckets and collectives of its own. DeepSpeed takes experts out of them, by their names
-    (moe/utils.py:103).
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    if not decay:
-        return [{"name": "all", "params": trained}]
-    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
-    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"name": "matrices", "params": matrices}, {"name": "vectors", "params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]  # DeepSpeed fails on an empty one

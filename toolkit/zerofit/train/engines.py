@@ -24,7 +24,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from zerofit.check.dotted import get
 from zerofit.config.resolve import warmup_steps
 from zerofit.data import Data, eval_batches
-from zerofit.models.build import batch_keys, forward_logits, forward_loss, forward_named, output_part
+from zerofit.models.build import (
+    batch_keys,
+    forward_logits,
+    forward_loss,
+    forward_named,
+    output_part,
+    parameter_groups,
+)
 from zerofit.models.checkpointing import keep_on_host
 from zerofit.models.dtypes import DTYPES
 from zerofit.models.inputs import Inputs, NamedInputs
@@ -39,7 +46,6 @@ from zerofit.train.build import (
     build_from_seed,
     build_on_meta,
     build_whole,
-    parameter_groups,
     prepare_batch_norms,
     stored_by_engine,
 )
@@ -71,7 +77,7 @@ def start_engine(job: Job, model: nn.Module, steps: int, **more: Any) -> Any:
         keep_on_host(model)  # DeepSpeed's cpu_checkpointing would only do so for its own checkpoint function
     if run.mlp_chunk:
         tile_mlps(model, run.mlp_chunk)
-    decay = bool(job.ds_config.get("optimizer", {}).get("params", {}).get("weight_decay", True))
+    decay = bool(get(job.ds_config, "optimizer.params.weight_decay", True))
     groups: Any = parameter_groups(model.parameters(), decay)  # DeepSpeed's annotation knows no groups
     if str(get(job.ds_config, "optimizer.type")).lower() != "muon":
         import_muon()
